@@ -1,4 +1,4 @@
-"""Actors for the tests of the control plane. A module without pytest: every process of a test
+"""Actors for the tests of actor systems. The module does not import pytest: every process of a test
 imports it.
 """
 
@@ -24,7 +24,7 @@ from overlord.transport.codec import register
 
 
 class Strange(Exception):
-    """An exception that the channel does not know."""
+    """An exception that the codec does not know."""
 
 
 class OnlyThere(NamedTuple):
@@ -32,7 +32,7 @@ class OnlyThere(NamedTuple):
 
 
 class Worker:
-    """Does what tests want of an actor."""
+    """An actor with the methods that tests call."""
 
     def __init__(self, closed: str = "") -> None:
         self.log: list[Any] = []
@@ -92,7 +92,7 @@ class Worker:
         return ["a" * 1000] * n
 
     def only_there(self) -> Any:
-        """A record that is known in this process and not where it goes."""
+        """Return a record that is registered in this process and not at the receiver."""
         register(OnlyThere)
         return OnlyThere(1)
 
@@ -128,7 +128,7 @@ class Worker:
         raise SystemExit(code)
 
     def transforms(self) -> list[int]:
-        """A grandchild: its pid, and that of whoever started it for the system."""
+        """Start a grandchild; return its pid and that of its parent."""
         self.worker = TransformWorker(
             Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate")
         )
@@ -169,7 +169,7 @@ def broken(problem: str) -> Worker:
 
 
 def when_allowed(path: str) -> Worker:
-    """An actor that is not there before the file is."""
+    """Build the actor once the file exists."""
     until_there(path)
     return Worker()
 

@@ -1,4 +1,4 @@
-"""The contract of the control plane: every backend passes one suite."""
+"""The contract of actor systems: every backend passes one suite."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
 from tests.processes import left_after
 
-SOON_S = 20.0  # machines are noisy; nothing here takes a tenth of it
+SOON_S = 20.0  # a generous deadline: nothing here takes a tenth of it
 SHORT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What a backend is called, how one is made, and what its dead are said to have died of."""
+    """The name of a backend, its factory, and the reason of death that it reports."""
 
     name: str
     make: Callable[[], Any]
     killed: str
-    cluster: bool = False  # whether it runs on the cluster that all tests of this file share
+    cluster: bool = False  # whether it uses the cluster that all tests of this file share
 
 
 class Siblings(RpcServer):
-    """Actors that another control plane started and sent here: what a planner in a process of its
-    own has.
+    """Actors that another actor system started and directed here, as for a coordinator in its own
+    process.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ BACKENDS = [
     Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
     Backend(name="ray", make=rays.control, killed="killed", cluster=True),
 ]
-STARTERS = [b for b in BACKENDS if b.name != "siblings"]  # whose actors are theirs to end
+STARTERS = [b for b in BACKENDS if b.name != "siblings"]  # backends that own their actors
 
 
 @pytest.fixture(params=BACKENDS, ids=[b.name for b in BACKENDS])
@@ -89,7 +89,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process is gone at once; how soon that is seen is the machine's business."""
+    """A killed process exits at once; how soon that is detected depends on the load."""
     patient = replace(TIMEOUTS, killed_s=SOON_S, killed_elsewhere_s=SOON_S)
     for module in (process_launcher, peers):
         monkeypatch.setattr(module, "TIMEOUTS", patient)
@@ -111,7 +111,7 @@ def ask(control: ActorSystem, handle: ActorHandle, method: str, *args: Any) -> A
 
 
 class Deaths:
-    """Collects what ``on_death`` tells."""
+    """Collects the calls of ``on_death``."""
 
     def __init__(self) -> None:
         self.told: list[tuple[ActorHandle, str]] = []
@@ -434,7 +434,7 @@ def test_a_killed_actor_answers_nothing_more(
             control.get(future, SOON_S)
         assert (caught.value.name, caught.value.reason) == ("worker", backend.killed)
     assert not actor.alive
-    control.kill(actor)  # it cannot be more dead
+    control.kill(actor)  # killing twice is allowed
 
 
 def test_a_death_is_told_once_to_everyone_who_asked_before_or_after(
@@ -499,7 +499,7 @@ def test_the_others_live_on(control: ActorSystem, actor: ActorHandle) -> None:
     assert ask(control, other, "echo", 1) == 1
 
 
-# the end
+# shutdown
 
 
 @pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)

@@ -1,9 +1,9 @@
-"""A job on Ray: parts are killed and come back, nothing is left behind, nodes are used as asked and
-may go, and jobs live by themselves.
+"""A job on Ray: workers are killed and restarted, nothing is left behind, nodes are used as
+requested and may be lost, and jobs run detached.
 
-The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes,
-reshard, kills_everywhere), those of parts that are lost otherwise by ``make ray``. A test that
-needs a cluster of its own has it in a program of its own.
+Scenarios of all runtimes run on Ray in their own files (control, runtime, meshes, reshard,
+kills_everywhere); those of other losses run with ``make ray``. A test that needs its own cluster
+runs it in its own program.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ FEW: dict[str, Any] = {
     "sources_per_host": 2,
     "hosts": 2,
     "constructor_hosts": 1,
-}  # two loader hosts, one constructor host
+}  # two loader workers, one constructor worker
 GONE_S = 30.0
 LOOPBACK = {
     "0100007F",
     "0000000000000000FFFF00000100007F",
     "00000000000000000000000001000000",
-}  # as /proc/net says it
+}  # in the form of /proc/net
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def pids_of(session: ov.Session) -> dict[str, int]:
     }
 
 
-# parts that are lost
+# lost workers
 
 
 def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(
@@ -178,8 +178,8 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
 def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_another(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray does that for every call of its own; the placement of hosts is reviewed in a thread that
-    may be late.
+    """Ray does that for every call. The placement of workers is reviewed in a thread that may be
+    late.
     """
     from overlord.ray import cluster as cluster
 
@@ -189,7 +189,7 @@ def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_anothe
     assert cluster.CLUSTER.nodes() == known != []
 
 
-# a cluster of one's own
+# a cluster of its own
 
 OWN = """
     import json, os, signal, sys, time
@@ -199,11 +199,14 @@ OWN = """
     from tests.processes import WAIT_S, hosts_of, launch, written
     from tests.scenarios.test_process import job
 
+
     def below(pid):
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                found.append((int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])))
+                found.append(
+                    (int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1]))
+                )
             except OSError:
                 pass
         tree, grown = {pid}, True
@@ -213,9 +216,13 @@ OWN = """
             tree |= more
         return sorted(tree - {pid})
 
+
     def listening(pids):
         inodes, found = {}, set()
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]:
+        for line in (
+            Path("/proc/net/tcp").read_text().splitlines()[1:]
+            + Path("/proc/net/tcp6").read_text().splitlines()[1:]
+        ):
             words = line.split()
             if words[3] == "0A":
                 inodes[f"socket:[{words[9]}]"] = words[1].rpartition(":")[0]
@@ -227,16 +234,35 @@ OWN = """
                     pass
         return sorted(found - {None})
 
+
     def saves(number, frame):
         raise AssertionError("nobody has asked for it")
 
+
     def main():
-        before, process.LEAVE_S = dict(os.environ), WAIT_S  # a host that takes long to leave on a busy machine is not to be told of
+        before, process.LEAVE_S = (
+            dict(os.environ),
+            WAIT_S,
+        )  # a host that takes long to leave on a busy machine is not to be told of
         signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
         hosts = hosts_of(session)
-        print(json.dumps([below(os.getpid()), hosts, {n: os.getpriority(os.PRIO_PROCESS, p) for n, p in hosts.items()}]), flush=True)
-        print(os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]), signal.getsignal(signal.SIGTERM) is saves, flush=True)
+        print(
+            json.dumps(
+                [
+                    below(os.getpid()),
+                    hosts,
+                    {n: os.getpriority(os.PRIO_PROCESS, p) for n, p in hosts.items()},
+                ]
+            ),
+            flush=True,
+        )
+        print(
+            os.environ["RAY_AUTH_MODE"],
+            len(os.environ["RAY_AUTH_TOKEN"]),
+            signal.getsignal(signal.SIGTERM) is saves,
+            flush=True,
+        )
         print(listening([os.getpid(), *below(os.getpid()), *hosts.values()]), flush=True)
         input()
         session.kill("loader-host/0")
@@ -251,7 +277,7 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
     home, scratch = (
         tmp_path / "home",
         Path(tempfile.mkdtemp(prefix="o", dir="/tmp")),
-    )  # a path that Ray's sockets have room for
+    )  # short enough for Ray's sockets
     home.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
@@ -290,7 +316,7 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> 
         tree, hosts, _ = eval(own.line())
         tree = [
             pid for pid in tree if "agent" not in command_of(pid).lower()
-        ]  # Ray's own two go in a minute
+        ]  # two of Ray's own exit within a minute
         assert len(tree) >= 5
         os.kill(own.pid, signal.SIGKILL)
         assert left_after([*tree, *hosts.values()], GONE_S) == []
@@ -334,11 +360,12 @@ def test_without_ray_it_is_said_what_to_install() -> None:
     assert "JobError" in done.stderr
 
 
-# a cluster that is there
+# an existing cluster
 
 JOINS = """
     import logging, os, shutil, socket, tempfile, threading
     from concurrent.futures import ThreadPoolExecutor
+
     os.environ.update(HOME=os.getcwd(), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OVERLORD_INTERFACE"):
         os.environ.pop(name, None)
@@ -352,12 +379,14 @@ JOINS = """
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
 
+
     def refused(address):
         try:
             with ray_cluster.cluster(address):
                 print("it was used", flush=True)
         except ov.JobError as error:
             print(error, flush=True)
+
 
     def service(address):
         door, (host, port) = socket.create_server(("127.0.0.1", 0)), address.split(":")
@@ -378,11 +407,15 @@ JOINS = """
         threading.Thread(target=serve, daemon=True).start()
         return "127.0.0.1:" + str(door.getsockname()[1])
 
+
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False, "num_cpus": 1}
         del os.environ["RAY_AUTH_MODE"]  # so are clusters where nobody has thought of it
-        open_one = Cluster(initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **small})
+        open_one = Cluster(
+            initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **small}
+        )
         refused(open_one.address)
         os.environ["RAY_AUTH_TOKEN"] = "1" * 64
         refused(open_one.address)
@@ -410,10 +443,16 @@ JOINS = """
         ray.shutdown()
         ray_jobs.submit(job(name="open"), address=open_one.address)
         print([(j.name, j.state) for j in ray_jobs.jobs(open_one.address)], flush=True)
-        with ray_cluster.cluster(open_one.address), ThreadPoolExecutor(2) as both:  # at the same time: both end it
+        with (
+            ray_cluster.cluster(open_one.address),
+            ThreadPoolExecutor(2) as both,
+        ):  # at the same time: both end it
             ask, ready = ray_cluster.ask, threading.Barrier(2)
             ray_cluster.ask = lambda *args, **how: (ready.wait(60), ask(*args, **how))[1]
-            print(list(both.map(lambda _: ray_jobs.stop("open", open_one.address), range(2))), flush=True)
+            print(
+                list(both.map(lambda _: ray_jobs.stop("open", open_one.address), range(2))),
+                flush=True,
+            )
             ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
             keeper = ray_cluster.keep(ray_jobs.Keeper, "still")
             try:
@@ -421,10 +460,17 @@ JOINS = """
             except ov.OverlordError as error:
                 print(error, flush=True)
             halt(ray.get(keeper.__ray_call__.remote(lambda keeper: os.getpid()), timeout=60))
-            print(ray_jobs.stop("still", open_one.address), "|", ray_jobs.jobs(open_one.address), flush=True)
+            print(
+                ray_jobs.stop("still", open_one.address),
+                "|",
+                ray_jobs.jobs(open_one.address),
+                flush=True,
+            )
         os.environ["RAY_AUTH_MODE"] = "token"
         ray_connection.reread_environment()
-        ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)  # a head that asks for none takes any
+        ray.init(
+            open_one.address, log_to_driver=False, logging_level=logging.ERROR
+        )  # a head that asks for none takes any
         refused(None)
         ray.shutdown()
         open_one.shutdown()
@@ -442,14 +488,21 @@ JOINS = """
         except KeyboardInterrupt:
             print(ray.is_initialized(), ours.exists(), os.environ == before, own._users, flush=True)
         folder = tempfile.mkdtemp(prefix="o", dir="/tmp")
-        ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            "local",
+            num_cpus=1,
+            include_dashboard=False,
+            _temp_dir=folder,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
         print(ray.is_initialized(), flush=True)
         ray.shutdown()
         shutil.rmtree(folder)
 """
 
 
-def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connection_and_the_program_has_its_own_ray_after(
+def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_own_ray_after(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, JOINS) as there:
@@ -520,6 +573,7 @@ NODES = """
     import os, subprocess, sys, time
     from dataclasses import replace
     from tests import rays
+
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
@@ -529,15 +583,25 @@ NODES = """
     from tests.processes import hosts_of, launch, play, run, runs, until, written
     from tests.scenarios.test_process import job
 
+
     def where(session):
         names = {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
-        return {a["name"]: names.get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] == "host"}
+        return {
+            a["name"]: names.get(a.get("node"), "none")
+            for a in session.metrics()["actors"]
+            if a["role"] == "host"
+        }
+
 
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-        nodes = {name: cluster.add_node(node_name=name, num_cpus=4, **small) for name in ("gpu-0", "gpu-1")}
+        nodes = {
+            name: cluster.add_node(node_name=name, num_cpus=4, **small)
+            for name in ("gpu-0", "gpu-1")
+        }
         calm = run(job(until=40), "local")
         refuse(cluster.address)
         try:
@@ -546,31 +610,51 @@ NODES = """
             assert "no node of the cluster is called 'gpu-7'" in str(error), error
         else:
             raise AssertionError("a node that is not there was passed over")
-        apart = {"rank_nodes": ["gpu-0", "gpu-1"], "hosts": 2, "sources_per_host": 2, "ports": "21000-21199"}
+        apart = {
+            "rank_nodes": ["gpu-0", "gpu-1"],
+            "hosts": 2,
+            "sources_per_host": 2,
+            "ports": "21000-21199",
+        }
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
             print(session._host._control.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in session._host._addresses.values()], flush=True)
+            print(
+                [a.split("/")[2].rpartition(":")[2] for a in session._host._addresses.values()],
+                flush=True,
+            )
             took = []
 
             def remove(session):
                 cluster.remove_node(nodes["gpu-1"], allow_graceful=False)
                 start = time.monotonic()
-                until(lambda: any(a["state"] != "running" for a in session.metrics()["actors"] if a["role"] == "host"))
+                until(
+                    lambda: any(
+                        a["state"] != "running"
+                        for a in session.metrics()["actors"]
+                        if a["role"] == "host"
+                    )
+                )
                 took.append(time.monotonic() - start)
 
             print(play(session, act={9: remove}) == calm, flush=True)
             print(where(session), flush=True)
             print(*took, flush=True)
-        submit = "import sys; from overlord.cli import detached_jobs as ray_jobs; from tests.scenarios.test_process import job; "
+        submit = "import sys; from overlord.cli import detached_jobs as ray_jobs; "
+        submit += "from tests.scenarios.test_process import job; "
         submit += "made = job(until=40, name='alone', journal=sys.argv[2]); "
-        submit += "served = ray_jobs.submit(made, address=sys.argv[1], resume=sys.argv[3] if sys.argv[3:] else None); "
+        submit += "resume = sys.argv[3] if sys.argv[3:] else None; "
+        submit += "served = ray_jobs.submit(made, address=sys.argv[1], resume=resume); "
         submit += "print(served.address, served.token, served.resumed)"
         journal = os.path.abspath("alone")
-        out = subprocess.run([sys.executable, "-c", submit, cluster.address, journal], capture_output=True, text=True)
+        out = subprocess.run(
+            [sys.executable, "-c", submit, cluster.address, journal], capture_output=True, text=True
+        )
         print(out.stdout.strip() or out.stderr.replace(chr(10), " "), flush=True)
         input()
-        until(lambda: [j.taken for j in ray_jobs.jobs(cluster.address)] == [9])  # the session hears of a step a moment after it was taken
+        until(
+            lambda: [j.taken for j in ray_jobs.jobs(cluster.address)] == [9]
+        )  # the session hears of a step a moment after it was taken
         [found] = ray_jobs.jobs(cluster.address)
         print(found.name, found.state, found.taken, [p["node"] for p in found.parts], flush=True)
         ray_jobs.stop("alone", cluster.address)
@@ -579,6 +663,7 @@ NODES = """
         lose_who_submitted(cluster.address, submit, journal)
         lose_the_head(cluster, calm)
         cluster.shutdown()
+
 
     def refuse(address):
         right, os.environ["RAY_AUTH_TOKEN"] = os.environ["RAY_AUTH_TOKEN"], "0" * 64
@@ -593,22 +678,37 @@ NODES = """
         except ov.DataStall as error:
             print(error, flush=True)
 
+
     def lose_who_submitted(address, submit, journal):
         with ray_cluster.cluster(address):
             code = submit.replace("print(", "input(); print(")  # it never says what it was told
-            submitter = subprocess.Popen([sys.executable, "-c", code, address, journal, "auto"], stdin=subprocess.PIPE)
+            submitter = subprocess.Popen(
+                [sys.executable, "-c", code, address, journal, "auto"], stdin=subprocess.PIPE
+            )
             until(lambda: [j.state for j in ray_jobs.jobs(address)] in (["starting"], ["running"]))
             submitter.kill()
             submitter.wait()
             until(lambda: [(j.state, j.taken) for j in ray_jobs.jobs(address)] == [("running", 9)])
-            print(ray_cluster.ask(ray_cluster.kept_by("alone"), "resumed", timeout_s=20, what="where it goes on"), flush=True)
+            print(
+                ray_cluster.ask(
+                    ray_cluster.kept_by("alone"), "resumed", timeout_s=20, what="where it goes on"
+                ),
+                flush=True,
+            )
             served = ray_jobs.served("alone", address)
             print(next(ov.connect(served.address, 0, token=served.token)).step, flush=True)
             ray_jobs.stop("alone", address)
 
+
     def lose_the_head(cluster, calm):
         got = {0: [], 1: []}
-        session = launch(job(until=40, journal="journal"), "ray", address=cluster.address, hosts=1, sources_per_host=3)
+        session = launch(
+            job(until=40, journal="journal"),
+            "ray",
+            address=cluster.address,
+            hosts=1,
+            sources_per_host=3,
+        )
         clients, pids = [session.client(rank) for rank in range(2)], hosts_of(session)
 
         def take(steps):
@@ -637,7 +737,10 @@ NODES = """
         session.close()
         until(lambda: not any(runs(pid) for pid in pids.values()))
         again = run(job(until=40, journal="journal"), "process", resume="auto")
-        print(again.steps == {rank: steps[len(got[rank]):] for rank, steps in calm.steps.items()}, flush=True)
+        print(
+            again.steps == {rank: steps[len(got[rank]) :] for rank, steps in calm.steps.items()},
+            flush=True,
+        )
 """
 
 

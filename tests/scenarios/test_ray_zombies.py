@@ -1,9 +1,9 @@
-"""A node of a Ray cluster that stands still is given up with its hosts; when they wake, others have
-their place, and nobody hears them.
+"""A suspended node of a Ray cluster is given up with its workers. When they resume, others have
+replaced them, and their messages are ignored.
 
-On one machine a part that is given up is killed at once. Here the launching process takes the nodes
-for other machines, where it cannot reach them: what is stopped lives on. Half a minute: told by
-``make ray``.
+On one machine a worker that is given up is killed at once. Here the launching process takes the
+nodes for other machines, where it cannot kill them: suspended workers live on. It takes half a
+minute and runs with ``make ray``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ pytestmark = rays.by_make_ray("half a minute")
 STANDS_STILL = """
     import json, os, signal
     from tests import rays
+
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import launcher as ray_control
@@ -27,25 +28,41 @@ STANDS_STILL = """
 
     ray_control.this_machine = lambda: "another machine"
 
+
     def hosts(session):
         names = {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
-        return {a["name"]: (a["pid"], names.get(a.get("node"))) for a in session.metrics()["actors"] if a["role"] == "host"}
+        return {
+            a["name"]: (a["pid"], names.get(a.get("node")))
+            for a in session.metrics()["actors"]
+            if a["role"] == "host"
+        }
+
 
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-        nodes = {name: cluster.add_node(node_name=name, num_cpus=4, **small) for name in ("gpu-0", "gpu-1")}
+        nodes = {
+            name: cluster.add_node(node_name=name, num_cpus=4, **small)
+            for name in ("gpu-0", "gpu-1")
+        }
         calm, zombies = run(job(until=60), "local"), {}
 
         def stop(session):
-            zombies.update({name: pid for name, (pid, node) in hosts(session).items() if node == "gpu-1"})
+            zombies.update(
+                {name: pid for name, (pid, node) in hosts(session).items() if node == "gpu-1"}
+            )
             for pid in (nodes["gpu-1"].all_processes["raylet"][0].process.pid, *zombies.values()):
                 halt(pid)
 
         def wake(session):
-            print(json.dumps([sorted(zombies), [runs(pid) for pid in zombies.values()]]), flush=True)
-            print(json.dumps({name: node for name, (pid, node) in hosts(session).items()}), flush=True)
+            print(
+                json.dumps([sorted(zombies), [runs(pid) for pid in zombies.values()]]), flush=True
+            )
+            print(
+                json.dumps({name: node for name, (pid, node) in hosts(session).items()}), flush=True
+            )
             for pid in zombies.values():
                 os.kill(pid, signal.SIGCONT)
 
@@ -74,6 +91,7 @@ LEAVES_THE_DEAF = """
     import os, signal
     from dataclasses import replace
     from tests import rays
+
     os.environ.update(rays.of_a_cluster())
     from overlord.ray import connection as ray_connection
     from overlord.ray.ray_import import ray_worker
@@ -82,17 +100,24 @@ LEAVES_THE_DEAF = """
 
     ray_connection.TIMEOUTS = replace(ray_connection.TIMEOUTS, disconnect_s=2.0)
 
+
     def close_beside(pid, folder, **where):
         with launch(job(until=20, journal=folder), "ray", **where) as session:
             print(play(session, act={9: lambda _: halt(pid())}) == calm, flush=True)
-            parts = [a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()]
+            parts = [
+                a["pid"]
+                for a in session.metrics()["actors"]
+                if a["role"] in ("host", "planner") and a["pid"] != os.getpid()
+            ]
         print("closed", left_after(parts, 20.0), flush=True)
+
 
     def main():
         global calm
         calm = run(job(until=20), "local")
         close_beside(lambda: ray_worker._global_node.all_processes["raylet"][0].process.pid, "own")
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **small})
         raylet = cluster.head_node.all_processes["raylet"][0].process.pid

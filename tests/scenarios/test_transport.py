@@ -1,4 +1,4 @@
-"""Links between real processes: what is handed over, what is freed, and who waits for whom."""
+"""Connections between real processes: delivery, release of memory, and waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def addresses_of(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-# Handing over
+# delivery
 
 
 def test_a_pair_within_the_process_hands_over_the_same_memory():
@@ -161,7 +161,9 @@ def test_an_address_without_a_port_is_shown_as_its_local_socket():
 
 
 def test_an_array_of_the_ring_is_sent_without_a_copy():
-    """Both sides see the same memory: what the sender writes later (it must not) shows."""
+    """Both sides see the same memory: a later write of the sender, which is not allowed, is
+    visible.
+    """
     ring = SharedMemoryPool(name="mine")
     with Story() as story, dialled(story.address, ring=ring) as link:
         array = ring(MB)
@@ -193,7 +195,7 @@ def test_many_threads_may_send_on_one_link(transport: str):
             thread.join()
 
 
-# Slots
+# segments
 
 
 def test_a_thousand_messages_need_a_handful_of_slots():
@@ -353,7 +355,7 @@ def test_one_slow_link_holds_up_no_other():
         slow, quick = dialled(story.address, "tcp"), dialled(story.address)
         story.keep = False
         for k in range(12):
-            slow.send(message(k, 4 * MB))  # echoed into a socket that nobody reads
+            slow.send(message(k, 4 * MB))  # echoed into a socket without a reader
         wait_until(lambda: story.opened[0].queued_bytes > 2**24)
         for k in range(50):
             quick.send(message(k))
@@ -363,7 +365,7 @@ def test_one_slow_link_holds_up_no_other():
             assert is_message(slow.recv(SOON_S), k, 4 * MB)
         wait_until(
             lambda: story.opened[0].queued_bytes == 0
-        )  # the last bytes may be read before the server has counted them
+        )  # the last bytes may be read before the server counts them
         slow.close()
         quick.close()
 
@@ -411,7 +413,7 @@ def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
-    """The one who said it may be dead by then, and nobody can ask it again."""
+    """The sender may be dead by then, so it cannot be queried again."""
     stands, goes_on = threading.Event(), threading.Event()
     with Story() as story:
         hears = story.server._on_message
@@ -427,7 +429,9 @@ def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
             link = dialled(story.address, transport)
             story.wait(lambda s: len(s.opened) == 2)
             other.send("stand")
-            assert stands.wait(SOON_S)  # it has looked, and the other link had nothing to say
+            assert stands.wait(
+                SOON_S
+            )  # it has read its sockets, and the other connection sent nothing
             link.send("last words")
             link.close()
             threading.Timer(0.1, goes_on.set).start()

@@ -1,5 +1,5 @@
-"""Peers that lie or break off after the handshake: their own link ends with its reason, all others
-live on.
+"""Peers that send invalid data after the handshake: only their own connection ends, with the
+reason.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def value_of(value: Any) -> bytes:
 
 
 def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
-    """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for
-    each column.
+    """Return a message by reference, with one row of (column, grant, offset, dtype code, dims,
+    shape...) per column.
     """
     header, _ = codec.encode([np.zeros(SMALL_BYTES + 1, np.uint8) for _ in refs])
     table = struct.pack("<II", len(grants), len(refs)) + b"".join(
@@ -101,7 +101,7 @@ def just(data: bytes, files: Files = list) -> Attack:
 
 NEW = [(1, 0, 4096)]  # segment 1, flag 0, new with 4096 bytes
 CODE = frame.CODES[np.dtype(np.uint8)]
-ONE = (0, 0, 0, CODE, 1, 10)  # column 0 lies in the first grant at 0: ten bytes
+ONE = (0, 0, 0, CODE, 1, 10)  # column 0 is in the first grant at offset 0: ten bytes
 POOL_OF = packet(POOL, struct.pack("<I", RELEASE_FLAGS), 2)
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "garbage": (just(random.Random(2).randbytes(100_000)), "expected a message"),
@@ -238,7 +238,7 @@ def test_a_link_that_lies_ends_with_its_reason_and_no_other(story: Story, what: 
         story.wait(lambda s: s.closed)
         link, reason = story.closed[0]
         assert (link.peer, text in reason) == ("hostile", True), reason
-        assert b"OV" in _rest(sock)  # it was told why
+        assert b"OV" in _rest(sock)  # it received the reason
     assert story.got == []
 
 
@@ -260,7 +260,7 @@ def test_files_over_tcp_are_no_files(story: Story):
 
 
 def test_a_slot_passed_as_it_should_be_is_read(story: Story):
-    """The counter-test of the attacks above: the same words, without a lie."""
+    """The counter-test of the attacks above: the same message without a fault."""
     fd, memory = sealed_memfd("x", 4096, others_write=False)
     memory[:10] = b"0123456789"
     with raw(story.address) as sock:
@@ -272,7 +272,7 @@ def test_a_slot_passed_as_it_should_be_is_read(story: Story):
 
 
 def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
-    """A client reads as carefully as a server does."""
+    """A client checks as carefully as a server."""
     with Story() as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         os.write(story.opened[0].fileno(), b"not a message, not at all")

@@ -1,5 +1,5 @@
-"""Real kills: what was sent stays readable, what was held is free again, and nothing is left
-behind.
+"""Real kills: sent data stays readable, held memory becomes free again, and nothing is
+left behind.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def test_a_killed_receiver_frees_what_it_held():
 
 
 def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
-    """The client has no thread that would see the end of its link: the ring itself looks when it is
-    full.
+    """The client has no thread that detects the end of its connection: the pool checks it when it
+    is full.
     """
     with child(serve_echo, f"holds-for-a-client-{os.getpid()}") as server:
         ring = SharedMemoryPool(max_slots=2, name="client", wait_s=SOON_S)
         link = dialled(server.hears(), ring=ring)
-        halt(server.process.pid or 0)  # it takes nothing from now on
+        halt(server.process.pid or 0)  # it accepts nothing from now on
         for k in range(2):
             link.send(message(k))
         assert ring.take(MB) is None
@@ -166,7 +166,7 @@ def test_a_closed_server_leaves_no_thread_and_no_open_file():
     files, threads = (
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),
-    )  # of other tests: those may go meanwhile
+    )  # of other tests, which may end meanwhile
     for _ in range(3):
         with Story(echo=True) as story, dialled(story.address) as link:
             link.send(message(1))

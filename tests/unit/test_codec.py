@@ -1,6 +1,4 @@
-"""Values in frames, by example: what travels, what comes back, what is refused and in which
-words.
-"""
+"""Values in frames by example: round trips, and the text of every refusal."""
 
 from __future__ import annotations
 
@@ -464,7 +462,7 @@ def test_a_buffer_comes_back_for_a_strategy_to_see():
     assert type(found.meta) is Columns
 
 
-# headers that lie
+# forged headers
 
 
 ONE = [np.arange(3), np.zeros((2, 2), np.uint8), np.array([0, 5, 2]), np.array([-1, 2])]

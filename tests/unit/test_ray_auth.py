@@ -1,5 +1,5 @@
-"""Which addresses lead to one head; when a cluster is used with a token, without one, or not at
-all; and where a process listens.
+"""Addresses of one head, authentication of a cluster, and the interface on which a
+process listens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlord.transport.address import reachable
 SHUT, OPEN = (
     {False: False, True: True},
     {False: True, True: True},
-)  # who shows a token is let in: False, one who shows none
+)  # lets_in(with_token): a client with the token is accepted, one without is not
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,7 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             r"it asks for no token, so everyone who reaches its ports can run code "
             r".*RAY_AUTH_MODE=disabled in the environment",
         ),
-        (
-            None,
-            True,
-            {False: False, True: False},
-            "it rejects the token in RAY_AUTH_TOKEN",
-        ),
+        (None, True, {False: False, True: False}, "it rejects the token in RAY_AUTH_TOKEN"),
         ("disabled", False, SHUT, "it requires a token, but RAY_AUTH_MODE=disabled here"),
         ("of", True, SHUT, "RAY_AUTH_MODE: expected token or disabled, got 'of'"),
     ],
@@ -117,7 +112,7 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
     )
 
 
-def test_a_process_listens_where_the_environment_says_then_where_its_node_is_then_where_the_default_route_leads(
+def test_a_process_listens_where_the_environment_says_then_at_its_node_then_at_the_default_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OVERLORD_INTERFACE", raising=False)

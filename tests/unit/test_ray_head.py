@@ -1,5 +1,5 @@
-"""A head that answers is believed at once, one that is away is waited for, one that is gone is
-given up in words.
+"""A head that answers is used at once, a lost head is waited for, and after a deadline it is an
+error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlord.ray.head import Head
 
 
 class Answers:
-    """Those that are missing are time-outs; the last one is repeated."""
+    """The results of pings: a missing one is a timeout, and the last one is repeated."""
 
     def __init__(self, *there: bool):
         self.there: Iterator[bool] = iter(there)
@@ -27,7 +27,7 @@ class Answers:
 
 
 class Time:
-    """It passes where somebody sleeps."""
+    """A clock that advances with every sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0

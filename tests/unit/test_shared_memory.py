@@ -1,6 +1,4 @@
-"""Shared memory that is filled again must never be memory that somebody still reads, here or in
-another process.
-"""
+"""Shared memory is never refilled while any process still reads it."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_
     more = ring(2 * MB)
     assert ring.n_segments == 2
     del kept, more
-    ring(9 * MB)  # not a little larger: of another kind
+    ring(9 * MB)  # much larger: another kind of message
     assert ring.n_segments == 3
 
 
@@ -137,9 +135,7 @@ def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: SharedMemoryPoo
 
 
 def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
-    """Returns when somebody waits for the ring, and the thread has slept at every look for a
-    while.
-    """
+    """Return once the pool has a waiting caller, and the thread was asleep at several checks."""
     end, looks = time.monotonic() + 30, 0
     while looks < 10:
         assert time.monotonic() < end, "it does not sleep"
@@ -154,7 +150,7 @@ def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
 
 @pytest.fixture
 def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits would look again by itself after a second; here not within the test."""
+    """Disable the periodic check of a waiting caller, which would run after a second."""
     patient = replace(shared_memory.TIMEOUTS, lost_wake_s=300.0)
     monkeypatch.setattr(shared_memory, "TIMEOUTS", patient)
 
@@ -202,14 +198,12 @@ def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: SharedMemoryPo
     assert (again == 1).all()
 
 
-# What a peer holds
+# segments that a peer holds
 
 
 @pytest.fixture
 def shared(ring: SharedMemoryPool) -> Iterator[tuple[SharedMemoryPool, Lease, PeerSegments]]:
-    """A ring, and the same process as its peer: all of it is the kernel's shared memory either
-    way.
-    """
+    """Return a pool, and this process as its peer: both sides use shared memory of the kernel."""
     lease, segments = Lease("peer"), PeerSegments()
     ring.attach(lease)
     segments.attach(lease.fd, ring.notifier.fd, RELEASE_FLAGS)
@@ -220,7 +214,7 @@ def shared(ring: SharedMemoryPool) -> Iterator[tuple[SharedMemoryPool, Lease, Pe
 def passed(
     ring: SharedMemoryPool, lease: Lease, segments: PeerSegments, array: np.ndarray
 ) -> np.ndarray:
-    """The peer's view of an array of the ring."""
+    """Return the peer's view of an array of the pool."""
     found = ring.locate(array)
     assert found is not None
     segment, offset = found
@@ -338,7 +332,7 @@ def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
     assert segments.mapped == 0
 
 
-# What is mapped
+# mappings
 
 
 def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
@@ -351,7 +345,7 @@ def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(
             segment.fd, 1033, 8
-        )  # no further seals either: not against the owner's own writing
+        )  # no further seals either, such as one against the owner's writes
 
 
 def test_a_peer_maps_a_slot_read_only() -> None:
@@ -422,7 +416,7 @@ def test_memory_that_is_only_announced_is_not_paid_for() -> None:
 
 
 def test_nothing_lies_in_the_file_system() -> None:
-    """As this process has it, not as the folder shows: there others make files of theirs."""
+    """Check the open files of this process: the folder may contain files of others."""
     before = opened()
     ring = SharedMemoryPool()
     array = ring(MB)
@@ -435,13 +429,13 @@ def test_nothing_lies_in_the_file_system() -> None:
 def opened() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
+        with contextlib.suppress(OSError):  # of the listing itself
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return found
 
 
 def mapped_at(address: int) -> str:
-    """Of which file it is."""
+    """Return the file of a mapping."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, *_, path = line.rstrip("\n").split(maxsplit=5)
