@@ -549,7 +549,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     ask(control, busy, "echo", 1)
     stuck = control.call(busy, "sleep", 2 * SOON_S)
     ask(control, other, "echo", 1)
-    gone: Any = other.record.gone
+    gone: Any = other.record.exited
     wait = gone.wait
     # The actor exits when it is asked to, and may block for a moment before.
     monkeypatch.setattr(gone, "wait", lambda seconds: wait(SOON_S))

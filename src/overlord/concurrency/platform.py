@@ -122,9 +122,9 @@ class Platform:
         timeout_s: float,
         ring: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        link, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
-        link.waits_for_slots = False
-        return link, welcome
+        connection, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection.waits_for_slots = False
+        return connection, welcome
 
     def end(self, code: int) -> None:
         """End the whole process at once."""

@@ -228,7 +228,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         record = self._own(handle)
         if record.reason is None:
             self._kill(record)
-            if not self._in_callback() and not record.gone.wait(TIMEOUTS.killed_s):
+            if not self._in_callback() and not record.exited.wait(TIMEOUTS.killed_s):
                 raise DataStall(
                     f"the process of actor {handle.name!r} to exit after it was killed",
                     TIMEOUTS.killed_s,
@@ -281,7 +281,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         code = None if error else life.result()
         end_process(actor, record.pid)
         reason = record.killed or (f"exit code {code or 0}" if error is None else reason_of(error))
-        if not record.leaving and record.killed != KILLED and record.fault is None:
+        if not record.exiting and record.killed != KILLED and record.fault is None:
             reason += self._last_output(record)
         self._listener.died(record.inbound.lease_id, reason, record.fault)
 
@@ -301,13 +301,13 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
     def _ended(self, record: RayRecord) -> None:
         assert record.inbound.end is not None
-        if record.leaving:
+        if record.exiting:
             self._over(record, SHUT_DOWN, quiet=True)
         elif record.fault is not None:
             self._over(record, factory_failed(record.fault), fault=record.fault)
         else:
             self._over(record, record.inbound.end[0])
-        record.gone.set()
+        record.exited.set()
 
     def _connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
         record.near = bool(self._machine_id) and hello.get("machine") == self._machine_id
@@ -320,7 +320,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             complete_call(record, number, header, columns)
             return
         _, fault = open_reply(record.name, header, columns)
-        if record.leaving:
+        if record.exiting:
             log.warning("actor %s failed to close: %s", record.name, fault)
         else:
             record.fault = fault
@@ -349,7 +349,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
     def _dismiss_all(self, timeout_s: float) -> None:
         for record in self._dismiss(self._living(), timeout_s, self._kill):
-            record.gone.wait(HURRY_S)
+            record.exited.wait(HURRY_S)
             # Ray ends a suspended process in a few seconds.
             self._over(record, SHUT_DOWN, quiet=True)
 

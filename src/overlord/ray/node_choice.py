@@ -138,10 +138,10 @@ def choose(
     There is at least one node.
     """
     trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
-    load = Counter(spot.node for host, spot in placed.items() if host != name)
+    load = Counter(spot.node for worker, spot in placed.items() if worker != name)
     held, taken = Counter[str](), defaultdict[tuple[str, str], float](float)
-    for host, spot in placed.items():
-        if host != name:
+    for worker, spot in placed.items():
+        if worker != name:
             held[spot.node] += spot.memory
             for key, amount in spot.resources.items():
                 taken[spot.node, key] += amount
@@ -229,21 +229,21 @@ def surplus(
     for node in nodes:
         ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
         share = layout.share if ranks else 1.0
-        there = [host for host, spot in placed.items() if spot.node == node.id]
+        there = [worker for worker, spot in placed.items() if spot.node == node.id]
         allowed = max(
-            int(node.idle_cores * share), sum(host.startswith(CONSTRUCTOR) for host in there)
+            int(node.idle_cores * share), sum(worker.startswith(CONSTRUCTOR) for worker in there)
         )
         without = sorted(
-            (host for host in there if host.startswith(LOADER) and not placed[host].cores),
+            (worker for worker in there if worker.startswith(LOADER) and not placed[worker].cores),
             key=_number,
             reverse=True,
         )
-        held, leave = sum(memory.get(host, 0) for host in there), list[str]()
-        for host in without:
+        held, leave = sum(memory.get(worker, 0) for worker in there), list[str]()
+        for worker in without:
             if len(there) - len(leave) <= allowed and held <= node.idle_memory * share:
                 break
-            leave.append(host)
-            held -= memory.get(host, 0)
+            leave.append(worker)
+            held -= memory.get(worker, 0)
         if leave:
             found.append(
                 Surplus(
@@ -265,16 +265,16 @@ def moves(
     """
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
-        for host in crowded.leave:
-            spot = choose(host, nodes, layout, now, memory.get(host, 0))
+        for worker in crowded.leave:
+            spot = choose(worker, nodes, layout, now, memory.get(worker, 0))
             # Otherwise no node has room for it.
             if spot.cores and spot.node not in ("", crowded.node.id):
-                found[host] = now[host] = spot
+                found[worker] = now[worker] = spot
     return found
 
 
-def _number(host: str) -> int:
-    return int(host.rpartition("/")[2])
+def _number(worker: str) -> int:
+    return int(worker.rpartition("/")[2])
 
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:

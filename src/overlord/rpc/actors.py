@@ -97,8 +97,8 @@ class ActorRecord:
         self.reason: str | None = None  # why it ended; None while it lives
         self.fault: BaseException | None = None  # the exception of its factory
         self.place: Any = None  # where it should run, in the form of the backend
-        self.leaving = False  # it was asked to exit
-        self.gone = Event()  # set by backends with processes once the process has exited
+        self.exiting = False  # it was asked to exit
+        self.exited = Event()  # set by backends with processes once the process has exited
         self._lock = Lock()
         self._pending: dict[int, PendingCall] = {}
         self._callbacks: list[Callable[[str], None]] = []
@@ -358,16 +358,16 @@ class BaseActorSystem(Generic[R]):
         deadline = time.monotonic() + timeout_s
         try:
             for record in records:
-                record.leaving = True
+                record.exiting = True
                 self._send(record, CONTROL, b"", [])
             late = [
                 record
                 for record in records
-                if not record.gone.wait(max(0.0, deadline - time.monotonic()))
+                if not record.exited.wait(max(0.0, deadline - time.monotonic()))
             ]
         except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor behind
             for record in records:
-                if not record.gone.is_set():
+                if not record.exited.is_set():
                     kill(record)
                     self._over(record, SHUT_DOWN, quiet=True)
             raise

@@ -107,7 +107,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         if late := [
             r.name
             for r in records
-            if r.reason is None and not r.gone.wait(max(0.0, deadline - time.monotonic()))
+            if r.reason is None and not r.exited.wait(max(0.0, deadline - time.monotonic()))
         ]:
             raise DataStall(
                 f"the process of actor {', '.join(map(repr, late))} to exit after it was killed",
@@ -127,7 +127,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         assert record.inbound.end is not None
         reason, fault = record.inbound.end
         self._over(record, reason, fault=fault)
-        record.gone.set()
+        record.exited.set()
 
     def _disconnected(self, record: RpcRecord, reason: str) -> None:
         if self._closed or record.reason is not None:

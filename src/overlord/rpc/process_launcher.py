@@ -143,7 +143,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         self._check_process()
         record = self._own(handle)
         record.kill()
-        if threading.current_thread() is not self._thread and not record.gone.wait(
+        if threading.current_thread() is not self._thread and not record.exited.wait(
             TIMEOUTS.killed_s
         ):
             raise DataStall(
@@ -175,7 +175,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
         for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
-            record.gone.wait(TIMEOUTS.killed_s)
+            record.exited.wait(TIMEOUTS.killed_s)
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)
@@ -293,7 +293,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             record.answered(number, ok, value)
         elif ok:
             record.started = True
-        elif record.leaving:
+        elif record.exiting:
             log.warning("actor %s failed to close: %s", record.name, value)
         else:
             record.fault = value
@@ -307,11 +307,11 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             self._selector.unregister(record.sock)
             self._read(record, sys.maxsize)
         record.close()
-        if record.leaving:
+        if record.exiting:
             self._over(record, SHUT_DOWN, quiet=True)
         else:
             self._over(record, _reason(record, code), fault=record.fault)
-        record.gone.set()
+        record.exited.set()
 
 
 def _reason(record: ProcessRecord, code: int | None) -> str:

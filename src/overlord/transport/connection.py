@@ -232,7 +232,7 @@ class SocketConnection:
     @property
     def ring(self) -> SharedMemoryPool | None:
         """The pool in which to build arrays that are sent, to save a copy; None over TCP."""
-        return self._encoder.ring
+        return self._encoder.pool
 
     @property
     def max_held(self) -> int:
@@ -282,12 +282,12 @@ class SocketConnection:
         """Return the encoded value, its arrays in segments. Waits for a free segment."""
 
         def take(nbytes: int) -> np.ndarray | None:
-            ring = self._encoder.ring
-            assert ring is not None
-            if nbytes > ring.max_bytes or wait_s <= 0 or not self.waits_for_slots:
-                return ring.take(nbytes)
+            pool = self._encoder.pool
+            assert pool is not None
+            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_slots:
+                return pool.take(nbytes)
             try:
-                return ring.wait(nbytes, wait_s)
+                return pool.wait(nbytes, wait_s)
             except DataStall as e:
                 raise DataStall(
                     f"{self.peer} to release what was sent: {e.waiting_for}", wait_s

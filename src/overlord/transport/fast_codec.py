@@ -93,8 +93,8 @@ def _open_arrays(tree: Any, columns: list[np.ndarray]) -> Any:
     if type(tree) is not dict:
         return NOT
     found = {}
-    for key, part in tree.items():
-        found[key] = array = _open_array(part, columns)
+    for key, item in tree.items():
+        found[key] = array = _open_array(item, columns)
         if array is NOT or type(key) is not str:
             return NOT
     return found
@@ -116,7 +116,7 @@ def _each_opener(each: FastDecoder) -> FastDecoder:
     def fast(tree: Any, columns: list[np.ndarray]) -> Any:
         if type(tree) is not list or not tree or type(tree[0]) is not int or tree[0] != TUPLE:
             return NOT
-        found = tuple([each(part, columns) for part in tree[1:]])
+        found = tuple([each(item, columns) for item in tree[1:]])
         return NOT if any(value is NOT for value in found) else found
 
     return fast

@@ -61,8 +61,8 @@ class EncodedMessage:
 class MessageEncoder:
     """Encodes the outgoing messages of one connection."""
 
-    def __init__(self, ring: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
-        self.ring, self._name, self._hangup_fd = ring, name, hangup_fd
+    def __init__(self, pool: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
+        self.pool, self._name, self._hangup_fd = pool, name, hangup_fd
         self._lease: Lease | None = None
 
     def encode(self, value: Any, take: Take) -> EncodedMessage:
@@ -71,11 +71,11 @@ class MessageEncoder:
         """
         header, columns = codec.encode(value)
         encoded = EncodedMessage(header=header, columns=columns, placed={})
-        if self.ring is None or not columns:
+        if self.pool is None or not columns:
             return encoded
         loose, total = [], 0
         for i, column in enumerate(columns):
-            place = self.ring.locate(column) if column.nbytes and not owned(column) else None
+            place = self.pool.locate(column) if column.nbytes and not owned(column) else None
             if place is not None:
                 encoded.placed[i] = place
             elif column.nbytes:
@@ -88,8 +88,8 @@ class MessageEncoder:
     def _copy(
         self, encoded: EncodedMessage, loose: list[tuple[int, int]], memory: np.ndarray
     ) -> None:
-        assert self.ring is not None
-        found = self.ring.locate(memory)
+        assert self.pool is not None
+        found = self.pool.locate(memory)
         if found is None:
             return  # the pool was closed meanwhile
         for i, at in loose:
@@ -121,28 +121,28 @@ class MessageEncoder:
 
     def _announce_pool(self) -> list[OutgoingMessage]:
         """Return the message that passes release flags and notifier, before the first segment."""
-        assert self.ring is not None
+        assert self.pool is not None
         if self._lease is not None:
             return []
         self._lease = Lease(self._name, self._hangup_fd)
-        self.ring.attach(self._lease)
+        self.pool.attach(self._lease)
         return [
             OutgoingMessage(
                 POOL,
                 [_POOL_BODY.pack(RELEASE_FLAGS)],
-                [self._lease.fd, self.ring.notifier.fd],
-                keep=(self._lease, self.ring.notifier),
+                [self._lease.fd, self.pool.notifier.fd],
+                keep=(self._lease, self.pool.notifier),
             )
         ]
 
     def _grant(self, encoded: EncodedMessage) -> dict[int, tuple[int, Segment]]:
         """Return a release flag for every segment; drop the segments for which none is free."""
-        assert self.ring is not None
+        assert self.pool is not None
         assert self._lease is not None
         flags: dict[int, tuple[int, Segment]] = {}
         for i, (segment, _) in list(encoded.placed.items()):
             if segment.id not in flags:
-                flag = self.ring.grant(self._lease, segment)
+                flag = self.pool.grant(self._lease, segment)
                 # The peer holds too many messages: this column is copied through the socket.
                 if flag < 0:
                     del encoded.placed[i]
@@ -178,8 +178,8 @@ class MessageEncoder:
 
     def close(self) -> None:
         """End the lease of the peer."""
-        if self.ring is not None and self._lease is not None:
-            self.ring.detach(self._lease)
+        if self.pool is not None and self._lease is not None:
+            self.pool.detach(self._lease)
 
 
 class MessageDecoder:

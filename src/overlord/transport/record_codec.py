@@ -25,10 +25,10 @@ from overlord.transport.value_codec import (
     Packer,
     Refused,
     Tree,
+    describe_value,
     open_value,
     pack_array,
     pack_value,
-    shown,
 )
 
 T = TypeVar("T", bound=type)
@@ -147,14 +147,14 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     kind = _kind(tree)
     values: list[Any] = []
     try:
-        for (plain, fast, check, wanted), part in zip(kind.fields, tree[3:], strict=True):
+        for (plain, fast, check, wanted), item in zip(kind.fields, tree[3:], strict=True):
             value = (
-                part if type(part) in plain else fast(part, columns) if fast is not None else NOT
+                item if type(item) in plain else fast(item, columns) if fast is not None else NOT
             )
             if value is NOT:
-                value = open_value(part, columns, depth)
+                value = open_value(item, columns, depth)
                 if check is not None and not check(value):
-                    raise Refused(f"expected {wanted}, got {shown(value)}")
+                    raise Refused(f"expected {wanted}, got {describe_value(value)}")
             values.append(value)
     except Refused as e:
         raise e.inside(f".{kind.names[len(values)]}") from None
@@ -174,7 +174,8 @@ def _kind(tree: list[Any]) -> _Kind:
     if kind is None:
         near = did_you_mean(name, KINDS) if type(name) is str else ""
         raise Refused(
-            f"expected a known record, got {shown(name)}{near}", "both sides must register it"
+            f"expected a known record, got {describe_value(name)}{near}",
+            "both sides must register it",
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = (

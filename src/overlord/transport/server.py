@@ -135,7 +135,7 @@ class Server:
                 raise
         self._own_pool = None if ring else SharedMemoryPool(name=found.key)
         self.ring = ring or self._own_pool
-        self._links: set[ServerConnection] = set()
+        self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
         self._pending: dict[int, Pending] = {}  # oldest first
         self._calls: deque[Callable[[], None]] = deque()
@@ -154,7 +154,7 @@ class Server:
     @property
     def links(self) -> list[ServerConnection]:
         """The open connections."""
-        return list(self._links)
+        return list(self._connections)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send queued messages for up to ``Timeouts.linger_s``, then end all connections."""
@@ -192,15 +192,15 @@ class Server:
         """Whether the caller is the server's thread."""
         return threading.get_ident() == self._thread.ident
 
-    def watch_writing(self, link: ServerConnection) -> None:
+    def watch_writing(self, connection: ServerConnection) -> None:
         """Wait for the socket of a connection to accept more."""
-        if link in self._links:
-            self._selector.modify(link.fileno(), READ | WRITE, link)
+        if connection in self._connections:
+            self._selector.modify(connection.fileno(), READ | WRITE, connection)
 
-    def watch_lingering(self, link: ServerConnection) -> None:
+    def watch_lingering(self, connection: ServerConnection) -> None:
         """Drop a closed connection once its queue is sent, or at its deadline."""
-        if link in self._links:
-            self._lingering.add(link)
+        if connection in self._connections:
+            self._lingering.add(connection)
 
     # in the server's thread
 
@@ -221,7 +221,7 @@ class Server:
     def _select_timeout(self) -> float | None:
         oldest = next(iter(self._pending.values()), None)
         deadlines = [oldest.deadline] if oldest else []
-        deadlines += [link.linger_until for link in self._lingering] + [
+        deadlines += [connection.linger_until for connection in self._lingering] + [
             d for d in (self._paused_until, self._closing_at or 0.0) if d
         ]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -232,8 +232,8 @@ class Server:
             self._refuse(
                 oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True
             )
-        for link in [x for x in self._lingering if x.linger_until <= now or not x.waiting]:
-            self.drop(link, link.reason)
+        for connection in [x for x in self._lingering if x.linger_until <= now or not x.waiting]:
+            self.drop(connection, connection.reason)
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
             for sock in self._listeners:
@@ -292,23 +292,25 @@ class Server:
         if not isinstance(hello, dict):
             return self._refuse(pending, "expected a hello in its handshake, got none")
         name = first.get("name")
-        link = ServerConnection(
+        connection = ServerConnection(
             pending.sock,
             name[:200] if isinstance(name, str) and name else pending.name,
             ring=self.ring,
             server=self,
         )
         try:
-            welcome = accepted.seal({"welcome": self._on_open(link, hello), "hold": self._hold})
+            welcome = accepted.seal(
+                {"welcome": self._on_open(connection, hello), "hold": self._hold}
+            )
         except Exception as e:  # the peer receives the text of any error of the callback
-            link.abandon()
+            connection.abandon()
             return self._refuse(
                 pending, f"{e}" if isinstance(e, OverlordError) else f"{type(e).__name__}: {e}"
             )
         del self._pending[pending.sock.fileno()]
-        self._links.add(link)
-        self._selector.modify(pending.sock, READ, link)
-        link.begin(welcome)
+        self._connections.add(connection)
+        self._selector.modify(pending.sock, READ, connection)
+        connection.begin(welcome)
         return None
 
     def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
@@ -324,60 +326,60 @@ class Server:
         self._selector.unregister(pending.sock)
         pending.sock.close()
 
-    def _serve(self, link: ServerConnection, mask: int) -> None:
-        if mask & WRITE and link in self._links and link.resume_writing():
-            self._selector.modify(link.fileno(), READ, link)
-        if mask & READ and link in self._links:
-            self._receive(link)
+    def _serve(self, connection: ServerConnection, mask: int) -> None:
+        if mask & WRITE and connection in self._connections and connection.resume_writing():
+            self._selector.modify(connection.fileno(), READ, connection)
+        if mask & READ and connection in self._connections:
+            self._receive(connection)
 
-    def _receive(self, link: ServerConnection) -> None:
+    def _receive(self, connection: ServerConnection) -> None:
         """Read a connection once and deliver its messages; then the others are served."""
         try:
-            alive = link.receive(lambda value: self._on_message(link, value))
+            alive = connection.receive(lambda value: self._on_message(connection, value))
         except FrameError as e:
-            self.drop(link, str(e))
+            self.drop(connection, str(e))
         except OverlordError as e:  # the callback rejects the message
-            log.warning("disconnected %s: %s", link.peer, e)
-            self.drop(link, str(e))
+            log.warning("disconnected %s: %s", connection.peer, e)
+            self.drop(connection, str(e))
         except Exception as e:  # an error of the callback ends this connection only
-            log.exception("on_message failed for %s", link.peer)
-            self.drop(link, f"{type(e).__name__}: {e}")
+            log.exception("on_message failed for %s", connection.peer)
+            self.drop(connection, f"{type(e).__name__}: {e}")
         else:
             if not alive:
-                self.drop(link, link.reason)
+                self.drop(connection, connection.reason)
 
-    def drop(self, link: ServerConnection, reason: str) -> None:
+    def drop(self, connection: ServerConnection, reason: str) -> None:
         """End a connection for good. Idempotent."""
-        if link not in self._links:
+        if connection not in self._connections:
             return
-        self._links.discard(link)
-        self._lingering.discard(link)
+        self._connections.discard(connection)
+        self._lingering.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.fileno())
-        link.end(reason)
+            self._selector.unregister(connection.fileno())
+        connection.end(reason)
         try:
-            self._on_close(link, reason)
+            self._on_close(connection, reason)
         except Exception:
-            log.exception("on_close failed for %s", link.peer)
+            log.exception("on_close failed for %s", connection.peer)
 
     # closing
 
     def _begin_close(self) -> None:
         if self._closing_at is None:
             self._closing_at = time.monotonic() + TIMEOUTS.linger_s
-            for link in list(self._links):
-                link.close(CLOSES)
+            for connection in list(self._connections):
+                connection.close(CLOSES)
 
     def _finished(self) -> bool:
         return self._closing_at is not None and (
-            not self._links or time.monotonic() >= self._closing_at
+            not self._connections or time.monotonic() >= self._closing_at
         )
 
     def _shut_down(self) -> None:
         for pending in list(self._pending.values()):
             self._refuse(pending, CLOSES)
-        for link in list(self._links):
-            self.drop(link, link.reason)
+        for connection in list(self._connections):
+            self.drop(connection, connection.reason)
         for sock in self._listeners:
             sock.close()
         self._selector.close()
@@ -411,11 +413,11 @@ class WakePair:
         self._far.close()
 
 
-def _welcome_all(link: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
+def _welcome_all(connection: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _ignore(link: ServerConnection, reason: str) -> None:
+def _ignore(connection: ServerConnection, reason: str) -> None:
     pass
 
 

@@ -268,7 +268,9 @@ def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
     if kind is list:
         opener = OPENERS.get(tree[0]) if tree and type(tree[0]) is int else None
         if opener is None:
-            raise Refused(f"expected a known tag, got {shown(tree[0]) if tree else 'none'}")
+            raise Refused(
+                f"expected a known tag, got {describe_value(tree[0]) if tree else 'none'}"
+            )
         return opener(tree, columns, depth + 1)
     if kind is dict:
         return _open_dict(tree, columns, depth + 1)
@@ -301,9 +303,9 @@ def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> d
     return tree
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value as text for errors. Other than plain values may be large or fail in ``repr``:
-    only their type is shown.
+    only their type is describe_value.
     """
     return f"{value!r:.60}" if type(value) in OPEN_PLAIN else type(value).__name__
 
@@ -315,14 +317,14 @@ def wants(tree: list[Any], *kinds: type) -> list[Any]:
     ):
         raise Refused(
             f"expected {', '.join(k.__name__ for k in kinds)} after tag {tree[0]}, got "
-            f"{', '.join(map(shown, tree[1:5]))}"
+            f"{', '.join(map(describe_value, tree[1:5]))}"
         )
     return tree[1:]
 
 
 def _column(i: Any, columns: list[np.ndarray]) -> np.ndarray:
     if type(i) is not int or not 0 <= i < len(columns):
-        raise Refused(f"expected one of {len(columns)} columns, got {shown(i)}")
+        raise Refused(f"expected one of {len(columns)} columns, got {describe_value(i)}")
     return columns[i]
 
 
