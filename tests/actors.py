@@ -1,5 +1,5 @@
-"""Actors for the tests of RPC. The module does not import pytest: every process of a test imports
-it.
+"""Actors for the tests of actor systems. The module does not import pytest: every process of a test
+imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlord.transport.codec import register
 
 
 class Strange(Exception):
-    """An exception that the transport does not know."""
+    """An exception that the codec does not know."""
 
 
 class OnlyThere(NamedTuple):
@@ -32,7 +32,7 @@ class OnlyThere(NamedTuple):
 
 
 class Worker:
-    """An actor with one method for each behaviour that tests need."""
+    """An actor with the methods that tests call."""
 
     def __init__(self, closed: str = "") -> None:
         self.log: list[Any] = []
@@ -92,7 +92,7 @@ class Worker:
         return ["a" * 1000] * n
 
     def only_there(self) -> Any:
-        """Return a record that is registered in this process and not in the receiver."""
+        """Return a record that is registered in this process and not at the receiver."""
         register(OnlyThere)
         return OnlyThere(1)
 
@@ -128,7 +128,7 @@ class Worker:
         raise SystemExit(code)
 
     def transforms(self) -> list[int]:
-        """Start a transform process; return its pid and the pid of its parent."""
+        """Start a grandchild; return its pid and that of its parent."""
         self.worker = TransformWorker(
             Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate")
         )
@@ -155,8 +155,8 @@ class Sent:
     def __init__(self, name: str, factory: Any, args: Any) -> None:
         self._sibling = RpcEndpoint(name, factory(*args))
 
-    def meet(self, address: str, token: str, ticket: int) -> None:
-        self._sibling.meet(address, token, ticket)
+    def meet(self, address: str, token: str, lease_id: int) -> None:
+        self._sibling.meet(address, token, lease_id)
 
 
 def shout(batch: Any) -> Any:
@@ -169,7 +169,7 @@ def broken(problem: str) -> Worker:
 
 
 def when_allowed(path: str) -> Worker:
-    """Return an actor once the file exists."""
+    """Build the actor once the file exists."""
     until_there(path)
     return Worker()
 

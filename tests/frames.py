@@ -1,4 +1,4 @@
-"""Hand-made frames, for the tests of frames and messages."""
+"""Handmade frames, for the tests of frames and of the codec."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def joined(header: bytes, columns: list[np.ndarray]) -> bytes:
 
 
 def sent(value: Any) -> Any:
-    """Return a value after encoding and decoding."""
+    """Encode a value and decode it."""
     return decode(*unpack(joined(*encode(value))))
 
 
 def tree(value: Any) -> bytes:
-    """Return a hand-made header."""
+    """Return the header of a value."""
     return msgspec.msgpack.encode(value)
 
 
 def with_crc(frame: bytes) -> bytes:
-    """Return the frame with the right checksum."""
+    """Return the frame with its correct checksum."""
     columns, header = struct.unpack_from("<II", frame, 8)
     end = PREFIX_BYTES + 88 * columns + header
     return (

@@ -29,7 +29,7 @@ PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")
 KILLED = (
     "killed by signal 9"
     if PARTS == "process"
-    else "its process died without a word: it was killed, crashed or ran out of memory"
+    else "its process died silently: it was killed, crashed or ran out of memory"
 )
 EXITED = "exit code 3" if PARTS == "process" else KILLED
 ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # the reason after session.kill
@@ -214,7 +214,7 @@ def but_for_late(err: str) -> str:
     """Return stderr of a program without messages about processes that were killed at its end.
     Processes have half a second to exit.
     """
-    return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
+    return "".join(line for line in err.splitlines(keepends=True) if "did not exit in" not in line)
 
 
 def in_shared_memory() -> set[str]:

@@ -1,6 +1,4 @@
-"""Ray for tests: one cluster on this machine that all share, and a reason to skip where Ray is not
-installed.
-"""
+"""Ray for tests: one cluster of this machine that all share, and the reason to skip without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import pytest
 
 from tests.processes import PARTS
 
-# Timeouts after which a lost node is detected, as in docs/ray.md.
+# Settings of docs/ray.md that detect a lost node soon.
 ATTENTIVE = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
@@ -24,22 +22,22 @@ ATTENTIVE = {
 
 
 def missing() -> str:
-    """Return why there is no Ray here; empty where there is."""
+    """Return why Ray is not available; empty if it is."""
     return (
         "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install -e '.[ray]'"
     )
 
 
 def train_missing() -> str:
-    """Return why Ray Train, which needs more than Ray, cannot be used here; empty where it can."""
+    """Return why Ray Train is not available, which needs more than Ray; empty if it is."""
     wanted = ("torch", "pandas", "pydantic", "fsspec", "requests")
     lacking = ", ".join(name for name in wanted if importlib.util.find_spec(name) is None)
     return missing() or (f"Ray Train cannot be imported without {lacking}" if lacking else "")
 
 
 def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.MarkDecorator]:
-    """Return the marks of a file that `make ray` runs. `make test` skips it, to stay below fifteen
-    minutes. ``lacking``: the package that is not installed.
+    """Return the marks of a file that `make ray` runs. `make test` skips it, since it has fifteen
+    minutes. ``lacking`` names what is not installed.
     """
     lacking = lacking or missing()
     return [
@@ -50,8 +48,8 @@ def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.
 
 
 def on_disk(folder: str) -> dict[str, str]:
-    """Return the settings of a head that stores its state in a folder, so that it can restart; none
-    where Ray does not support it.
+    """Return settings of a head that keeps its state in a folder, so that it can be restarted; none
+    for older versions.
     """
     from importlib.metadata import version
 
@@ -63,8 +61,8 @@ def on_disk(folder: str) -> dict[str, str]:
 
 
 def of_a_cluster(**more: str) -> dict[str, str]:
-    """Return the environment of a program that starts a cluster with Ray's own utility, for before
-    it imports Ray.
+    """Return the environment of a program that starts a cluster with Ray's own utility. Set it
+    before the import of Ray.
     """
     plain = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **plain, **more}

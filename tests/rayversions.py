@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ray.md"
 ENVS = ROOT / "build" / "ray-versions"
 SCENARIOS = ("tests/scenarios/test_ray.py", "tests/scenarios/test_ray_private.py")
-# Of the test extra: not needed by these scenarios. Some of them would install torch.
+# Parts of the test extra that these scenarios do not need. Some of them would install torch.
 LEFT_OUT = (
     "ray",
     "transformers",
@@ -93,7 +93,7 @@ def run(command: Sequence[str], log: Path) -> tuple[int, str]:
 
 
 def told(code: int, last: str) -> str:
-    """Return the result of a run of pytest in a few words."""
+    """Return the result of a pytest run in a few words."""
     counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
     return ", ".join(f"{n} {what}" for n, what in counts) or (
         f"exit code {code}" if code else "passed"

@@ -1,5 +1,5 @@
-"""Laws of frames: what is sent comes back equal; whatever the bytes, an equal value, another one of
-the closed list, or a FrameError.
+"""Properties of frames: every value returns equal. Any bytes give an equal value, another of the
+closed list, or a FrameError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.laws import examples
 ENTRY = struct.Struct("<BB6sQQ8Q")
 NUMBERS = {int: (int, np.integer), float: (int, float, np.number), bool: (bool, np.bool_)}
 
-# what can be sent
+# values that can be sent
 
 arrays = st.sampled_from(DTYPES).flatmap(
     lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
@@ -93,7 +93,7 @@ PARTS: dict[Any, Any] = {
 
 
 def of(annotation: Any) -> Any:
-    """Values that an annotation allows."""
+    """Return a strategy of values that match an annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation in PARTS:
         return PARTS[annotation]
@@ -120,7 +120,7 @@ def record_of(cls: type) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, and of the same types all the way down; not-a-numbers are equal."""
+    """Return whether two values are equal and of the same types at every level; NaNs are equal."""
     if isinstance(a, (np.ndarray, np.generic)):
         return (
             type(a) is type(b)
@@ -155,16 +155,16 @@ def header_end(frame: bytes) -> int:
 
 
 def with_crc(frame: bytes) -> bytes:
-    """The frame with the checksum it ought to have: what an attacker, who knows the layout, would
-    send.
+    """Return the frame with its correct checksum, as an attacker who knows the layout would send
+    it.
     """
     crc = zlib.crc32(frame[32 : header_end(frame)], zlib.crc32(frame[:28]))
     return frame[:28] + struct.pack("<I", crc) + frame[32:]
 
 
 def outcome(frame: bytes) -> Any:
-    """What comes of bytes: a value, whose arrays are looked at, or FrameError. Anything else fails
-    the test.
+    """Return the decoded value, after touching its arrays, or FrameError. Anything else fails the
+    test.
     """
     buffer = np.frombuffer(frame, np.uint8)
     try:
@@ -189,7 +189,7 @@ def parts_of(tree: Any) -> list[Any]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is what an annotation says: slow, and apart from what the codec does."""
+    """Return whether a value matches an annotation: slow, and independent of the codec."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return True
@@ -219,7 +219,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a value is one of the closed list, all the way down."""
+    """Return whether a value is of the closed list, at every level."""
     if isinstance(value, dict):
         return type(value) in (dict, Columns) and all(
             type(k) in (str, int) and is_known(v) for k, v in value.items()
@@ -326,7 +326,7 @@ def test_a_table_with_any_numbers_gives_no_view_outside_the_frame(
 ):
     header, kept = encode(
         [*columns, np.arange(64)]
-    )  # small ones stand in the header, and no table has them
+    )  # small arrays stand in the header and not in the table
     frame = joined(header, kept)
     at = PREFIX_BYTES + ENTRY.size * data.draw(st.integers(0, len(kept) - 1))
     entry = list(ENTRY.unpack_from(frame, at))
@@ -360,7 +360,7 @@ def test_a_start_with_any_numbers_is_refused_or_the_truth(
     assert isinstance(found, FrameError) or same(found, value)
 
 
-# headers that an attacker made, with a checksum that is right
+# forged headers with a correct checksum
 
 small = st.integers(-2, 11)
 names = st.sampled_from(
@@ -464,13 +464,7 @@ def test_headers_with_any_bytes_changed_give_a_known_value_or_are_refused(
     assert is_known(outcome(joined(bytes(broken[:cut]), columns)))
 
 
-LENGTHS = [
-    b"\xdd",
-    b"\xdf",
-    b"\xdb",
-    b"\xc6",
-    b"\xc9",
-]  # what says how much will follow, in 32 bits
+LENGTHS = [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"]  # 32-bit length prefixes
 
 
 @given(

@@ -1,5 +1,5 @@
-"""What only processes can do: be killed for good, end with their parent, leave nothing behind.
-Every kill here is a real one.
+"""Behaviour of process actors only: real kills, an end with their parent, and nothing
+left behind.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,22 +27,23 @@ from overlord.process import forkserver
 from overlord.process.forkserver import PRELOAD, UNGUARDED
 from overlord.rpc import process_launcher
 from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import register
 from tests.actors import Worker
 from tests.processes import WAIT_S, halt, left_after, runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 20.0
-TOLD_S = 0.5  # ten times what is promised for the news of a death
-GONE_S = 20.0  # for processes to end with their parent: half a second, where nothing else runs
+TOLD_S = 0.5  # ten times the promised delay of a death notice
+GONE_S = 20.0  # for processes to end with their parent: half a second on an idle machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes by /proc")
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process is gone at once; how soon that is seen is the machine's business."""
-    monkeypatch.setattr(process_launcher, "KILL_S", SOON_S)
+    """A killed process exits at once; how soon that is detected depends on the load."""
+    monkeypatch.setattr(process_launcher, "TIMEOUTS", replace(TIMEOUTS, killed_s=SOON_S))
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def ask(control: ProcessActorSystem, handle: Any, method: str, *args: Any) -> An
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """Return all processes below one."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -78,8 +80,8 @@ from tests.actors import Worker
 
 
 class Program:
-    """A program of its own that launches actors, prints a line when it is ready, and is then ended
-    somehow.
+    """A separate program that launches actors, prints a line when it is ready, and is
+    then ended.
     """
 
     def __init__(self, path: Path, body: str, *, guarded: bool = True):
@@ -100,7 +102,7 @@ class Program:
         self.pids: list[int] = []
 
     def ready(self) -> list[int]:
-        """The pids it printed; all its processes are remembered."""
+        """Return the pids that it printed; all its processes are remembered."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate()[1]
@@ -118,7 +120,7 @@ class Program:
         if self.process.poll() is None:
             self.process.kill()
         for pid in self.pids:
-            if runs(pid):  # a test has failed; nothing may stay behind all the same
+            if runs(pid):  # also after a failed test no process may remain
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
@@ -135,9 +137,7 @@ def test_a_killed_process_is_gone_when_kill_returns(control: ProcessActorSystem)
 
 
 def test_a_kill_from_outside_is_told_at_once(control: ProcessActorSystem) -> None:
-    """Any who has to tell it, or to hear it, may stand for longer than that: not five times in a
-    row.
-    """
+    """Every process involved may be suspended for longer than that, but not five times in a row."""
 
     def took() -> float:
         actor = control.spawn(Worker, name="worker")
@@ -165,10 +165,10 @@ def test_answers_given_before_the_death_still_count(
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
     control.call(actor, "echo", 1).add_done_callback(
         lambda _: gone.wait(SOON_S)
-    )  # the thread that reads comes late
+    )  # the reading thread is late
     futures = [control.call(actor, "zeros", 40_000) for _ in range(3)]
     last = control.call(actor, "leave", 0)
-    assert select.select([actor._record.process.sentinel], [], [], SOON_S)[0], "it has not left"
+    assert select.select([actor.record.process.sentinel], [], [], SOON_S)[0], "it has not left"
     gone.set()
     with pytest.raises(ActorLost, match="exit code 0"):
         control.get(last, SOON_S)
@@ -192,7 +192,7 @@ def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
     halt(actor.pid)
     large = np.zeros(2**22, np.uint8)
     futures = [control.call(actor, "echo", large) for _ in range(7)]
-    with pytest.raises(DataStall, match="actor 'stopped' to take its calls"):
+    with pytest.raises(DataStall, match="actor 'stopped' to accept its calls"):
         control.call(actor, "echo", np.zeros(2**24, np.uint8))
     with pytest.raises(DataStall, match="actor 'stopped' to answer 'echo'"):
         control.get(futures[0], 0.05)
@@ -212,16 +212,16 @@ def test_a_slow_actor_gets_everything_in_the_end(control: ProcessActorSystem) ->
 
 def test_an_actor_that_sends_no_frames_is_ended(control: ProcessActorSystem) -> None:
     actor = control.spawn(Babbler, name="babbler")
-    with pytest.raises(ActorLost, match="it sent what is no reply, and was killed: "):
+    with pytest.raises(ActorLost, match="it sent invalid data and was killed: "):
         ask(control, actor, "babble")
     assert left_after([actor.pid], SOON_S) == []
 
 
 def test_an_actor_that_sends_no_frames_from_the_start_is_ended(control: ProcessActorSystem) -> None:
-    """Its first words come in one read with the word that it has started."""
+    """Its first data arrives in one read with the notice that it has started."""
     actors = [control.spawn(EarlyBabbler, name=f"early/{i}") for i in range(4)]
     for actor in actors:
-        with pytest.raises(ActorLost, match="it sent what is no reply, and was killed: "):
+        with pytest.raises(ActorLost, match="it sent invalid data and was killed: "):
             ask(control, actor, "babble")
     assert left_after([actor.pid for actor in actors], SOON_S) == []
 
@@ -234,12 +234,12 @@ class EarlyBabbler:
 def babble() -> None:
     from overlord.rpc import process_server
 
-    process_server._kept[0].send(b"not a frame" * 10)
+    process_server._open_sockets[0].send(b"not a frame" * 10)
     time.sleep(SOON_S)
 
 
 class Babbler:
-    """Writes into the socket it is called by."""
+    """Writes into the socket of its calls."""
 
     def babble(self) -> None:
         babble()
@@ -257,7 +257,7 @@ def test_an_actor_that_does_not_leave_is_killed(control: ProcessActorSystem) -> 
     assert not any(Path(f"/proc/{actor.pid}").exists() for actor in actors)
 
 
-# messages that one side can make and the other cannot take
+# messages that only one side accepts
 
 
 def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(
@@ -282,12 +282,12 @@ def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
     actor = control.spawn(Worker, name="worker")
     with pytest.raises(FrameError, match="OnlyHere"):
         ask(control, actor, "echo", OnlyHere(1))
-    with pytest.raises(FrameError, match=r"answer of actor 'worker'.*OnlyThere"):
+    with pytest.raises(FrameError, match=r"reply of actor 'worker'.*OnlyThere"):
         ask(control, actor, "only_there")
     assert ask(control, actor, "echo", "still there") == "still there"
 
 
-# what is left
+# leftovers
 
 
 def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActorSystem) -> None:
@@ -303,8 +303,8 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActor
         one(i)
     assert (
         len(os.listdir("/proc/self/fd")) <= before
-    )  # those of another test may have been closed meanwhile
-    assert threading.active_count() <= threads  # one of another test may have ended meanwhile
+    )  # files of another test may have been closed meanwhile
+    assert threading.active_count() <= threads  # a thread of another test may have ended meanwhile
 
 
 def test_a_control_plane_leaves_no_open_file() -> None:
@@ -321,7 +321,8 @@ def test_a_control_plane_leaves_no_open_file() -> None:
 
 FAMILY = """
     control = ProcessActorSystem()
-    family = [control.spawn(Worker, name=n) for n in ("idle", "busy", "locked", "starting", "parent", "busy parent")]
+    names = ("idle", "busy", "locked", "starting", "parent", "busy parent")
+    family = [control.spawn(Worker, name=n) for n in names]
     for actor in family[:3]:
         control.call(actor, "echo", 1).result(20)
     children = [control.call(actor, "transforms").result(20)[0] for actor in family[4:]]
@@ -426,7 +427,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
     with Program(tmp_path / "program.py", body) as program:
         pid, again, copy = program.ready()
         assert pid == again
-        assert "only that one can call them" in (tmp_path / "said").read_text()
+        assert "call them there" in (tmp_path / "said").read_text()
         os.kill(program.process.pid, signal.SIGKILL)
         assert left_after([pid], GONE_S) == [], "the copy holds the socket open"
         assert runs(copy)
@@ -466,7 +467,8 @@ def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_i
         import colorsys
         control = ProcessActorSystem()
         actor = control.spawn(Worker, name="worker")
-        print(control.call(actor, "echo", 1).result(20), control.call(actor, "has", "colorsys").result(20), flush=True)
+        echo, has = control.call(actor, "echo", 1), control.call(actor, "has", "colorsys")
+        print(echo.result(20), has.result(20), flush=True)
     """
     with Program(tmp_path / "program.py", body, guarded=False) as program:
         out, err = program.end()
@@ -540,12 +542,12 @@ def test_shutdown_from_a_callback_is_refused(control: ProcessActorSystem) -> Non
 def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
-    assert not socket.socket.get_inheritable(actor._record.sock)
+    assert not socket.socket.get_inheritable(actor.record.sock)
 
 
 def test_a_process_that_another_thread_has_closed_is_over_for_who_joins_it() -> None:
-    """Python joins all children when a program ends; a second Ctrl-C has it do so while the control
-    plane closes them.
+    """Python joins all children at the end of a program. After a second Ctrl-C it does so while the
+    actor system closes them.
     """
     child = forkserver.process(target=os.getpid)
     child.start()

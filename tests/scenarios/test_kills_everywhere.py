@@ -37,7 +37,7 @@ LOSSES = {
 }
 DIED = {
     "process": "killed by signal 9",
-    "ray": "its process died without a word: it was killed, crashed or ran out of memory",
+    "ray": "its process died silently: it was killed, crashed or ran out of memory",
 }
 Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
 

@@ -326,7 +326,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 
             def waits(parts: Launcher, deadline: float, timeout_s: float) -> Any:
                 found = wait(parts, deadline, timeout_s)
-                if killed and threading.current_thread().name.startswith("overlord-pump"):
+                if killed and threading.current_thread().name.startswith("overlord-loop"):
                     until(lambda: taken and taken[-1] > first + 2)
                 return found
 

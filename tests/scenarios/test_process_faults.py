@@ -376,8 +376,8 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
         launch(job(sources=[with_map(lambda columns: columns)]))
     with pytest.raises(
         OPENED_NOT,
-        match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module "
-        r"named 'mine'",
+        match=r"loader-host/0 is lost: .* with the reason on stderr; a module may be missing"
+        r"|no module named 'mine'",
     ):
         launch(job(sources=[with_map(Broken())]))
     until(lambda: threading.active_count() <= before)

@@ -1,8 +1,8 @@
-"""Ray's own autoscaler and ours: a loader host for which no node has room makes Ray add one, and
-nobody notices in the stream.
+"""Ray's autoscaler together with ours: a loader worker for which no node has room makes Ray add
+one, and the stream does not change.
 
-Ray's fake provider adds nodes that are processes of this machine; nothing else of it is made up.
-Half a minute: told by ``make ray``.
+Ray's fake provider adds nodes that are processes of this machine; everything else is real. It takes
+half a minute and runs with ``make ray``.
 """
 
 from __future__ import annotations
@@ -19,41 +19,69 @@ GROWS = """
     import contextlib, ctypes, json, os, shutil, socket, subprocess, sys, tempfile
     from pathlib import Path
     from tests import rays
-    quick = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+
+    quick = {
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    }
     os.environ.update(rays.of_a_cluster(**quick))
     import overlord as ov
     from tests.processes import WAIT_S, launch, play, run, until
     from tests.scenarios.test_scaling import ONE, job, loaders_apart
 
+
     def with_us():
         ctypes.CDLL(None).prctl(1, 15)  # the head ends, and tidily, when this program is killed
+
 
     def head():
         from ray.util import get_node_ip_address
         from tests.autoscaled import config
+
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        address, folder = f"{get_node_ip_address()}:{port}", tempfile.mkdtemp(prefix="o", dir="/tmp")
+        address, folder = (
+            f"{get_node_ip_address()}:{port}",
+            tempfile.mkdtemp(prefix="o", dir="/tmp"),
+        )
         with open("nodes.json", "w") as file:
             json.dump(config(address, nodes=4), file)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", "--num-cpus=0"]
-        command += ["--object-store-memory=83886080", "--include-dashboard=false", f"--temp-dir={folder}", "--disable-usage-stats"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            "--num-cpus=0",
+        ]
+        command += [
+            "--object-store-memory=83886080",
+            "--include-dashboard=false",
+            f"--temp-dir={folder}",
+            "--disable-usage-stats",
+        ]
         with open("ray.log", "w") as said:
             command += [f"--autoscaling-config={os.path.abspath('nodes.json')}"]
             process = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=with_us)
         until(lambda: "will now block" in open("ray.log").read())
         return process, address, folder
 
+
     def end_nodes(folder):
-        # The autoscaler starts nodes for good, and their monitors of logs do not notice that the head has gone.
+        # The autoscaler never ends its nodes, and their log monitors do not detect a lost head.
         for at in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 if folder.encode() in at.read_bytes():
                     os.kill(int(at.parent.name), 9)
 
+
     def alone(address):
         from overlord.cli import detached_jobs as ray_jobs
+
         few = {"address": address, "hosts": 1, "sources_per_host": 2, "constructor_hosts": 1}
         served = ray_jobs.submit(job(until=2), **few)
         clients = [ov.connect(served.address, rank, token=served.token) for rank in range(2)]
@@ -70,8 +98,10 @@ GROWS = """
         ray_jobs.stop("scaled", address)
         print(ray_jobs.jobs(address), flush=True)
 
+
     def main():
         from overlord.ray import cluster as ray_cluster
+
         calm = run(job(), "local")
         process, address, folder = head()
         nodes = lambda: len({n.id for n in ray_cluster.CLUSTER.nodes()})
@@ -86,7 +116,11 @@ GROWS = """
         try:
             with launch(job(), "ray", address=address, reserve=True, **ONE) as session:
                 same = play(session, act={6: grow}) == calm
-                cores = [asked["cores"] for name, asked in session._host._control.asked().items() if name.startswith("loader-host")]
+                cores = [
+                    asked["cores"]
+                    for name, asked in session._host._control.asked().items()
+                    if name.startswith("loader-host")
+                ]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)
             alone(address)
         finally:

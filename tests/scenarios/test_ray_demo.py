@@ -1,4 +1,4 @@
-"""What ``make demo RUNTIME=ray`` runs: parts are killed in mid-run, and the stream is that of an
+"""``make demo RUNTIME=ray``: workers are killed during the run, and the stream is that of an
 undisturbed run.
 """
 

@@ -1,5 +1,5 @@
-"""Where parts of a job come to on a cluster of several nodes: beside their ranks, on nodes with the
-labels and resources asked for, and somewhere also when others have taken the room since.
+"""Placement of workers on a cluster of several nodes: next to their ranks, on nodes with the
+requested labels and resources, and somewhere even if other jobs have taken the room since.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from pathlib import Path
 from tests import rays
 from tests.processes import program
 
-pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_placing.py")
+pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_ray_node_choice.py")
 
 PLACES = """
     import logging, os, sys
+    from dataclasses import replace
     from tests import rays
+
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
     from overlord.ray import cluster as ray_cluster
@@ -21,15 +23,23 @@ PLACES = """
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
+
     class Squatter:
         def there(self):
             return True
 
+
     def names():
         return {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
 
+
     def where(session):
-        return {a["name"]: names().get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] == "host"}
+        return {
+            a["name"]: names().get(a.get("node"), "none")
+            for a in session.metrics()["actors"]
+            if a["role"] == "host"
+        }
+
 
     def refused(cluster, made, **options):
         try:
@@ -37,26 +47,47 @@ PLACES = """
         except ov.JobError as error:
             print(str(error).replace(chr(10), " "), flush=True)
 
+
     def take(node, cores):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-        there = NodeAffinitySchedulingStrategy(node_id=next(i for i, name in names().items() if name == node), soft=False)
+
+        there = NodeAffinitySchedulingStrategy(
+            node_id=next(i for i, name in names().items() if name == node), soft=False
+        )
         found = ray.remote(Squatter).options(num_cpus=cores, scheduling_strategy=there).remote()
         assert ray.get(found.there.remote(), timeout=60)
         return found
 
+
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-        nodes = {name: cluster.add_node(node_name=name, num_cpus=3, **small) for name in ("gpu-0", "gpu-1")}
-        cluster.add_node(node_name="data-0", num_cpus=3, labels={"pool": "data"}, resources={"scratch": 4}, **small)
+        nodes = {
+            name: cluster.add_node(node_name=name, num_cpus=3, **small)
+            for name in ("gpu-0", "gpu-1")
+        }
+        cluster.add_node(
+            node_name="data-0",
+            num_cpus=3,
+            labels={"pool": "data"},
+            resources={"scratch": 4},
+            **small,
+        )
         made = job(until=40, place=ov.ClientPlaceTree(dp=4))
         calm = run(made, "local")
         refused(cluster, made, rank_nodes=["gpu-0", "gpu-1"])
         refused(cluster, made, node_labels={"pool": "dta"})
-        asked = {"rank_nodes": ["gpu-0", "gpu-0", "gpu-1", "gpu-1"], "node_labels": {"pool": "data"}, "node_resources": {"scratch": 1}}
-        with launch(made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked) as session:
+        asked = {
+            "rank_nodes": ["gpu-0", "gpu-0", "gpu-1", "gpu-1"],
+            "node_labels": {"pool": "data"},
+            "node_resources": {"scratch": 1},
+        }
+        with launch(
+            made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked
+        ) as session:
             print(where(session), flush=True)
             print(session._host._constructor_of.tolist(), flush=True)
             print(session._host._control.asked(), flush=True)
@@ -67,27 +98,37 @@ PLACES = """
             def lose(session):
                 taken.append(take("data-0", 1))
                 cluster.remove_node(nodes["gpu-1"], allow_graceful=False)
-                until(lambda: any(a["state"] != "running" for a in session.metrics()["actors"] if a["role"] == "host"))
+                until(
+                    lambda: any(
+                        a["state"] != "running"
+                        for a in session.metrics()["actors"]
+                        if a["role"] == "host"
+                    )
+                )
 
             print(play(session, act={7: lose}) == calm, flush=True)
             print(where(session), flush=True)
             print(session._host._control.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
-            ray_control.PROCESS_S = 1.0
-            with ray_control.RayActorSystem(cluster.address) as control:  # what was idle is taken between the look and the start
-                late = control.spawn(dict, name="late", node="gpu-0", resources={"cpus": 3.0, "memory": 2.0**20})
+            ray_control.TIMEOUTS = replace(ray_control.TIMEOUTS, process_s=1.0)
+            with ray_control.RayActorSystem(
+                cluster.address
+            ) as control:  # what was idle is taken between the look and the start
+                late = control.spawn(
+                    dict, name="late", node="gpu-0", resources={"cpus": 3.0, "memory": 2.0**20}
+                )
                 print(control.get(control.call(late, "copy"), 60), control.asked(), flush=True)
         cluster.shutdown()
 """
 
 
-def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_never_wait_for_what_others_took(
+def test_workers_go_to_their_ranks_labels_and_resources_and_do_not_wait_for_what_others_took(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, PLACES) as there:
         assert "rank_nodes: expected a node for each of 4 ranks, got 2" in there.line()
         said = there.line()
-        assert "node_labels: no node of the cluster has pool=dta; there are " in said
+        assert "node_labels: no node of the cluster has pool=dta; its nodes: " in said
         assert "data-0 with pool=data and scratch=4.0" in said
         before = eval(there.line())
         assert before == {
@@ -119,26 +160,46 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
 STAND_BYS = """
     import os
     from tests import rays
+
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
     from overlord.ray import cluster as ray_cluster
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
+
     def apart(session):
         host, names = session._host, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
         at = {h: names[remote.node] for h, remote in host._loaders.items()}
-        return [(at[home], at[host._shadows.where[loader]]) for loader, home in enumerate(host._cutter.hosts().tolist())]
+        return [
+            (at[home], at[host._shadows.where[loader]])
+            for loader, home in enumerate(host._cutter.hosts().tolist())
+        ]
+
 
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "node_name": "ranks", **small})
-        nodes = {name: cluster.add_node(node_name=name, num_cpus=3, labels={"pool": "data"}, **small) for name in ("data-0", "data-1")}
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 3, "node_name": "ranks", **small}
+        )
+        nodes = {
+            name: cluster.add_node(node_name=name, num_cpus=3, labels={"pool": "data"}, **small)
+            for name in ("data-0", "data-1")
+        }
         made = job(until=40)
         calm = run(made, "local")
         asked = {"rank_nodes": ["ranks", "ranks"], "node_labels": {"pool": "data"}}
-        with launch(made, "ray", address=cluster.address, hosts=4, sources_per_host=1, shadows="all", **asked) as session:
+        with launch(
+            made,
+            "ray",
+            address=cluster.address,
+            hosts=4,
+            sources_per_host=1,
+            shadows="all",
+            **asked,
+        ) as session:
             print(apart(session), flush=True)
 
             def lose(session):
@@ -166,6 +227,7 @@ def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(
 CROWDED = """
     import os
     from tests import rays
+
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
     from overlord.ray import cluster as ray_cluster
@@ -173,17 +235,28 @@ CROWDED = """
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
+
     def where(session):
         names = {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
-        return {a["name"]: names.get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] in ("host", "planner")}
+        return {
+            a["name"]: names.get(a.get("node"), "none")
+            for a in session.metrics()["actors"]
+            if a["role"] in ("host", "planner")
+        }
+
 
     def readers(session):
         actors = session.metrics()["actors"]
         reads = {a["pid"] for a in actors if a["role"] == "loader"}
         return sorted(a["name"] for a in actors if a["role"] == "host" and a["pid"] in reads)
 
+
     def exceeded(session):
-        return [(row["node"], row["hosts"], row["allowed"]) for row in session.metrics()["placement"]["exceeded"]]
+        return [
+            (row["node"], row["hosts"], row["allowed"])
+            for row in session.metrics()["placement"]["exceeded"]
+        ]
+
 
     def is_exceeded(session):
         try:
@@ -191,14 +264,23 @@ CROWDED = """
         except ov.DataStall:  # the planner is being started again
             return False
 
+
     def main():
         from ray.cluster_utils import Cluster
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", **small})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", **small}
+        )
         cluster.add_node(node_name="gpu-0", num_cpus=4, **small)
         lost = cluster.add_node(node_name="cpu-0", num_cpus=6, **small)
         made, calm = job(until=60, journal=os.path.abspath("journal")), run(job(until=60), "local")
-        asked = {"rank_nodes": ["gpu-0"] * 2, "loaders": {made.names[0]: 3}, "sources_per_host": 1, "hosts": 5}
+        asked = {
+            "rank_nodes": ["gpu-0"] * 2,
+            "loaders": {made.names[0]: 3},
+            "sources_per_host": 1,
+            "hosts": 5,
+        }
         with launch(made, "ray", address=cluster.address, **asked) as session:
             print(where(session), exceeded(session), flush=True)
 
@@ -209,7 +291,12 @@ CROWDED = """
 
             def join(session):
                 cluster.add_node(node_name="cpu-1", num_cpus=6, **small)
-                until(lambda: sum(int(name.rpartition("/")[2]) >= 10_000 for name in readers(session)) == 4)
+                until(
+                    lambda: (
+                        sum(int(name.rpartition("/")[2]) >= 10_000 for name in readers(session))
+                        == 4
+                    )
+                )
 
             def settled(session):
                 until(lambda: not exceeded(session))
@@ -220,7 +307,7 @@ CROWDED = """
 """
 
 
-def test_a_share_that_is_exceeded_since_a_node_was_lost_is_reported_and_hosts_move_to_the_node_that_joins(
+def test_an_exceeded_share_after_the_loss_of_a_node_is_reported_and_workers_move_to_a_new_node(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, CROWDED) as there:

@@ -1,6 +1,4 @@
-"""A cluster of this machine that Overlord starts is out of reach of the other accounts of the
-machine.
-"""
+"""A cluster that Overlord starts on this machine is out of reach of other accounts."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ pytestmark = [
 ]
 
 NOBODY = 65534
-# What another account could do to the cluster: each is undone by itself, so that one that succeeds
-# harms no other test.
+# Attacks of another account. Each is undone by itself, so that a success harms no other test.
 ATTEMPTS = """
 import errno, os, socket, sys
 session = sys.argv[1]

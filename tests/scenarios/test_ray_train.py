@@ -1,6 +1,6 @@
-"""Workers of Ray Train get their steps by address and token. One that is killed takes the others
-with it, and the group that Train starts in their place goes on behind the last checkpoint: to the
-byte what the local runtime gives.
+"""Workers of Ray Train get their steps by address and token. If one is killed, Train ends the
+others and starts a new group. It continues after the last checkpoint, to the byte as the local
+runtime.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, SAVES, HOLDS = (
     14,
     4,
     9,
-)  # a checkpoint behind every fourth step; the first group stands still in its tenth
+)  # a checkpoint after every fourth step; the first group blocks in its tenth
 
 
 def noted(step: ov.Step) -> str:
@@ -37,7 +37,10 @@ def noted(step: ov.Step) -> str:
 TRAIN = """
     import json, os, tempfile, time
     from pathlib import Path
-    os.environ.update(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
+
+    os.environ.update(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0"
+    )
     import ray.train
     import torch.distributed as dist
     from ray.train.torch import TorchTrainer
@@ -45,8 +48,13 @@ TRAIN = """
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray_train import HOLDS, SAVES, STEPS, noted
 
+
     def train(config):
-        rank, last, state = ray.train.get_context().get_world_rank(), ray.train.get_checkpoint(), config.get("start")
+        rank, last, state = (
+            ray.train.get_context().get_world_rank(),
+            ray.train.get_checkpoint(),
+            config.get("start"),
+        )
         if last is not None:
             with last.as_directory() as folder:
                 state = json.loads(Path(folder, "data.json").read_text())
@@ -63,19 +71,31 @@ TRAIN = """
                     with tempfile.TemporaryDirectory() as folder:
                         if rank == 0:
                             Path(folder, "data.json").write_text(json.dumps(client.state_dict()))
-                        ray.train.report({"step": step.step}, checkpoint=ray.train.Checkpoint.from_directory(folder) if rank == 0 else None)
+                        ray.train.report(
+                            {"step": step.step},
+                            checkpoint=ray.train.Checkpoint.from_directory(folder)
+                            if rank == 0
+                            else None,
+                        )
                 if last is None and step.step == HOLDS and rank == config["victim"]:
                     ray.train.get_all_reported_checkpoints()
                     Path(config["folder"], "pid.new").write_text(str(os.getpid()))
                     Path(config["folder"], "pid.new").rename(f"{config['folder']}/pid")
                     time.sleep(600)
 
+
     def fit(config, **workers):
         failures = ray.train.FailureConfig(max_failures=1)
-        run = ray.train.RunConfig(name="run", storage_path=os.path.abspath("storage"), failure_config=failures)
-        scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}, **workers)
+        run = ray.train.RunConfig(
+            name="run", storage_path=os.path.abspath("storage"), failure_config=failures
+        )
+        scaling = ray.train.ScalingConfig(
+            num_workers=2, resources_per_worker={"CPU": 0.5}, **workers
+        )
         config = {"folder": os.path.abspath("."), **config}
-        return TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run).fit()
+        return TorchTrainer(
+            train, train_loop_config=config, scaling_config=scaling, run_config=run
+        ).fit()
 """
 
 SERVED = """
@@ -83,7 +103,12 @@ SERVED = """
         with ov.launch(job(until=STEPS), "ray", hosts=1, constructor_hosts=1) as session:
             print(os.environ["RAY_AUTH_MODE"], flush=True)
             served = session.serve()
-            config = {"address": served.address, "token": served.token, "start": session.state_dict(), "victim": 0}
+            config = {
+                "address": served.address,
+                "token": served.token,
+                "start": session.state_dict(),
+                "victim": 0,
+            }
             print(fit(config).metrics, flush=True)
 """
 
@@ -96,23 +121,32 @@ TOKEN = """
 SUBMITTED = """
     def submitted(config, rank, state):
         from overlord.cli import detached_jobs as ray_jobs
+
         cluster, nodes, said = ray.get_runtime_context().gcs_address, [None, None], [None]
         dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
         if rank == 0:
             for name in [found.name for found in ray_jobs.jobs(cluster)]:
                 ray_jobs.stop(name, cluster)
-            served = ray_jobs.submit(job(until=STEPS), address=cluster, rank_nodes=nodes, resume=state)
+            served = ray_jobs.submit(
+                job(until=STEPS), address=cluster, rank_nodes=nodes, resume=state
+            )
             said = [(served.address, served.token)]
             [found] = ray_jobs.jobs(cluster)
-            where = {part["name"]: part["node"] for part in found.workers if part["name"].startswith("constructor")}
+            where = {
+                part["name"]: part["node"]
+                for part in found.parts
+                if part["name"].startswith("constructor")
+            }
             with open(f"{config['folder']}/where", "a") as out:
                 print(json.dumps([nodes, where]), file=out)
         dist.broadcast_object_list(said)
         return said[0][0], rank, said[0][1]
 
+
     def main():
         from ray.cluster_utils import Cluster
         from overlord.cli import detached_jobs as ray_jobs
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         for name in ("gpu-0", "gpu-1"):
@@ -130,7 +164,7 @@ SUBMITTED = """
 
 
 def kill_it(there: Program, folder: Path) -> None:
-    """The worker that stands still, once Train has noted the checkpoint before."""
+    """Kill the suspended worker, once Train has recorded the checkpoint before."""
 
     def there_it_is() -> bool:
         assert there.process.poll() is None, there.end()

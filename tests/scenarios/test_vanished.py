@@ -1,6 +1,4 @@
-"""A machine that vanishes sends no last word, so links to it do not end: whoever is there must not
-wait for that.
-"""
+"""A machine that vanishes closes no connection: its peers must not wait for that."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost
-from overlord.rpc import peers
+from overlord.rpc import listener
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
@@ -52,7 +51,7 @@ def alone() -> Played:
     return run(job(until=STEPS), "local")
 
 
-# one that others started
+# an actor system that started others
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def here() -> Iterator[RpcServer]:
 
 
 def sent(elsewhere: ProcessActorSystem, here: RpcServer) -> tuple[ActorHandle, int]:
-    """A worker that was started elsewhere and came here; and its ticket."""
+    """Return a worker that was started elsewhere and connected here, and its lease id."""
     there = elsewhere.spawn(Sent, "worker", Worker, (), name="worker")
     handle, ticket = here.expect("worker")
     elsewhere.tell(there, "meet", here.address, here.token, ticket)
@@ -79,7 +78,7 @@ def sent(elsewhere: ProcessActorSystem, here: RpcServer) -> tuple[ActorHandle, i
 def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
     elsewhere: ProcessActorSystem, here: RpcServer
 ) -> None:
-    """A process that is stopped sends as much as a machine that is gone."""
+    """A suspended process sends nothing, like a lost machine."""
     handle, ticket = sent(elsewhere, here)
     told, came = list[str](), threading.Event()
     here.on_death(handle, lambda handle, reason: (told.append(reason), came.set()))  # type: ignore[func-returns-value]
@@ -91,7 +90,7 @@ def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
     assert (told, handle.alive) == (["its node is gone"], False)
     with pytest.raises(ActorLost, match="its node is gone"):
         here.get(answer, 0.0)
-    here.kill(handle)  # waits for nobody
+    here.kill(handle)  # does not wait
     here.expect("worker")  # its name is free
 
 
@@ -102,7 +101,7 @@ def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
     assert handle.pid is not None
     halt(handle.pid)
     answer = here.call(handle, "echo", "last words")
-    monkeypatch.setattr(peers, "CUT_S", 4 * WAIT_S)
+    monkeypatch.setattr(listener, "TIMEOUTS", replace(listener.TIMEOUTS, death_notice_s=4 * WAIT_S))
     here.died(ticket, "its node is gone")
     os.kill(handle.pid, signal.SIGCONT)
     assert here.get(answer, WAIT_S) == "last words"
@@ -113,12 +112,12 @@ def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
     assert gone.wait(WAIT_S), "the end of its link came by itself"
 
 
-# a host of a job
+# a worker of a job
 
 
 def kept(pid: int, peer: int) -> list[socket.socket]:
-    """Copies of the sockets by which a process has links to another. While they are there no end
-    comes by those links, whatever becomes of the process: as if its machine had vanished.
+    """Return copies of the sockets that connect a process to another. While they exist no
+    connection ends, whatever happens to the process, as if its machine had vanished.
     """
     libc, found = ctypes.CDLL(None, use_errno=True), []
     pidfd = os.pidfd_open(pid)
@@ -149,9 +148,9 @@ def kept(pid: int, peer: int) -> list[socket.socket]:
 
 @contextlib.contextmanager
 def vanished(session: ov.Session, name: str) -> Iterator[None]:
-    """A host dies, and the planner sees no end of its link."""
+    """Kill a worker so that the planner sees no end of its connection."""
     pid = hosts_of(session)[name]
-    halt(pid)  # it closes and opens nothing meanwhile
+    halt(pid)  # it opens and closes no file meanwhile
     links = kept(pid, planner_of(session))
     try:
         os.kill(pid, signal.SIGKILL)
@@ -182,8 +181,8 @@ def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
 def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner has not heard of its death, and finds it silent: who started it has no one to
-    kill.
+    """The planner has not received its death notice and finds it silent. The launcher has nothing
+    left to kill.
     """
     with (
         contextlib.ExitStack() as stack,
@@ -213,9 +212,7 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
 def tell_of_no_death(
     parts: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the host that has this name now dies, the planner is not told at first; what it was to
-    be told is in the list.
-    """
+    """Hold back the death notice of the current worker of this name, in the returned list."""
     tell, ours = parts.control.tell, parts._tickets[name]
 
     def deaf(handle: ActorHandle, method: str, *args: Any) -> None:
@@ -231,7 +228,7 @@ def tell_of_no_death(
 def test_hosts_that_are_silent_are_killed_at_the_same_time(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_planner: bool
 ) -> None:
-    """Where their machine is silent too, each takes as long as a control plane waits for it."""
+    """If their machine is silent too, each takes as long as the deadline of a kill."""
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
         engine = session._host
         assert isinstance(engine, ClusterRuntime)

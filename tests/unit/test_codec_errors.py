@@ -1,5 +1,5 @@
-"""Exceptions in frames: ours and Python's own keep their type, fields and notes; others become
-words; none is made up.
+"""Exceptions in frames: those of Overlord and Python keep type, fields and notes; others become
+text; none is invented.
 """
 
 from __future__ import annotations

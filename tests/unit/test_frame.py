@@ -1,5 +1,5 @@
-"""Frames by example: the layout byte by byte, what is viewed and never copied, what is refused and
-in which words.
+"""Frames by example: the layout byte by byte, views instead of copies, and the text of every
+refusal.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_frame_may_come_in_any_buffer(make: Any):
     assert unpack(make(frame)).columns[0].tolist() == [7, 8, 9]
 
 
-# what is wrong with a frame, in words
+# error texts
 
 
 def test_another_version_is_refused_with_both_numbers():
@@ -116,7 +116,7 @@ def test_another_version_is_refused_with_both_numbers():
             struct.pack("<Q", 10),
             "expected room for 1 columns and 2 bytes of header, got 10 bytes",
         ),
-        (16, struct.pack("<Q", 128), "expected 128 bytes, as the frame says, got 136"),
+        (16, struct.pack("<Q", 128), "expected 128 bytes, as the frame states, got 136"),
         (28, b"????", "expected checksum 3f3f3f3f"),
         (120, b"?", "checksum"),
     ],

@@ -264,7 +264,7 @@ def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missi
         [sys.executable, "train.py"], cwd=tmp_path, env=ENV, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert 'launches under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+    assert 'launch under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def test_numbers_over_bars_are_drawn_over_the_line_of_the_bound() -> None:

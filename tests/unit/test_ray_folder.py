@@ -1,5 +1,5 @@
-"""A cluster's folder stays for as long as its owner lives, whatever number that has, and goes when
-the owner was killed.
+"""The folder of a cluster stays as long as its owner lives, whatever its pid, and is removed if the
+owner was killed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which versions of Ray are used, used with a warning, and refused; and that code, metadata and
-documentation name the same ones.
+"""Versions of Ray that are used, used with a warning, or refused. Code, metadata and documentation
+name the same versions.
 """
 
 from __future__ import annotations

@@ -349,8 +349,8 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         assert ask(0, 3)[0].rows == 8
         assert where == [
             "overlord-worker-0",
-            "overlord-pump-test",
-            "overlord-pump-test",
+            "overlord-loop-test",
+            "overlord-loop-test",
             "overlord-worker-0",
         ]
         assert reader.chunks.stats.errors == {"gone": 2}  # type: ignore[attr-defined]

@@ -839,7 +839,7 @@ def test_how_a_process_ended_is_said_as_far_as_it_is_known():
     assert [how_it_ended(code) for code in (-9, 3, None)] == [
         "killed by signal 9",
         "exit code 3",
-        "it is not known how",
+        "exit code unknown",
     ]
 
 

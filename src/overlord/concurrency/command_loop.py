@@ -1,5 +1,5 @@
-"""Carrying out commands: in order, those they lead to behind them, never re-entered. What a host
-does, whatever it hosts.
+"""A loop that executes commands in order: follow-up commands are appended, and it is never
+re-entered.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class BlockingWork(Protocol):
-    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for,
-    does not do it itself.
+    """Work that may wait for storage, for minutes or forever. So it must not run on the event loop,
+    on which others wait.
     """
 
     @property
     def many(self) -> bool:
-        """Whether it waits for answers rather than for a core: many such may be under way."""
+        """Whether it waits for replies rather than for a core: many such calls may run
+        concurrently.
+        """
         ...
 
     @property
     def quick(self) -> bool:
-        """Whether it never hangs: what has shown to be short may be done at once, under
-        ``hasty``.
-        """
+        """Whether it never hangs: work that was short so far may run at once, under ``hasty``."""
         ...
 
     def hasty(self) -> AbstractContextManager[None]:
-        """Where work raises ``sources.patience.Later`` rather than wait."""
+        """Return a context in which work raises ``errors.WouldBlock`` instead of waiting."""
         ...
 
     def overdue(self) -> Exception | None:
-        """Asked by another thread now and then: an error if it is to be given up. Its outcome is
-        then dropped, should it ever come.
+        """Return an error if the work should be given up. Another thread calls it now and then. A
+        result that arrives later is dropped.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one
-    name cost alike by ``size``.
+    """Runs work elsewhere and passes its result to ``done`` on the event loop. The cost of work of
+    one name is proportional to ``size``.
     """
 
     def submit(
@@ -59,14 +59,15 @@ class Executor(Protocol):
 
 
 class CommandLoop:
-    """A queue of commands and the loop that empties it."""
+    """A queue of commands and the loop that empties it. A subclass implements ``_carry_out``."""
 
     def __init__(self, *, check: bool = False):
         self._check = check
-        self._queue: deque[Any] = deque()  # commands not yet carried out
+        self._queue: deque[Any] = deque()  # commands that are not executed yet
         self._running = False
 
     def run(self, commands: Sequence[Any] = ()) -> None:
+        """Execute commands in order, including those that they lead to."""
         self._queue.extend(commands)
         if self._running:
             return
@@ -86,4 +87,4 @@ class CommandLoop:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Invariants, for tests."""
+        """Verify invariants, in tests."""

@@ -1,9 +1,8 @@
-"""The local runtime: one pump thread runs all cores by direct call; a pool of threads reads,
-transforms and builds.
+"""The event loop of a process, and the threads that do its blocking work.
 
-Threads are enough because pyarrow, tokenizers, zstd and numpy's large copies release the
-interpreter lock; a source whose transform holds it gets a worker process
-(``transforms/transform_process.py``).
+One thread runs all pure cores by direct call; a pool of threads reads, transforms and builds.
+Threads suffice because pyarrow, tokenizers, zstd and numpy's large copies release the interpreter
+lock. A source whose transform holds it gets a worker process (``transforms/transform_process.py``).
 """
 
 from __future__ import annotations
@@ -22,35 +21,29 @@ from pathlib import Path
 from typing import Any
 
 from overlord.concurrency.command_loop import BlockingWork, Done
+from overlord.concurrency.timeouts import TIMEOUTS
 from overlord.errors import ActorLost, DataStall, WouldBlock
 
 log = logging.getLogger("overlord")
 
-OURS = str(Path(__file__).resolve().parents[1])  # where this package is
+OURS = str(Path(__file__).resolve().parents[1])  # the folder of this package
 
-# Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more
-# again: below this, one core is
-# cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are
-# sized above it.
-INLINE_S = 0.005
-TURN_S = 0.02  # short work may lead to more short work for ever: so long at a time
-SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
-WAITING = 32  # reads of stores at a time: they wait for answers, not for a core
-STUCK_S = 1.0  # a read that takes longer waits for storage: another thread takes its place
-TICK_S = 0.25  # between two looks at reads that are under way
+WAITING = 32  # concurrent reads of object stores: they wait for replies, not for a core
 
 
 class EventLoop:
-    """One thread that runs posted calls in order. All cores live in it, so none needs a lock."""
+    """One thread that runs posted calls in order. All pure cores run on it, so none
+    needs a lock.
+    """
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: Callable[[BaseException], None] = lambda error: None
         self._thread = threading.Thread(
-            target=self._loop, name=f"overlord-pump-{name}", daemon=True
+            target=self._loop, name=f"overlord-loop-{name}", daemon=True
         )
         self.broken: BaseException | None = None
-        self.turn = 0.0  # when the call that is running began
+        self.turn = 0.0  # start time of the running call
         self._after: Callable[[], float | None] = lambda: None
 
     def start(
@@ -58,21 +51,23 @@ class EventLoop:
         failed: Callable[[BaseException], None],
         after: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """``failed`` is told of an error that no core could handle; nothing is pumped after it.
-        ``after`` runs behind calls, and once more after so many seconds without one if it says so.
+        """Start the thread.
+
+        ``failed`` receives an exception that no core handled; the loop ends with it. ``after`` runs
+        after calls. If it returns a number of seconds, it runs again after that time without a
+        call.
         """
         self._failed, self._after = failed, after
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
+        """Run a call on the loop, without waiting for it."""
         self._calls.put(call)
 
     def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-        """Run a call in the pump and wait for its result."""
+        """Run a call on the loop and return its result."""
         if threading.current_thread() is self._thread or (self.stopped and self.broken is None):
-            return (
-                call()
-            )  # after a clean stop nothing runs beside it: what was found can still be asked for
+            return call()  # after a clean stop nothing runs concurrently: state can be read
         done = threading.Event()
         box: list[tuple[Any, Exception | None]] = []
 
@@ -93,7 +88,7 @@ class EventLoop:
                     if self.broken
                     else "it was stopped"
                 )
-                raise ActorLost("the pump", reason) from self.broken
+                raise ActorLost("the event loop", reason) from self.broken
             if waited >= timeout_s:
                 raise DataStall(what, waited)
         result, error = box[0]
@@ -102,39 +97,38 @@ class EventLoop:
         return result
 
     def _loop(self) -> None:
-        told, patience = 0.0, None
-        while (call := self._next(patience)) is not None:
+        last, idle_s = 0.0, None
+        while (call := self._next(idle_s)) is not None:
             self.turn = time.perf_counter()
             try:
                 call()
-                # Several calls in a row lead to one message, unless that would be late.
-                if self._calls.empty() or time.perf_counter() - told > TURN_S:
-                    patience = self._after()
-                    told = time.perf_counter()
+                # Several calls in a row share one run of ``after``, unless that would be late.
+                if self._calls.empty() or time.perf_counter() - last > TIMEOUTS.turn_s:
+                    idle_s = self._after()
+                    last = time.perf_counter()
             except BaseException as error:
                 self.broken = error
-                log.exception("the pump stopped")
+                log.exception("the event loop stopped")
                 self._failed(error)
                 return
 
-    def _next(self, patience: float | None) -> Callable[[], None] | None:
-        """The next call; one that does nothing where none has come in time."""
+    def _next(self, idle_s: float | None) -> Callable[[], None] | None:
+        """Return the next call; a call without effect if none arrives in time."""
         try:
-            return self._calls.get(timeout=patience)
+            return self._calls.get(timeout=idle_s)
         except queue.Empty:
             return _nothing
 
     def at(self) -> str:
-        """Where the call is that runs now: in which function of somebody else, if it is in one;
-        else in which of ours.
+        """Return where the running call is: the function of other code that it is in,
+        else our own.
         """
         frame, calls = sys._current_frames().get(self._thread.ident or 0), []
         while frame is not None:
             calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
             frame = frame.f_back
-        inside = itertools.dropwhile(
-            lambda call: not call[0].startswith(OURS), reversed(calls)
-        )  # threads begin elsewhere
+        # The first frames of a thread are of the standard library.
+        inside = itertools.dropwhile(lambda call: not call[0].startswith(OURS), reversed(calls))
         file, line, name = next(
             (call for call in inside if not call[0].startswith(OURS)),
             (*calls, ("no file", 0, "nothing"))[0],
@@ -143,9 +137,11 @@ class EventLoop:
 
     @property
     def stopped(self) -> bool:
+        """Whether the thread has ended."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def stop(self, timeout_s: float = 1.0) -> None:
+        """End the loop after the calls posted so far."""
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -163,31 +159,31 @@ class _Task:
     size: int
     waits: BlockingWork | None = None
     began: float = 0.0
-    over: bool = False  # its outcome was told, or is not wanted any more
+    over: bool = False  # its result was reported, or it was given up
 
 
 class _WorkerThreads:
-    """Daemon threads and the work before them; what a step waits for goes first. One more starts
-    when all are busy, up to ``most``; a thread whose read does not end does not count.
+    """Daemon threads with a queue; urgent work goes first. Another thread starts when all are busy,
+    up to ``most``. A thread that is stuck in a read does not count.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
         self._name, self._most, self._run = name, most, run
-        self._urgent, self._later = deque[_Task](), deque[_Task]()
+        self._urgent, self._normal = deque[_Task](), deque[_Task]()
         self._changed = threading.Condition()
         self._idle = self._started = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._under_way: set[_Task] = set()
+        self._running: set[_Task] = set()
 
     def put(self, task: _Task, urgent: bool) -> None:
         with self._changed:
-            (self._urgent if urgent else self._later).append(task)
+            (self._urgent if urgent else self._normal).append(task)
             self._grow()
             self._changed.notify()
 
     def _grow(self) -> None:
-        if len(self._urgent) + len(self._later) <= self._idle or self._closed:
+        if len(self._urgent) + len(self._normal) <= self._idle or self._closed:
             return
         if len(self._threads) < self._most or len(self._threads) < self._most + self._stuck():
             self._started += 1
@@ -201,47 +197,42 @@ class _WorkerThreads:
     def _stuck(self) -> int:
         now = time.monotonic()
         return sum(
-            task.waits is not None and now - task.began > STUCK_S for task in self._under_way
+            task.waits is not None and now - task.began > TIMEOUTS.stuck_s for task in self._running
         )
 
     def _loop(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
-                while not self._urgent and not self._later and not self._closed:
+                while not self._urgent and not self._normal and not self._closed:
                     self._changed.wait()
                 self._idle -= 1
                 if self._closed:
                     return
-                task = (self._urgent or self._later).popleft()
+                task = (self._urgent or self._normal).popleft()
                 task.began = time.monotonic()
-                self._under_way.add(task)
+                self._running.add(task)
             self._run(task)
             with self._changed:
-                self._under_way.discard(task)
+                self._running.discard(task)
                 del task
-                if (
-                    len(self._threads) > self._most + self._stuck()
-                ):  # the one whose place this took is back
+                # The stuck thread that this one replaced has returned.
+                if len(self._threads) > self._most + self._stuck():
                     self._threads.remove(threading.current_thread())
                     return
 
     def watch(self) -> list[_Task]:
-        """Reads under way that were to be looked after; where they are stuck, others get
-        threads.
-        """
+        """Return running work that can hang; start threads to replace stuck ones."""
         with self._changed:
             self._grow()
-            return [task for task in self._under_way if task.waits is not None]
+            return [task for task in self._running if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a
-        daemon.
-        """
+        """Stop accepting work. A thread in the middle of a read ends by itself: it is a daemon."""
         with self._changed:
             self._closed = True
             self._urgent.clear()
-            self._later.clear()
+            self._normal.clear()
             self._changed.notify_all()
             threads = list(self._threads)
         for thread in threads:
@@ -250,26 +241,23 @@ class _WorkerThreads:
 
 
 class ThreadExecutor:
-    """A few threads for work, and more for reads that wait for a store: one that does not answer
-    must not hold up the others.
+    """A few threads for work, and more for reads that wait for an object store: one that does not
+    answer must not block the others.
 
-    Work that has shown to be short is done at once, in the pump. Long work of the same name goes to
-    the threads again as soon as it is seen to be long. Reads of a mount or a store are never done
-    there, for it may hang; nor are those that run a user's code. Those of a disk are, unless they
-    fail.
+    Work that was short so far runs at once, on the event loop. Longer work of the same name goes
+    back to the threads as soon as it is detected. Reads of a mount or a store never run on the
+    loop, since they may hang; nor does a user's code. Reads of a local disk do, unless they fail.
     """
 
-    def __init__(self, workers: int, pump: EventLoop, inline_s: float = INLINE_S):
-        self._pump = pump
+    def __init__(self, workers: int, loop: EventLoop, inline_s: float = TIMEOUTS.inline_s):
+        self._loop = loop
         self._inline_s = inline_s
-        self._seconds: dict[
-            str, list[float]
-        ] = {}  # name -> seconds for a unit of its work, the last four times
+        self._seconds: dict[str, list[float]] = {}  # name -> seconds per unit, the last four times
         self._workers = _WorkerThreads("overlord-worker", workers, self._run)
         self._waiting = _WorkerThreads("overlord-store", max(workers, WAITING), self._run)
         self._watch: threading.Thread | None = None
         self._closed = threading.Event()
-        self._telling = threading.Lock()
+        self._report_lock = threading.Lock()
 
     def submit(
         self,
@@ -281,47 +269,48 @@ class ThreadExecutor:
         urgent: bool = False,
         waits: BlockingWork | None = None,
     ) -> None:
-        if (waits is None or waits.quick) and self._at_once(name, work, done, size, waits):
+        """Run ``work`` at once if it is short, else in a thread; pass its result to ``done``."""
+        if (waits is None or waits.quick) and self._run_inline(name, work, done, size, waits):
             return
         if waits is not None and self._watch is None:
-            self._watch = threading.Thread(target=self._look, name="overlord-watch", daemon=True)
+            self._watch = threading.Thread(
+                target=self._watch_reads, name="overlord-watch", daemon=True
+            )
             self._watch.start()
-        lane = self._waiting if waits is not None and waits.many else self._workers
-        lane.put(_Task(name, work, done, size, waits), urgent)
+        threads = self._waiting if waits is not None and waits.many else self._workers
+        threads.put(_Task(name, work, done, size, waits), urgent)
 
-    def _at_once(
+    def _run_inline(
         self, name: str, work: Callable[[], Any], done: Done, size: int, waits: BlockingWork | None
     ) -> bool:
-        """Whether it was done here and now, since it has shown to be short."""
-        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage
-        # lengthens all.
+        """Run the work on the event loop if it was short so far; return whether it ran."""
+        # The minimum of four: waiting for the interpreter lock prolongs some of them, waiting for
+        # storage prolongs all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
             return False
         with nullcontext() if waits is None else waits.hasty():
-            outcome = self._do(name, work, size)
+            outcome = self._timed(name, work, size)
         if isinstance(outcome[1], WouldBlock):
             return False
-        if time.perf_counter() - self._pump.turn < TURN_S:
+        if time.perf_counter() - self._loop.turn < TIMEOUTS.turn_s:
             done(*outcome)
-        else:  # others wait for the pump: what this leads to comes behind them
-            self._pump.post(lambda: done(*outcome))
+        else:  # other calls wait for the loop: the follow-up goes after them
+            self._loop.post(lambda: done(*outcome))
         return True
 
-    def _look(self) -> None:
-        """Reads that never end are given up by somebody else than the thread that hangs in them."""
-        while not self._closed.wait(TICK_S):
+    def _watch_reads(self) -> None:
+        """Give up reads that never end. Runs in its own thread, since their threads hang."""
+        while not self._closed.wait(TIMEOUTS.watch_s):
             for task in (*self._workers.watch(), *self._waiting.watch()):
                 assert task.waits is not None
                 try:
                     error = None if task.over else task.waits.overdue()
-                except (
-                    Exception
-                ) as fault:  # whoever looks after all others must not end with one of them
+                except Exception as fault:  # one failure must not end the watch of all others
                     error = fault
                 if error is not None:
-                    self._tell(task, None, error)
+                    self._report(task, None, error)
 
-    def _do(
+    def _timed(
         self, name: str, work: Callable[[], Any], size: int
     ) -> tuple[Any, BaseException | None]:
         start = time.perf_counter()
@@ -333,18 +322,18 @@ class ThreadExecutor:
             took = time.perf_counter() - start
             unit = took / max(1, size)
             self._seconds[name] = (
-                [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
+                [unit] * 4 if took > TIMEOUTS.slow_s else [*self._seconds.get(name, [])[-3:], unit]
             )
 
     def _run(self, task: _Task) -> None:
-        self._tell(task, *self._do(task.name, task.work, task.size))
+        self._report(task, *self._timed(task.name, task.work, task.size))
 
-    def _tell(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
-        """Once: what comes after a task was given up is dropped."""
-        with self._telling:
+    def _report(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
+        """Report the result once: a result after the task was given up is dropped."""
+        with self._report_lock:
             late, task.over = task.over, True
         if not late:
-            self._pump.post(lambda: task.done(outcome, failure))
+            self._loop.post(lambda: task.done(outcome, failure))
 
     def close(self, timeout_s: float = 0.5) -> None:
         self._closed.set()

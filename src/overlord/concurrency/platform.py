@@ -1,8 +1,7 @@
-"""What a host has from the machine it runs on: time, threads, memory that is shared, links to
-others.
+"""The platform of a worker: clock, threads, shared memory and connections.
 
-Hosts take all of it from here and from nowhere else, so that the very same hosts run in a simulated
-cluster, where each has a machine of its own that is slow, cut off or gone when a seed says so.
+Workers use these only through a platform. So the same workers run in a simulated cluster, where
+each has a machine that a seed makes slow, unreachable or lost.
 """
 
 from __future__ import annotations
@@ -22,35 +21,34 @@ from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, dial
 from overlord.transport.shared_memory import SharedMemoryPool
 
-# the environment's word for the address at which other machines reach this one
-INTERFACE = "OVERLORD_INTERFACE"
-NODE = "OVERLORD_NODE"  # and for what a cluster calls it
-# far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
-MAX_SLOTS = 4096
+INTERFACE = "OVERLORD_INTERFACE"  # variable: the address at which other machines reach this one
+NODE = "OVERLORD_NODE"  # variable: the id of this node in its cluster
+# far above the steps of a prefetch window times the constructor workers; the limit is in bytes
+MAX_SEGMENTS = 4096
 
 
 class Platform:
-    """The real one. It travels with a host's settings, so it holds nothing but what was asked
-    for.
+    """The real machine. It is sent with the configuration of a worker, so it holds
+    settings only.
     """
 
-    ports: range | None = (
-        None  # those that servers may listen at, where there is a network; None: any
-    )
+    ports: range | None = None  # for servers on a network; None: any
 
     def __init__(self, ports: range | None = None):
         self.ports = ports
 
     def node(self) -> str:
-        """What the cluster calls it; empty where there is none."""
+        """Return the id of this node in its cluster; empty without a cluster."""
         return os.environ.get(NODE, "")
 
     def inside(self) -> dict[str, Any]:
-        """Where servers for other hosts of the job listen: all are here, and need no network."""
+        """Return where servers for other workers listen: all are on this machine and need no
+        network.
+        """
         return {"tcp": not HAS_SHARED_MEMORY}
 
     def outside(self, host: str) -> dict[str, Any]:
-        """And for clients, who were told to come to this interface."""
+        """Return where servers for clients listen; ``host`` is the requested interface."""
         return {
             "host": host,
             "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY,
@@ -58,25 +56,26 @@ class Platform:
         }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
-        """Set up a process that is a host's own: ``workers`` threads that work at the same time,
-        one thread for each of ``links``. ``background``: nobody waits for each of them.
+        """Set up the process of a worker: ``workers`` threads that run concurrently, and one thread
+        for each of ``links``. ``background``: no caller waits for its single calls.
         """
         limit_arenas(workers, links)
         if background:
             in_background()
 
     def pump(self, name: str) -> EventLoop:
+        """Return a new event loop."""
         return EventLoop(name)
 
     def executor(self, workers: int, pump: EventLoop) -> Executor:
         return ThreadExecutor(workers, pump)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
-        """Run something beside the pump; it may wait."""
+        """Run ``work`` in a thread; it may block."""
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-        """Call again and again, beside the pump, until what is returned is called."""
+        """Call repeatedly in a thread, until the returned function is called."""
         stopped = threading.Event()
 
         def beat() -> None:
@@ -90,11 +89,11 @@ class Platform:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Not in a pump."""
+        """Block this thread. Not allowed on an event loop."""
         time.sleep(seconds)
 
     def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
-        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_slots=MAX_SLOTS)
+        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_slots=MAX_SEGMENTS)
 
     def serve(
         self,
@@ -123,19 +122,21 @@ class Platform:
         timeout_s: float,
         ring: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        link, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
-        link.waits_for_slots = False
-        return link, welcome
+        connection, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection.waits_for_slots = False
+        return connection, welcome
 
     def end(self, code: int) -> None:
-        """Of the whole process, at once."""
+        """End the whole process at once."""
         os._exit(code)
 
 
 class NetworkPlatform(Platform):
-    """One of several: hosts of a job reach each other by the network, and by shared memory where
-    they share a machine. ``interface``: of this process alone, for a machine that does not travel;
-    what the environment says goes first.
+    """One machine of several: workers reach each other by the network, and by shared memory on the
+    same machine.
+
+    ``interface`` is for this process alone, on a machine that is not sent. The environment takes
+    precedence.
     """
 
     def __init__(self, ports: range | None = None, interface: str = ""):
@@ -149,5 +150,7 @@ class NetworkPlatform(Platform):
         }
 
     def outside(self, host: str) -> dict[str, Any]:
-        """The interface was named for the machine of the session; this may be another."""
+        """Ignore ``host``: it names the interface of the session's machine, and this may be
+        another.
+        """
         return self.inside()

@@ -6,18 +6,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from overlord.concurrency.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
-CLOSE_S = 0.5  # that closing waits for calls in progress
-
 
 class ThreadQueue:
-    """A few daemon threads that do what they are handed, in order."""
+    """A few daemon threads that run calls in order."""
 
     def __init__(self, n: int, name: str):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -29,10 +25,11 @@ class ThreadQueue:
             thread.start()
 
     def do(self, work: Callable[[], None]) -> None:
+        """Append a call."""
         self._work.put(work)
 
     def is_me(self) -> bool:
-        """Whether one of them is who asks."""
+        """Return whether the caller runs in one of the threads."""
         return threading.current_thread() in self._threads
 
     def _loop(self) -> None:
@@ -40,13 +37,14 @@ class ThreadQueue:
             try:
                 work()
             except Exception:
-                log.exception("a request could not be answered")
+                log.exception("a queued call failed")
 
     def close(self) -> None:
+        """End the threads after the queued calls. A thread in a long call ends by itself: it is a
+        daemon.
+        """
         for _ in self._threads:
             self._work.put(None)
-        for thread in (
-            self._threads
-        ):  # one in the middle of a long request is left to end by itself: it is a daemon
+        for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(CLOSE_S / (2 * len(self._threads)))
+                thread.join(TIMEOUTS.close_s / (2 * len(self._threads)))

@@ -1,8 +1,8 @@
-"""What there is to use: cores and memory of this machine, or what is left of them by the group that
-this process runs in.
+"""Cores and memory that this process may use: those of the machine, or the limits of its control
+group.
 
-A container sees the whole machine in ``/proc``; what it may use stands in the files of its control
-group (cgroup), of version 1 or 2. Whoever goes by the machine there is throttled, or killed.
+A container sees the whole machine in ``/proc``. Its limits are in the files of its control group
+(cgroup), version 1 or 2. A process that goes by the machine is throttled or killed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # of the system's files; tests have their own
+ROOT = Path("/")  # of the system files; tests replace it
 
 
 def cores(root: Path | None = None) -> int:
-    """Cores that this process may keep busy; a part of one counts as one."""
+    """Return the number of cores that this process may use; a fraction of a core counts as one."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([here, *(math.ceil(quota) for quota in _quotas(root or ROOT))]))
 
 
 def memory_bytes(root: Path | None = None) -> int:
-    """Bytes that this process and those beside it in its group may hold."""
+    """Return the bytes that this process and others of its group may use."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    said = [
+    limits = [
         _read(f / name)
         for f in _folders(root or ROOT, "memory")
         for name in ("memory.max", "memory.limit_in_bytes")
@@ -34,7 +34,7 @@ def memory_bytes(root: Path | None = None) -> int:
             machine,
             *(
                 int(words[0])
-                for words in said
+                for words in limits
                 if words and words[0].isdecimal() and int(words[0]) > 0
             ),
         ]
@@ -42,7 +42,7 @@ def memory_bytes(root: Path | None = None) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores by each group that has a bound: microseconds of work over those of a period."""
+    """Yield the cores of each group with a limit: microseconds of CPU time per period."""
     for folder in _folders(root, "cpu"):
         words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(
             folder / "cpu.cfs_period_us"
@@ -57,9 +57,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Those of this process's group and of all above it, whose bounds count too. Where a container
-    was given a view of its own group alone, the path that the system names is not there, and the
-    top is its group.
+    """Yield the folders of this process's group and of all groups above it, whose limits apply too.
+
+    If a container sees only its own group, the path in ``/proc`` does not exist, and the top folder
+    is its group.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
@@ -73,12 +74,12 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> list[str]:
-    """The words of the first line."""
+    """Return the words of the first line."""
     return next((line.split() for line in _lines(path)), [])
 
 
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
-    except (OSError, ValueError):  # another version, another system, or not for us to see
+    except (OSError, ValueError):  # another version or system, or no permission
         return []

@@ -1,5 +1,5 @@
-"""Processes of ours: started by one fork server that has the heavy modules loaded, and none
-outlives the process that wanted it.
+"""Child processes: one fork server with the heavy modules loaded starts them, and none outlives its
+parent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 from overlord import import_path
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these
-# pages with all others. What
-# stands here must start no Python thread when imported (a fork does not copy threads), and is best
-# what every host needs.
+# pages with all others. These modules must start no Python thread on import, since a fork does not
+# copy threads. Every worker should need them.
 PRELOAD = (
     "numpy",
     "overlord.process.preload",
@@ -35,24 +34,22 @@ PRELOAD = (
     "overlord.process.frozen_heap",
 )
 
-# A child that is sent something of the program's main file imports that file again.
+# A child that receives an object of the program's main file imports that file again.
 UNGUARDED = (
-    "; with worker processes a program is a file that can be imported, launches under "
+    "; with worker processes the program must be a file that can be imported, launch under "
     '`if __name__ == "__main__":`, '
-    "and has the functions it sends above that line"
+    "and define the functions it sends above that line"
 )
 
 
 _starting = threading.Lock()
-_server: Any = getattr(
-    forkserver, "_forkserver", None
-)  # private to Python; whatever is missing in it, we do without
+_server: Any = getattr(forkserver, "_forkserver", None)  # private to Python: it may be missing
 
 
 class _Popen(popen_forkserver.Popen):
-    """As Python's own, but a child imports the program's main file only if something it is sent is
-    defined there. A trainer's main file imports torch: seconds, and hundreds of megabytes, in every
-    host.
+    """Like Python's own class, but a child imports the program's main file only if it receives an
+    object defined there. A trainer's main file imports torch: seconds, and hundreds of megabytes,
+    in every worker.
     """
 
     def _launch(self, process_obj: Any) -> None:
@@ -80,11 +77,11 @@ class _Popen(popen_forkserver.Popen):
 
 
 class Process(ForkServerProcess):
-    """A child of the fork server. Python joins all children when the program ends, and a thread of
-    ours may close one at that moment.
+    """A child of the fork server. Python joins all children at the end of the program, and a thread
+    of ours may close one at that moment.
     """
 
-    _ended = False  # it is closed, or being closed
+    _ended = False  # closed, or being closed
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
@@ -94,53 +91,53 @@ class Process(ForkServerProcess):
         self._ended = True
         try:
             super().close()
-        except ValueError:  # it still runs
+        except ValueError:  # it is still running
             self._ended = False
             raise
 
     def join(self, timeout: float | None = None) -> None:
-        """One that is closed has ended: nobody has to wait for it."""
+        """Wait for the end. A closed process has ended already."""
         try:
             super().join(timeout)
-        except (ValueError, AssertionError, AttributeError):  # by how far the closing is
+        except (
+            ValueError,
+            AssertionError,
+            AttributeError,
+        ):  # depends on the progress of the concurrent close
             if not self._ended:
                 raise
 
 
 def context() -> ForkServerContext:
-    """What every process of ours is started with. The list counts when the server starts, which is
-    at the first process.
+    """Return the context of all our processes. The preload list takes effect at the start of the
+    server.
     """
     found = multiprocessing.get_context("forkserver")
-    asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # by the program itself
+    asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # set by the program itself
     asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
     missing = [name for name in PRELOAD if name not in asked]
     if missing:
-        found.set_forkserver_preload(
-            missing + asked
-        )  # how Arrow has its memory is decided by who loads it first
+        # Ours first: the first import of Arrow decides its memory pool.
+        found.set_forkserver_preload(missing + asked)
     return found
 
 
 def process(**what: Any) -> Process:
-    """One that is still to be started."""
+    """Return a process that is not started yet."""
     context()
     return Process(**what)
 
 
 def warm_up() -> None:
-    """Start the fork server now, so that it loads its modules while this process does something
-    else.
-    """
+    """Start the fork server now, so that it loads its modules while this process continues."""
     context()
     _ensure_server()
 
 
 def _ensure_server() -> None:
-    """Start the fork server if none runs. It looks for modules where this process does.
+    """Start the fork server if none runs, with the module path of this process.
 
-    Python starts it with ``-c``, and an interpreter so started looks in its working directory
-    first.
+    Python starts it with ``-c``, and such an interpreter searches its working directory first.
     """
     if (
         _server is None
@@ -164,7 +161,7 @@ def _runs(pid: int | None) -> bool:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started meanwhile."""
+    """Set variables for a process that is started in the block."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -178,9 +175,11 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def leave_no_socket() -> None:
-    """In the fork server: the file of its socket, and the folder of it, go when it ends. Python
-    leaves that to the program, which cannot do it after a ``kill -9``. A child that was forked has
-    the same function, and leaves the file where it is.
+    """Remove the fork server's socket and its folder when the server ends. Call it in the fork
+    server.
+
+    Python leaves that to the program, which cannot do it after ``kill -9``. A forked child inherits
+    the handler, which then does nothing.
     """
     atexit.register(_remove_socket, os.getpid())
 
@@ -188,15 +187,16 @@ def leave_no_socket() -> None:
 def _remove_socket(server: int) -> None:
     path = getattr(_server, "_forkserver_address", None)
     if os.getpid() == server and isinstance(path, str) and os.path.isabs(path):
-        with suppress(OSError):  # the program was quicker, or keeps other things there
+        with suppress(OSError):  # the program removed it first, or keeps other files there
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
 
 
 def share_server() -> None:
-    """In a child: its own children come from the same fork server. Python's ``ensure_running`` says
-    so too, but starts a server for every child that has children, which costs 50 MB and a third of
-    a second each.
+    """Let the children of a child come from the same fork server. Call it in a child.
+
+    Python's ``ensure_running`` would start another server for every child with children. Each costs
+    50 MB and a third of a second.
     """
     if (
         getattr(_server, "_forkserver_address", None) is not None
@@ -206,29 +206,28 @@ def share_server() -> None:
 
 
 def die_with_parent() -> None:
-    """In a child: the kernel kills this process when its parent is gone, however that ended and
-    whatever runs here.
+    """Let the kernel kill this process when its parent ends, for any reason and whatever runs here.
+    Call it in a child.
 
-    The parent holds the other end of a pipe that nobody writes to. A thread that waits for its end
-    would need the interpreter lock, and user code in C may hold that for ever.
+    The parent holds the other end of a pipe to which nothing is written. A thread that waits for
+    its end would need the interpreter lock, and user code in C may hold that forever.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not hasattr(
-        fcntl, "F_SETSIG"
-    ):  # Linux only; elsewhere the end of the socket has to do
+    # Linux only; elsewhere the end of the socket must suffice.
+    if parent is None or not hasattr(fcntl, "F_SETSIG"):
         return
-    with suppress(OSError):  # a sandbox that does not know it
+    with suppress(OSError):  # a sandbox without it
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(
             parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
         )
-    if select.select([parent.sentinel], [], [], 0)[0]:  # it went before we asked
+    if select.select([parent.sentinel], [], [], 0)[0]:  # it ended before
         os._exit(1)
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words; None: the fork server, which knows it, has not said it in time."""
+    """Describe an exit code; None: the fork server has not reported it in time."""
     if code is None:
-        return "it is not known how"
+        return "exit code unknown"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,5 +1,5 @@
-"""The last of what the fork server loads for hosts: no collector looks through it again, in any of
-them, at work or at the end. Pages that nobody writes to stay shared.
+"""The last module that the fork server loads: it exempts all loaded objects from garbage collection
+in every child. Pages that no process writes to stay shared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a process really costs in memory: PSS counts shared pages once, by share."""
+"""The real memory cost of a process: its proportional set size (PSS) divides shared pages among
+their users.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,28 @@ from pathlib import Path
 
 
 def pss_bytes(pid: int | str = "self") -> int:
-    """Proportional set size; resident size where the system does not tell PSS; 0 where it tells
+    """Return the proportional set size; the resident size if the system has no PSS; 0 if it reports
     nothing.
     """
-    return _told(pid, "Pss:")
+    return _read(pid, "Pss:")
 
 
 def own_bytes(pid: int | str = "self") -> int:
-    """What the process itself has written: PSS without the pages of files. A share of those comes
-    and goes with every other process that maps the same libraries, so a difference of two PSS is
-    not what happened in between; of these it is.
+    """Return the memory that the process itself has written: PSS without the pages of files.
+
+    The shares of file pages change with every other process that maps the same libraries. So only
+    differences of this figure show the effect of the process itself.
     """
-    return _told(pid, "Pss_Anon:")
+    return _read(pid, "Pss_Anon:")
 
 
-def _told(pid: int | str, name: str) -> int:
+def _read(pid: int | str, name: str) -> int:
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith(name):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass  # another system, or a process that is gone: fall through to the coarser figure
+        pass  # another system, or the process is gone: use the coarser figure
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     except OSError:

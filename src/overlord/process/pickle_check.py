@@ -1,5 +1,5 @@
-"""Code that is to go to another process: what cannot is told by name, before anything is
-started.
+"""Check that code can be sent to another process, before anything is started. An error names what
+cannot.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from overlord.errors import JobError
 
 T = TypeVar("T")
 
-REMEDY = "use functions of a module, not lambdas or inner functions, or runtime='local'"
+REMEDY = "use functions of a module, not lambdas or local functions, or runtime='local'"
 
 
 def sendable(value: T, where: str) -> T:
-    """The value as it is; ``JobError`` if another process could not have it. ``where``: whose it
-    is, for the error.
+    """Return the value; raise ``JobError`` if another process cannot receive it. ``where`` is its
+    owner, for the error.
     """
     try:
-        _Sieve(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
+        _CheckingPickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
         return value
     except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
         raise JobError([f"cannot be sent to another process: {fault}; {REMEDY}"], where) from fault
 
 
-class _Sieve(pickle.Pickler):
-    """Pickles, but finds what only this process has: it goes by name, and the name is missed only
-    where it arrives.
+class _CheckingPickler(pickle.Pickler):
+    """Pickles, and rejects objects that only this process has. They are sent by name, and the name
+    would be missing only at the receiver.
     """
 
     def reducer_override(self, found: Any) -> Any:

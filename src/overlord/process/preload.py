@@ -1,4 +1,4 @@
-"""What the fork server loads first: Arrow, so that all hosts have it as they need it."""
+"""The first module that the fork server loads: it configures Arrow for all workers."""
 
 from overlord import import_path
 from overlord.process import forkserver
@@ -7,7 +7,7 @@ from overlord.process.malloc import system_pool
 with system_pool():
     import pyarrow as pa
 
-    pa.default_memory_pool()  # decided for good
+    pa.default_memory_pool()  # the choice of the pool is final
 
 import_path.restore_settings()
 forkserver.leave_no_socket()

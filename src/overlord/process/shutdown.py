@@ -1,5 +1,5 @@
-"""The end of what was started, which anything may interrupt: Ctrl-C most of all, since people press
-it while they wait for that end.
+"""Idempotent, interruptible shutdown: completed steps are not repeated when it is called again
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ Steps = list[Callable[[], object]]
 
 
 def in_turn(steps: Steps) -> None:
-    """Do each, whatever becomes of those before it, and raise what went wrong first. What was done
-    is off the list: called again, this does what could not be done.
+    """Run every step, even if earlier ones fail, and raise the first exception.
+
+    Completed steps are removed from the list, so another call runs only the failed ones.
     """
     first: BaseException | None = None
     for step in list(steps):
@@ -26,15 +27,15 @@ def in_turn(steps: Steps) -> None:
 
 
 class CloseOnce:
-    """Steps that are done once, however often and by whomever they are asked for."""
+    """Steps that run once, however often and from whichever thread they are requested."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._steps: Steps | None = None
 
     def go(self, steps: Callable[[], Steps]) -> None:
-        """Whoever comes while another is at it leaves it to them: it may be the handler of a
-        signal, which has interrupted that one.
+        """Run the steps that are left. Return at once if another call is running them: this one may
+        be a signal handler that has interrupted it.
         """
         if not self._lock.acquire(blocking=False):
             return

@@ -1,10 +1,10 @@
-"""How the system shares cores among processes: hosts that read and transform run longer at a time,
-and interrupt nobody.
+"""CPU time slices: workers that read and transform run longer at a time and preempt no other
+process.
 
-Where hosts are more than cores, the system changes between them every 3 ms, and each finds the
-caches filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two. Slices
-of 20 ms win back half of that; waits of others are not longer for it, since whoever has the common,
-shorter slice comes first, and work in the background does not interrupt what runs when it wakes.
+With more workers than cores, the system switches between them every 3 ms, and each finds the caches
+filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two. Slices of 20
+ms win back half of that. Other processes do not wait longer: those with the common, shorter slice
+run first, and background work does not preempt a running process when it wakes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import platform
 import struct
 
 SLICE_S = 0.02
-SCHED_SETATTR = {
-    "x86_64": 314,
-    "aarch64": 274,
-}  # system calls, by machine: the C library has no function for it
-ATTRIBUTES = (
-    "IIQiIQQQ"  # struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
-)
+# system call numbers by machine: the C library has no function for it
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+# struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
+ATTRIBUTES = "IIQiIQQQ"
 
 
 def in_background(slice_s: float = SLICE_S) -> bool:
-    """This thread, and those that it starts: long slices (Linux 6.12 and later have them), as work
-    that nobody waits for. Its share of the cores is what it was. False where the system does not
-    have it, or somebody has chosen a policy for this process.
+    """Give this thread, and threads that it starts, long slices (Linux 6.12 and later) as
+    background work. Its share of the cores does not change.
+
+    Return False if the system does not support it, or if another policy was chosen for this
+    process.
     """
     number = SCHED_SETATTR.get(platform.machine())
     if (

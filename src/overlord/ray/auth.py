@@ -1,5 +1,5 @@
-"""Whether a Ray cluster is the one that was asked for, and lets in only who has its token. Nothing
-of Ray is imported in this file.
+"""Check that a Ray cluster is the requested one, and that it accepts only clients with its token.
+This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from pathlib import Path
 from overlord.errors import JobError
 from overlord.import_path import as_setting
 from overlord.ray.private_folder import exposed
+from overlord.ray.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
 MODE = "RAY_AUTH_MODE"
-TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # the environment's; the third place is a file
+TOKENS = (
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+)  # variables of the environment; the third source is a file
 WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
-REFUSE = (
-    f"{MODE}=disabled in the environment of this program refuses authentication, by that name only"
-)
-REACH_S = 10.0
-PROBE_S = 60.0  # for another process to import Ray and ask
+REFUSE = f"only {MODE}=disabled in the environment of this program turns authentication off"
 
 
 class Unwelcome(Exception):
-    """Why a cluster is not used, in words for who asked for it."""
+    """Why a cluster is not used, as text for the user."""
 
 
 def split(address: str) -> tuple[str, int]:
+    """Return host and port of an address."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def reach(address: str) -> None:
-    """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
-    socket.create_connection(split(address), REACH_S).close()
+    """Raise unless the address accepts connections: Ray would wait as long as for a lost head."""
+    socket.create_connection(split(address), TIMEOUTS.reach_s).close()
 
 
 def same_head(one: str, other: str) -> bool:
-    """Whether two addresses lead to one head: names and addresses of the same machine count as
+    """Return whether two addresses lead to the same head: names and addresses of one machine are
     equal.
     """
     (one_host, one_port), (other_host, other_port) = split(one), split(other)
@@ -62,11 +63,11 @@ def _addresses(host: str) -> set[str]:
         return {
             str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         }
-    return {host}  # a name that nobody knows here
+    return {host}  # a name that cannot be resolved here
 
 
 def _of_this_machine(address: str) -> bool:
-    """Only an address of one's own can be listened at."""
+    """Return whether the address can be bound, which is possible only for own addresses."""
     try:
         family = (
             socket.AF_INET6
@@ -81,23 +82,24 @@ def _of_this_machine(address: str) -> bool:
 
 
 def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
-    """A program reaches a cluster by a node of its own machine. Of each node its address, and the
-    socket that it has on its machine.
+    """Raise unless a node runs on this machine: a program reaches a cluster by such a node.
+
+    ``nodes`` holds address and local socket of each node.
     """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
         raise Unwelcome(
-            f"none of its nodes is on this machine (there are {there}): join it first, "
+            f"none of its nodes runs on this machine (its nodes: {there}): join it first, "
             f"ray start --address={address}"
         )
 
 
-_warned: set[str] = set()  # once for each in a process
+_warned: set[str] = set()  # folders; one warning for each per process
 
 
 def check_folder(socket_path: str) -> None:
-    """Warn where every account of this machine can replace the socket of a node's Ray; ``ray
-    start`` opens its folders to all.
+    """Warn if every account of this machine can replace the socket of a raylet: ``ray start`` opens
+    its folders to all.
     """
     folder = str(Path(socket_path).parent)
     if socket_path and folder not in _warned and (why := exposed(Path(folder), owners=False)):
@@ -117,7 +119,7 @@ def check_folder(socket_path: str) -> None:
 
 
 def is_refused() -> bool:
-    """Whether the environment says, by name, that there is to be none."""
+    """Return whether the environment turns authentication off explicitly."""
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
         raise Unwelcome(f"{MODE}: expected token or disabled, got {mode!r}")
@@ -125,77 +127,86 @@ def is_refused() -> bool:
 
 
 def token_named() -> bool:
+    """Return whether the environment names a token."""
     return any(os.environ.get(key) for key in TOKENS)
 
 
 def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) -> None:
-    """Of a cluster that was not started here. ``lets_in(with_token)``: whether it answers who shows
-    what is found here, or nothing.
+    """Check the authentication of a cluster that was not started here.
+
+    ``lets_in(with_token)`` tells whether it accepts a client with the token found here, or without
+    a token.
     """
     if is_refused():
         if not lets_in(False):
             raise Unwelcome(
-                f"it wants a token, but {MODE}=disabled here; unset that, and say its "
+                f"it requires a token, but {MODE}=disabled here; unset that, and set its "
                 f"token by {WHERE}"
             )
-        warn("the cluster", "whoever reaches its ports")
+        warn("the cluster", "everyone who reaches its ports")
         return
     if not has_token():
-        raise Unwelcome(f"no token was found: expected that of the cluster in {WHERE}. {REFUSE}")
-    if lets_in(False):  # before the token is shown: whoever is in there would have it
+        raise Unwelcome(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
+    if lets_in(False):  # before the token is sent: an intruder in the cluster would get it
         raise Unwelcome(
-            "it asks for no token, so whoever reaches its ports runs code there: start "
+            "it asks for no token, so everyone who reaches its ports can run code there: start "
             f"it with {MODE}=token. {REFUSE}"
         )
     if not lets_in(True):
-        raise Unwelcome(f"its token is another one than that in {WHERE}")
+        raise Unwelcome(f"it rejects the token in {WHERE}")
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether a head that this program is connected to lets in only who shows one. Asked by another
-    process: what a process shows is one setting for all it says, also to who is asked at the same
-    time. Where that fails it is taken for one that asks, with a warning.
+    """Return whether the head of the connected cluster accepts only clients with a token.
+
+    Another process queries it: the token mode is one setting per process, also for concurrent
+    requests. If the query fails, assume that the head asks for a token, and log a warning.
     """
     settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {
         MODE: "disabled"
     }
     settings["PYTHONPATH"] = as_setting()
     code = (
-        "import sys; from overlord.ray.cluster import _lets_in; print('open' if "
-        "_lets_in(sys.argv[1], False) else 'closed')"
+        "import sys; from overlord.ray.connection import head_accepts; "
+        "print('open' if head_accepts(sys.argv[1], False) else 'closed')"
     )
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-P", "-c", code, address],
             env=settings,
             capture_output=True,
             text=True,
-            timeout=PROBE_S,
+            timeout=TIMEOUTS.probe_s,
         )
-        answer, why = said.stdout.strip(), said.stderr.strip().rpartition("\n")[2]
+        answer, why = done.stdout.strip(), done.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.SubprocessError) as fault:
         answer, why = "", str(fault)
     if answer not in ("open", "closed"):
         log.warning(
-            "whether the cluster at %s asks for a token could not be found out: %s", address, why
+            "could not determine whether the cluster at %s asks for a token: %s", address, why
         )
     return answer != "open"
 
 
 def check_own_refused() -> None:
-    """Of a cluster without tokens that the program connected to by itself."""
+    """Refuse a cluster without tokens to which the program connected itself, unless that was
+    allowed.
+    """
     if not is_refused():
         remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
-        words = f"it asks for no token, so whoever reaches its ports runs code there: {remedy}"
+        problem = "it asks for no token, so everyone who reaches its ports can run code there"
         raise JobError(
-            [f"the cluster that the program connected to is not used: {words}"], "launch"
+            [f"the cluster that the program connected to is not used: {problem}: {remedy}"],
+            "launch",
         )
-    warn("the cluster that the program connected to", "whoever reaches its ports")
+    warn("the cluster that the program connected to", "everyone who reaches its ports")
 
 
 def warn(what: str, who: str) -> None:
-    words = (
-        "%s is used without token authentication: %s can run code in it, read what it reads "
-        "and end its jobs (Security in docs/ray.md)"
+    """Warn that a cluster is used without authentication; ``who`` can misuse it."""
+    log.warning(
+        "%s is used without token authentication: %s can run code in it, read its data and end "
+        "its jobs (Security in docs/ray.md)",
+        what,
+        who,
     )
-    log.warning(words, what, who)

@@ -1,5 +1,5 @@
-"""What Ray would leave behind: files of its clusters, settings in the environment, a handler of
-SIGTERM. Nothing of Ray is imported in this file.
+"""Cleanup of what Ray leaves behind: files of its clusters, environment variables, a SIGTERM
+handler. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -22,52 +22,50 @@ from overlord.ray.private_folder import REMEDY, NotPrivate, exposed, make_privat
 log = logging.getLogger("overlord")
 
 FOLDER = "ov-ray-"
-UNFINISHED = "ov-new-"  # a folder that has no lock yet
+UNFINISHED = "ov-new-"  # prefix of a folder without a lock
 LOCK = "lock"
-RAY = "r"  # inside the folder: Ray gives what it makes mode 0777, whatever the umask is
-# letters: a socket's path has 107, of which Ray's own part takes 65, the folder 24 and ``RAY`` 2
+RAY = "r"  # inside the folder: Ray creates files with mode 0777, whatever the umask is
+# characters: the path of a socket has 107; Ray's own part takes 65, the folder 24, ``RAY`` 2
 MAX_ROOT = 16
-MAKING_S = (
-    3600.0  # far above what it takes to make a folder: who has not done so by then was killed
-)
+MAKING_S = 3600.0  # far above the time to create a folder: its creator was killed
 
 
 class Terminated:
-    """What the program does when it is asked to end. Ray puts a handler of its own in its place,
-    which leaves the program: a trainer that saves its state then would lose it. Where the program
-    has none, Ray's is kept while it is connected: it ends what Ray has started.
+    """Keeps the SIGTERM handler of the program.
+
+    Ray replaces it by a handler that exits, and a trainer that saves its state on SIGTERM would
+    lose it. If the program has no handler, Ray's stays while it is connected: it ends the processes
+    of Ray.
     """
 
     def __init__(self) -> None:
         self._before = signal.getsignal(signal.SIGTERM)
-        self._rays: Any = None
+        self._ray_handler: Any = None
 
     def keep(self) -> None:
-        """Ray is connected."""
+        """Restore the program's handler after ``ray.init``."""
         now = signal.getsignal(signal.SIGTERM)
         if now is not self._before:
-            self._rays = now
+            self._ray_handler = now
             if self._before is not signal.SIG_DFL:
                 self.restore()
 
     def restore(self) -> None:
-        """It is not any more; one that somebody else has set meanwhile stays. Only in the thread in
-        which Ray could set its own.
+        """Restore the handler after the disconnect, unless the program has set another one since.
+        It has an effect only in the thread in which Ray could set its own.
         """
-        if self._rays is not None and signal.getsignal(signal.SIGTERM) is self._rays:
-            with contextlib.suppress(
-                ValueError, TypeError
-            ):  # not of this thread; or set by another language
+        if self._ray_handler is not None and signal.getsignal(signal.SIGTERM) is self._ray_handler:
+            # Not the main thread, or a handler that was not set from Python.
+            with contextlib.suppress(ValueError, TypeError):
                 signal.signal(signal.SIGTERM, self._before)
 
 
 class Folder:
-    """A folder of mode 0700 for one cluster: no other account reaches what Ray opens to all below
-    it.
+    """A folder of mode 0700 for one cluster: no other account reaches the files below it, which Ray
+    opens to all.
 
-    Its owner holds a lock in it for as long as it lives: the kernel lets go of it when the process
-    ends, however that ends. A number of a process would not do: containers that share the folder
-    have numbers of their own.
+    Its owner holds a lock in it as long as it lives. The kernel releases the lock when the process
+    ends, for any reason. A pid would not do: containers that share the folder have their own pids.
     """
 
     def __init__(self, root: Path | None = None):
@@ -75,12 +73,10 @@ class Folder:
         remove_left(root)
         made = make_private(root, UNFINISHED)
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(
-            OSError
-        ):  # where files cannot be locked, others cannot either, and leave it alone
+        # On a file system without locks, other programs cannot lock either and keep the folder.
+        with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Others see the name only now that the lock is held: one that is being made is not taken
-        # for one that was left.
+        # The name appears only once the lock is held: a new folder is not taken for a leftover.
         self.path = root / f"{FOLDER}{os.getpid()}-{made.name.removeprefix(UNFINISHED)}"
         try:
             rename_private(made, self.path)
@@ -91,7 +87,7 @@ class Folder:
 
     @property
     def for_ray(self) -> Path:
-        """Where Ray puts its sessions."""
+        """The folder for Ray's sessions."""
         return self.path / RAY
 
     def remove(self) -> None:
@@ -100,7 +96,7 @@ class Folder:
 
 
 def remove_left(root: Path) -> None:
-    """Folders of programs that were killed."""
+    """Remove folders of programs that were killed."""
     for old in root.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):
             if _ours(old):
@@ -114,15 +110,14 @@ def remove_left(root: Path) -> None:
 def _remove_unheld(old: Path) -> None:
     try:
         lock = os.open(old / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    # it was being removed, or is of a version that had no locks: there the number is all that there
-    # is
+    # It is being removed, or belongs to a version without locks, which has only the pid.
     except FileNotFoundError:
         pid = old.name.removeprefix(FOLDER).partition("-")[0]
         if not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is held
         shutil.rmtree(old, ignore_errors=True)
     finally:
         os.close(lock)
@@ -134,16 +129,16 @@ def _ours(old: Path) -> bool:
 
 
 def _root() -> Path:
-    """Return the folder of temporary files, or /tmp where that has too long a path or other
-    accounts can change it.
+    """Return the folder of temporary files; /tmp if its path is too long or other accounts can
+    change it.
     """
     root, standard = Path(tempfile.gettempdir()), Path("/tmp")
     why = exposed(root) if len(str(root)) <= MAX_ROOT else "too long"
     if why and root != standard:
         if why != "too long":
             log.warning(
-                "%s is not used for the files of Ray, /tmp is: other accounts can change "
-                "it, since %s",
+                "%s is not used for the files of Ray, but /tmp: other accounts can change it, "
+                "since %s",
                 root,
                 why,
             )
@@ -158,8 +153,8 @@ def _root() -> Path:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """What is put into the environment meanwhile is taken out again: with Ray's, a trainer's
-    ``breakpoint()`` opens a debugger of Ray.
+    """Restore the environment after the block. With the variables that Ray sets, a trainer's
+    ``breakpoint()`` opens Ray's debugger.
     """
     before = dict(os.environ)
     try:

@@ -1,9 +1,8 @@
-"""Whether the head of a cluster answers. Ray's own calls wait for one that is gone, some of them
-for an hour: so it is asked first.
+"""Detect whether the head of a cluster answers. Ray's own calls wait for a lost head, some of them
+for an hour, so it is pinged first.
 
-A head that went away may come back: Ray allows it where its state is kept in an external store.
-What runs goes on without it; what is to be started waits for it, but not for ever. Nothing of Ray
-is imported in this file.
+A lost head may return: Ray allows it if its state is in an external store. Running actors continue
+without it. Starts wait for it, with a deadline. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -12,56 +11,53 @@ import time
 from collections.abc import Callable
 
 from overlord.errors import OverlordError
-
-PATIENCE_S = 60.0  # as long as Ray's own nodes wait for their head before they end
-LOOK_S = 0.5
+from overlord.ray.timeouts import TIMEOUTS
 
 
 class Head:
-    """``ping`` returns when the head has answered, and raises when it has not within a second or
+    """``ping`` returns once the head has answered, and raises if it does not within a second or
     two.
     """
 
     def __init__(
-        self, address: str, ping: Callable[[], object], *, patience_s: float | None = None
+        self, address: str, ping: Callable[[], object], *, lost_after_s: float | None = None
     ):
         self.address, self._ping = address, ping
-        self._patience_s = patience_s
-        self._missed_since: float | None = None
-        self._missed_at = 0.0  # the last time
+        self._lost_after_s = lost_after_s
+        self._lost_since: float | None = None
+        self._last_miss = 0.0  # time of the last failed ping
 
     def answers(self) -> bool:
+        """Ping the head; return whether it answered."""
         asked = time.monotonic()
         try:
             self._ping()
         except Exception:
-            if (
-                self._missed_since is None or asked - self._missed_at > self._patience
-            ):  # it may have been there: nobody has asked
-                self._missed_since = asked
-            self._missed_at = time.monotonic()
+            # It may have answered in between, when it was not pinged.
+            if self._lost_since is None or asked - self._last_miss > self._deadline_s:
+                self._lost_since = asked
+            self._last_miss = time.monotonic()
             return False
-        self._missed_since = None
+        self._lost_since = None
         return True
 
     @property
-    def _patience(self) -> float:
-        return PATIENCE_S if self._patience_s is None else self._patience_s
+    def _deadline_s(self) -> float:
+        return TIMEOUTS.head_s if self._lost_after_s is None else self._lost_after_s
 
     def wait(self, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Until it answers, or nobody wants it any more (False). One that has been missed for too
-        long is not waited for again.
+        """Wait until the head answers; return False if ``wanted`` turns False first. Raise if it
+        has been lost for too long.
         """
         while not self.answers():
             if not wanted():
                 return False
-            assert self._missed_since is not None
-            if (for_s := time.monotonic() - self._missed_since) >= self._patience:
+            assert self._lost_since is not None
+            if (for_s := time.monotonic() - self._lost_since) >= self._deadline_s:
                 raise OverlordError(
-                    f"the head of the Ray cluster at {self.address} has answered nothing "
-                    f"for {for_s:.0f} s, and without it Ray starts no "
-                    "process: bring it back, or resume the job from its journal on "
-                    "another cluster or runtime"
+                    f"the head of the Ray cluster at {self.address} has not answered for "
+                    f"{for_s:.0f} s, and Ray starts no process without it: restart it, or resume "
+                    "the job from its journal on another cluster or runtime"
                 )
-            time.sleep(LOOK_S)
+            time.sleep(TIMEOUTS.head_poll_s)
         return True

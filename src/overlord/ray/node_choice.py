@@ -1,10 +1,10 @@
-"""Which node of a cluster a host of a job goes to. Decided here, purely; a control plane carries it
-out.
+"""Choose the node of a cluster for each worker of a job. The choice is pure; an actor system
+executes it.
 
-Beside the trainers first, as in the Overlord paper (arXiv 2504.09844): their machines have idle
-cores and memory, and what is built there reaches a rank through shared memory. Constructors go
-where the ranks of their groups are. Loaders take a share of the idle cores of those machines, and
-machines without ranks when that runs out.
+Nodes of trainers come first, as in the Overlord paper (arXiv 2504.09844): they have idle cores and
+memory, and batches built there reach a rank through shared memory. Constructors run where the ranks
+of their groups are. Loaders take a share of the idle cores of those nodes, and nodes without ranks
+when that is used up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 
 CONSTRUCTOR = "constructor-host"
 LOADER = "loader-host"
-NODE_ID = "ray.io/node-id"  # the label by which Ray tells its nodes apart
+NODE_ID = "ray.io/node-id"  # the label with which Ray identifies its nodes
 _ONE_OF = re.compile(r"in\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster: what it is called, and cores and bytes that nobody has asked for.
-    Labels and resources are whatever those who run the cluster gave it.
+    """A node of the cluster: its names, and cores and bytes that no actor has requested. Its
+    operators define labels and resources.
     """
 
     id: str
@@ -33,35 +33,34 @@ class Node:
     idle_cores: float = 0.0
     idle_memory: float = math.inf
     labels: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)  # all that it has
+    resources: Mapping[str, float] = field(default_factory=dict)  # in total
     idle_resources: Mapping[str, float] = field(default_factory=dict)
 
     def is_called(self, name: str) -> bool:
+        """Return whether ``name`` is its id, name or address."""
         return name in (self.id, self.name, self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is wanted: the node of every rank, where they are known, and which ranks a constructor
-    host serves.
+    """The requested layout: the node of every rank, if known, and the ranks of each constructor
+    worker.
     """
 
     rank_nodes: tuple[str, ...] = ()
-    ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor host
-    # of the idle cores and memory of machines that have ranks: of constructors there, and of
-    # loaders what is left
+    ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor worker
+    # fraction of the idle cores and memory of nodes with ranks: constructors use it first, loaders
+    # the rest
     share: float = 0.5
-    # a loader host for which there is no room is left to the cluster, which may get another machine
-    # for it
+    # a loader worker without room is left to the cluster, which may add a node for it
     reserve: bool = False
-    labels: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of machines for hosts that need not be beside ranks
-    resources: Mapping[str, float] = field(
-        default_factory=dict
-    )  # that each of those hosts asks for, besides a core and memory
+    # of nodes for workers that need not run next to ranks
+    labels: Mapping[str, str] = field(default_factory=dict)
+    # requested by each of those workers, in addition to a core and memory
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     def suits(self, node: Node) -> bool:
+        """Return whether a node has the labels and resources."""
         return all(
             has_label(node.labels, key, wanted) for key, wanted in self.labels.items()
         ) and all(node.resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items())
@@ -69,8 +68,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """Where a host goes, and what is asked for it there: nothing where there is no room, since who
-    asks for more than there is waits. ``node`` is empty where the cluster is to find one.
+    """The node of a worker and its request there. The request is empty if there is no room, since a
+    request beyond the idle resources waits. ``node`` is empty if the cluster should choose one.
     """
 
     node: str
@@ -79,6 +78,7 @@ class Spot:
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def fits(self, node: Node) -> bool:
+        """Return whether the request fits into the idle resources of a node."""
         enough = all(
             node.idle_resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items()
         )
@@ -86,8 +86,10 @@ class Spot:
 
 
 def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
-    """``wanted`` as Ray writes it: ``cpu``, ``!spot``, ``in(a, b)``, ``!in(a, b)``. A machine
-    without the label is unlike any value.
+    """Return whether a label matches ``wanted``, as Ray writes it: ``cpu``, ``!spot``, ``in(a,
+    b)``, ``!in(a, b)``.
+
+    A node without the label differs from every value.
     """
     found, negated = labels.get(key), wanted.startswith("!")
     listed = _ONE_OF.fullmatch(wanted.removeprefix("!"))
@@ -98,7 +100,7 @@ def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
 
 
 def without_job(node: Node, ours: Iterable[Spot]) -> Node:
-    """A machine as it would be if this job did not hold these places on it."""
+    """Return a node as it would be without these requests of the job."""
     held, more = list(ours), dict.fromkeys(node.resources, 0.0)
     for key, amount in (pair for spot in held for pair in spot.resources.items()):
         more[key] = more.get(key, 0.0) + amount
@@ -113,8 +115,8 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
 
 
 def at_most(node: Node, before: Node) -> Node:
-    """What was asked for a moment ago may not be missing from a machine's figures yet: so it has no
-    more than when they had settled.
+    """Return a node with no more idle resources than before. Recent requests may not yet be
+    subtracted from its figures.
     """
     return replace(
         node,
@@ -130,14 +132,16 @@ def at_most(node: Node, before: Node) -> Node:
 def choose(
     name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0
 ) -> Spot:
-    """The place for a host of so many bytes: ``placed`` says where the others are, by name of host.
+    """Return the spot for a worker that needs ``memory`` bytes. ``placed`` holds the spots of all
+    workers by name.
+
     There is at least one node.
     """
     trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
-    load = Counter(spot.node for host, spot in placed.items() if host != name)
+    load = Counter(spot.node for worker, spot in placed.items() if worker != name)
     held, taken = Counter[str](), defaultdict[tuple[str, str], float](float)
-    for host, spot in placed.items():
-        if host != name:
+    for worker, spot in placed.items():
+        if worker != name:
             held[spot.node] += spot.memory
             for key, amount in spot.resources.items():
                 taken[spot.node, key] += amount
@@ -153,11 +157,11 @@ def choose(
             for key, wanted in layout.resources.items()
         )
 
-    if (beside := _beside(name, trainers, layout)) is not None:
+    if (near := _near_ranks(name, trainers, layout)) is not None:
         return (
-            Spot(node=beside.id, cores=1.0, memory=memory)
-            if has_room(beside, 1.0)
-            else Spot(node=beside.id)
+            Spot(node=near.id, cores=1.0, memory=memory)
+            if has_room(near, 1.0)
+            else Spot(node=near.id)
         )
     suited = [n for n in nodes if layout.suits(n)]
     for some, share in (
@@ -167,20 +171,17 @@ def choose(
         if room := [n for n in some if has_room(n, share) and has_more(n)]:
             best = min(room, key=lambda n: (load[n.id] - int(n.idle_cores * share), n.id))
             return Spot(node=best.id, cores=1.0, memory=memory, resources=layout.resources)
-    if (
-        layout.reserve or not suited
-    ):  # what was asked for by name is waited for, and nothing else taken in its place
+    # Explicit labels and resources are waited for; no other node replaces them.
+    if layout.reserve or not suited:
         return Spot(node="", cores=1.0, memory=memory, resources=layout.resources)
-    some = [
-        n for n in suited if n.idle_cores >= 1
-    ] or suited  # a head is often told to have no cores, so that it is left alone
-    return Spot(
-        node=min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id
-    )  # none has room: the least crowded
+    # A head often has no cores, so that no work is placed on it.
+    some = [n for n in suited if n.idle_cores >= 1] or suited
+    # No node has room: use the least crowded.
+    return Spot(node=min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id)
 
 
-def _beside(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
-    """Of a constructor host, the machine with most of its ranks."""
+def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
+    """Return the node with most of the ranks of a constructor worker; None for other workers."""
     kind, _, number = name.partition("/")
     if kind != CONSTRUCTOR or int(number) >= len(layout.ranks_of):
         return None
@@ -194,9 +195,10 @@ def _beside(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
 
 
 def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
-    """The place of a host that is started again, as long as its machine is there. What it had may
-    have been given to others, or not been given back yet: then it asks for nothing, since coming
-    back must not wait.
+    """Return the spot of a restarted worker, as long as its node is alive.
+
+    Its resources may belong to others now, or not be free yet. Then it requests nothing, since a
+    restart must not wait.
     """
     if (node := next((n for n in nodes if n.id == spot.node), None)) is None:
         return None
@@ -205,10 +207,10 @@ def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surplus:
-    """Loader hosts that a node has no room for, in the order in which they are to leave it."""
+    """Loader workers for which a node has no room, in the order in which they should move."""
 
     node: Node
-    hosts: int  # of the job on that node
+    hosts: int  # workers of the job on that node
     allowed: int
     has_ranks: bool
     leave: tuple[str, ...]
@@ -217,31 +219,31 @@ class Surplus:
 def surplus(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> list[Surplus]:
-    """Return the nodes that run more hosts than their share allows, those with ranks first.
+    """Return the nodes that run more workers than their share allows, those with ranks first.
 
-    ``nodes`` are as they would be without the job; ``memory`` is what each host needs. Hosts that
-    were given a core keep it, also where others have taken cores since. Constructor hosts never
-    leave the ranks they serve.
+    ``nodes`` are as they would be without the job; ``memory`` is the need of each worker. Workers
+    with a reserved core keep it, also if other jobs have taken cores since. Constructor workers
+    never move away from their ranks.
     """
     found = []
     for node in nodes:
         ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
         share = layout.share if ranks else 1.0
-        there = [host for host, spot in placed.items() if spot.node == node.id]
+        there = [worker for worker, spot in placed.items() if spot.node == node.id]
         allowed = max(
-            int(node.idle_cores * share), sum(host.startswith(CONSTRUCTOR) for host in there)
+            int(node.idle_cores * share), sum(worker.startswith(CONSTRUCTOR) for worker in there)
         )
         without = sorted(
-            (host for host in there if host.startswith(LOADER) and not placed[host].cores),
+            (worker for worker in there if worker.startswith(LOADER) and not placed[worker].cores),
             key=_number,
             reverse=True,
         )
-        held, leave = sum(memory.get(host, 0) for host in there), list[str]()
-        for host in without:
+        held, leave = sum(memory.get(worker, 0) for worker in there), list[str]()
+        for worker in without:
             if len(there) - len(leave) <= allowed and held <= node.idle_memory * share:
                 break
-            leave.append(host)
-            held -= memory.get(host, 0)
+            leave.append(worker)
+            held -= memory.get(worker, 0)
         if leave:
             found.append(
                 Surplus(
@@ -258,28 +260,26 @@ def surplus(
 def moves(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> dict[str, Spot]:
-    """Return the loader hosts that are to move to nodes with room, as those that joined: off nodes
-    that run more than they may.
+    """Return the loader workers that should move, off nodes that run too many and to nodes with
+    room.
     """
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
-        for host in crowded.leave:
-            spot = choose(host, nodes, layout, now, memory.get(host, 0))
-            if spot.cores and spot.node not in (
-                "",
-                crowded.node.id,
-            ):  # else there is no room for it anywhere
-                found[host] = now[host] = spot
+        for worker in crowded.leave:
+            spot = choose(worker, nodes, layout, now, memory.get(worker, 0))
+            # Otherwise no node has room for it.
+            if spot.cores and spot.node not in ("", crowded.node.id):
+                found[worker] = now[worker] = spot
     return found
 
 
-def _number(host: str) -> int:
-    return int(host.rpartition("/")[2])
+def _number(worker: str) -> int:
+    return int(worker.rpartition("/")[2])
 
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node without ranks that is best for the planner, which asks for nothing; None
-    where all nodes have ranks.
+    """Return the node without ranks that is best for the planner, which requests nothing; None if
+    all nodes have ranks.
     """
     others = [
         n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
@@ -289,7 +289,9 @@ def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
 
 
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
-    """Of a machine that the cluster is to find: none with ranks, whose share is used up."""
+    """Return the labels of a node that the cluster should find: one without ranks, whose share is
+    used up.
+    """
     trainers = sorted(
         n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
     )
@@ -297,12 +299,12 @@ def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
 
 
 def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
-    """The constructor host of every data-parallel group. ``nodes_of``: for each group the machines
-    of its ranks, as far as they are known.
+    """Return the constructor worker of every data-parallel group. ``nodes_of`` holds the known
+    nodes of the ranks of each group.
 
-    A host is on one machine, so the groups that it has should be: every machine gets hosts by the
-    number of its groups, as far as they go round; with fewer hosts than machines, one host has the
-    groups of several. Where no machine is known they are dealt out in turn.
+    A worker runs on one node, so its groups should too. Every node gets workers in proportion to
+    its groups. With fewer workers than nodes, a worker serves the groups of several nodes. Without
+    known nodes, groups are assigned in turn.
     """
     at = [Counter(nodes).most_common(1)[0][0] if nodes else "" for nodes in nodes_of]
     groups = Counter(at)
@@ -331,24 +333,22 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
 
 
 def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
-    """The same machines, each under one name however it was called: else two names of one machine
-    would count as two.
-    """
+    """Return the same nodes, each with one name: two names of one node would count as two."""
     names = Counter(n.name for n in nodes)
     found = [next(n for n in nodes if n.is_called(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
 
 
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
-    """What is wrong with what was asked for, in words: a machine that is not there would be passed
-    over, and its ranks served from elsewhere.
+    """Return what is wrong with a layout, as text. A missing node would be skipped, and its ranks
+    served from elsewhere.
     """
     missing = dict.fromkeys(
         called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)
     )
     known = ", ".join(sorted(n.name or n.address or n.id for n in nodes))
     found = [
-        f"rank_nodes: no node of the cluster is called {called!r}; there are {known}"
+        f"rank_nodes: no node of the cluster is called {called!r}; its nodes: {known}"
         for called in missing
     ]
     if layout.rank_nodes and len(layout.rank_nodes) != ranks:
@@ -356,21 +356,20 @@ def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
             f"rank_nodes: expected a node for each of {ranks} ranks, got "
             f"{len(layout.rank_nodes)}: name them by rank, from rank 0 on"
         )
-    if not layout.reserve and not any(
-        layout.suits(n) for n in nodes
-    ):  # with it, a machine that has them may come
+    # With ``reserve`` a node that has them may be added later.
+    if not layout.reserve and not any(layout.suits(n) for n in nodes):
         found += (
             [
-                f"node_labels: no node of the cluster has {_both(layout.labels)}; there "
-                f"are {_told(nodes)}"
+                f"node_labels: no node of the cluster has {_pairs_text(layout.labels)}; its "
+                f"nodes: {_nodes_text(nodes)}"
             ]
             if layout.labels
             else []
         )
         found += (
             [
-                f"node_resources: no node of the cluster has {_both(layout.resources)}; "
-                f"there are {_told(nodes)}"
+                f"node_resources: no node of the cluster has {_pairs_text(layout.resources)}; "
+                f"its nodes: {_nodes_text(nodes)}"
             ]
             if layout.resources
             else []
@@ -378,12 +377,12 @@ def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     return found
 
 
-def _both(wanted: Mapping[str, object]) -> str:
+def _pairs_text(wanted: Mapping[str, object]) -> str:
     return " and ".join(f"{key}={value}" for key, value in wanted.items())
 
 
-def _told(nodes: Sequence[Node]) -> str:
-    """Machines with what was given to them; Ray's own labels tell nothing."""
+def _nodes_text(nodes: Sequence[Node]) -> str:
+    """Describe nodes with their given labels and resources, without Ray's own labels."""
     given = [
         (
             n,
@@ -395,12 +394,12 @@ def _told(nodes: Sequence[Node]) -> str:
         for n in nodes[:8]
     ]
     return "; ".join(
-        f"{n.name or n.address or n.id} with {_both(has) or 'none'}"[:200] for n, has in given
+        f"{n.name or n.address or n.id} with {_pairs_text(has) or 'none'}"[:200] for n, has in given
     )
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
-    """Cores that loader hosts, and constructor hosts among them, may use in all."""
+    """Return the number of cores that loader and constructor workers may use in total."""
     trainers = {
         n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
     }

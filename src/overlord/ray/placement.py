@@ -1,6 +1,4 @@
-"""Where an actor on Ray is to be, and what is asked for it there, before Ray is told. Nothing of
-Ray is imported in this file.
-"""
+"""The placement of an actor on Ray: node, labels and resources. This module does not import Ray."""
 
 from __future__ import annotations
 
@@ -13,27 +11,27 @@ from overlord.ray.node_choice import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlace:
-    """What Ray is told of where an actor is to be."""
+    """Where an actor should run, and the resources that are requested for it."""
 
     num_cpus: float = 0.0
     memory: float | None = None
     resources: tuple[tuple[str, float], ...] = ()
     node: str | None = None  # its id
-    labels: tuple[tuple[str, str], ...] = ()  # that a node must have; where none is named
+    labels: tuple[tuple[str, str], ...] = ()  # that a node must have, if none is named
 
     @property
     def asks(self) -> bool:
-        """Whether it is given a process only where there is room for it."""
+        """Whether it requests resources, so that it starts only on a node with room."""
         return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
 
     @property
     def waits(self) -> bool:
-        """Whether it is Ray that finds a node, and waits until one has room."""
+        """Whether Ray chooses the node, and waits until one has room."""
         return self.node is None and (self.asks or bool(self.labels))
 
     @property
     def wanted(self) -> str:
-        """What is asked for, in words."""
+        """The requested resources as text."""
         found = (
             f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and "
             f"{(self.memory or 0.0) / 2**20:.0f} MB"
@@ -45,7 +43,7 @@ class RayPlace:
         )
 
     def options(self) -> dict[str, Any]:
-        """In Ray's words, but for the node."""
+        """Return the options of a Ray actor, except for the node."""
         found: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             "max_restarts": 0,
@@ -61,8 +59,10 @@ class RayPlace:
 
 
 def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
-    """What is waited for where Ray was asked for more than any node has idle."""
-    kinds = [key for key, _ in place.resources]  # what is asked for by name may be what is missing
+    """Describe what a start waits for if Ray was asked for more than any node has idle."""
+    kinds = [
+        key for key, _ in place.resources
+    ]  # a resource with a given name may be the missing one
     more = [
         " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes
     ]
@@ -74,6 +74,6 @@ def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
         f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True)
     )
     return (
-        f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add "
-        "one, or others leave"
+        f"a node with {place.wanted} idle (nodes have {idle or 'none'}): an autoscaler may add "
+        "one, or other jobs may end"
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 from overlord.errors import OverlordError
 
 OTHERS = 0o077  # permission bits of group and others
-WRITERS = 0o022  # of these, the write bits
-ALL_MAPPED = "0 0 4294967295"  # /proc/self/uid_map of a process that is in no user namespace
+WRITERS = 0o022  # the write bits of these
+ALL_MAPPED = "0 0 4294967295"  # /proc/self/uid_map of a process outside user namespaces
 REMEDY = "set TMPDIR to a short path on a local disk that only this account and root can change"
 
 
@@ -37,7 +37,7 @@ def make_private(root: Path, prefix: str) -> Path:
 
 
 def rename_private(made: Path, path: Path) -> None:
-    """Rename a private folder, and verify that ``path`` is that very folder afterwards."""
+    """Rename a private folder, and verify that ``path`` is the same folder afterwards."""
     before = os.lstat(made)
     try:
         os.rename(made, path)
@@ -55,7 +55,7 @@ def rename_private(made: Path, path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, and no symlink, that no
+    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, not a symlink, that no
     other account can enter.
     """
     found = os.lstat(path)
@@ -67,32 +67,30 @@ def check_private(path: Path) -> None:
 
 
 def exposed(path: Path, *, owners: bool = True) -> str:
-    """Return why another account can replace ``path`` or a folder above it; empty when none can.
+    """Return why another account can replace ``path`` or a folder above it; empty if none can.
 
-    ``owners=False`` accepts folders of any owner and looks at their modes alone. A folder that
-    others cannot enter hides all below it.
+    ``owners=False`` accepts folders of any owner and checks their modes alone. A folder that others
+    cannot enter protects everything below it.
     """
     trusted = trusted_owners() if owners else None
-    written, real = (
-        Path(os.path.abspath(path)),
-        Path(os.path.realpath(path)),
-    )  # a symlink is as safe as where it lies and where it leads
+    # A symlink is as safe as its own folder and its target.
+    written, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))
     return _first_open(written, trusted) or (_first_open(real, trusted) if real != written else "")
 
 
 def _first_open(path: Path, trusted: set[int] | None) -> str:
-    """Look at the folders from the root of the disk down to ``path``."""
+    """Check the folders from the root down to ``path``."""
     for one in (*reversed(path.parents), path):
         try:
             found = os.lstat(one)
         except OSError as fault:
-            return f"{one} cannot be looked at: {fault.strerror}"
+            return f"{one} cannot be checked: {fault.strerror}"
         if trusted is not None and found.st_uid not in trusted:
             return f"{one} belongs to account {found.st_uid}"
         if stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS:
             return ""
-        # In a folder with the sticky bit, as /tmp, only the owner of an entry renames or removes
-        # it.
+        # In a folder with the sticky bit, such as /tmp, only the owner of an entry renames or
+        # removes it.
         if (
             stat.S_ISDIR(found.st_mode)
             and found.st_mode & WRITERS
@@ -103,8 +101,8 @@ def _first_open(path: Path, trusted: set[int] | None) -> str:
 
 
 def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
-    """Return this account and root. In a user namespace root of the machine has the number of
-    accounts that are not mapped.
+    """Return this account and root. In a user namespace the machine's root appears as the account
+    for unmapped ids.
     """
     found = {0, os.geteuid()}
     try:

@@ -1,5 +1,4 @@
-"""The versions of Ray that this package is tested with, and what is said of others. Nothing of Ray
-is imported in this file.
+"""The versions of Ray that this package is tested with. This module does not import Ray.
 
 ``make ray-versions`` runs the scenarios with each of them and writes the table of ``docs/ray.md``.
 """
@@ -17,11 +16,11 @@ log = logging.getLogger("overlord")
 # One release of every minor version. Older ones lack parts of token authentication: ``has_token``
 # of 2.52 takes no mode.
 TESTED = ("2.53.0", "2.54.1", "2.55.1", "2.56.1", "2.57.1", "2.58.1", "2.59.0", "2.60.0")
-_warned: set[str] = set()  # once in a process
+_warned: set[str] = set()  # one warning per version and process
 
 
 def minor(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; (0, 0) for one that has no such numbers."""
+    """Return the first two numbers of a version; (0, 0) if it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -31,7 +30,7 @@ RANGE = f"ray>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"  # as pip writes 
 
 
 def check_version(version: str) -> None:
-    """Refuse a version that is known to break, and warn once of one that was not tested."""
+    """Refuse a version that is known to fail, and warn once about one that was not tested."""
     if minor(version) < FIRST:
         problem = (
             f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; "
@@ -40,10 +39,13 @@ def check_version(version: str) -> None:
         raise JobError([problem], "launch")
     if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
         _warned.add(version)
-        words = (
-            "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s"
+        log.warning(
+            "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s",
+            version,
+            _shown(FIRST),
+            _shown(LAST),
+            pip_install("ray"),
         )
-        log.warning(words, version, _shown(FIRST), _shown(LAST), pip_install("ray"))
 
 
 def _shown(number: tuple[int, int]) -> str:

@@ -1,9 +1,9 @@
-"""The inside of an actor that Ray started: it comes back to who wanted it by a link of ours, and
-takes its calls there.
+"""The inside of an actor that Ray started: it dials the process that launched it, and takes its
+calls by that connection.
 
-Ray has begun the process and tells of its end. What is said to the actor does not pass through Ray:
-a call by link costs a tenth, nothing is pickled, and what works between processes works here.
-Nothing of Ray is imported in this file.
+Ray starts the process and reports its end. Calls do not pass through Ray: a call by connection
+costs a tenth, nothing is pickled, and the code is the same as between processes of one machine.
+This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -21,135 +21,130 @@ import numpy as np
 
 from overlord.concurrency.platform import INTERFACE, NODE
 from overlord.errors import ActorLost, FrameError
+from overlord.ray.timeouts import TIMEOUTS
 from overlord.rpc.process_server import HANGUP
-from overlord.rpc.server import ITSELF, ActorServer, exit_code
+from overlord.rpc.server import CONTROL, ActorServer, exit_code
 from overlord.transport.connection import TIMEOUT, SocketConnection
 from overlord.transport.server import dial
 
-DIAL_S = 30.0  # for the one who wanted it to answer
-REPLY_S = 60.0  # for it to take an answer: far above what it needs while it lives
-LOOK_S = 60.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """What an actor must know to come back: where, what to show, and the surroundings it would have
-    as a process of that program.
+class LaunchSpec:
+    """The address, token and lease id with which an actor dials its launching process, and the
+    environment that a child process of that program would have.
     """
 
     name: str
     address: str
     token: str
-    ticket: int
-    environ: Mapping[str, str] | None = (
-        None  # of the program; None: on another machine, which has its own
-    )
+    lease_id: int
+    environ: Mapping[str, str] | None = None  # None: another machine, which has its own
     directory: str = ""
-    path: tuple[str, ...] = ()  # where Python looks for modules
+    path: tuple[str, ...] = ()  # sys.path
 
 
 Call = tuple[int, bytes, list[np.ndarray]]
+Code = tuple[Callable[..., Any], tuple[Any, ...]]  # factory and arguments
 
 
 class ActorBody:
-    """What Ray calls an actor: one method, which is its whole life."""
+    """The class of a Ray actor: one method, which runs as long as the actor lives."""
 
     def live(
-        self,
-        home: Home,
-        interface: str,
-        code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
-        words: Mapping[str, Any],
+        self, spec: LaunchSpec, interface: str, code: Callable[[], Code], output: Mapping[str, Any]
     ) -> int | None:
-        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``:
-        factory and arguments, as they came. ``words``: where its output is, for who is left without
-        it.
+        """Serve calls until the actor is asked to exit (None) or exits by itself (its exit code).
+
+        ``code`` returns factory and arguments. ``output`` names its log files, for reports after
+        its death.
         """
-        _take_over(home, interface)
+        adopt_environment(spec, interface)
         hello = {
-            "name": home.name,
-            "ticket": home.ticket,
+            "name": spec.name,
+            "lease_id": spec.lease_id,
             "pid": os.getpid(),
             "machine": this_machine(),
-            "words": words,
+            "output": output,
         }
-        link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
-        link.max_held = 0  # messages are kept for long: copied
-        link.waits_for_slots = False
-        line = Line(link)
-        performer = ActorServer(home.name, line.reply)
+        connection, _ = dial(spec.address, spec.token, hello, timeout_s=TIMEOUTS.dial_s)
+        connection.max_held = 0  # messages are kept for long, so they are copied
+        connection.waits_for_slots = False
+        calls = CallConnection(connection)
+        server = ActorServer(spec.name, calls.reply)
         try:
-            if performer.build(
-                lambda: _made(*code())
-            ):  # it has said who it is: what stands still or fails from here on is known
-                line.serve(performer)
-                performer.close()
+            # It is connected: from now on a failure or a suspension is detected.
+            if server.build(lambda: _build(*code())):
+                calls.serve(server)
+                server.close()
         except SystemExit as e:
             return exit_code(e)
         else:
-            return 1 if line.faulty else None
+            return 1 if calls.faulty else None
         finally:
-            line.close()
+            calls.close()
             sys.stdout.flush()
             sys.stderr.flush()
 
 
-def _made(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _build(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return factory(*args)
 
 
-class Line:
-    """The actor's end of the link. Calls are read by who performs them, as in ``process_actor``; a
-    thread of its own watches for the end of the link, with which the process ends, even in the
-    middle of a method.
+class CallConnection:
+    """The actor's end of the connection. The thread that runs the calls also reads them.
+
+    Another thread watches for the end of the connection. Then the process exits, even in the middle
+    of a method.
     """
 
-    def __init__(self, link: SocketConnection):
-        self._link, self._leaving = link, False
-        self.faulty = False  # whether it could not be made, or did not close well
+    def __init__(self, connection: SocketConnection):
+        self._connection, self._closing = connection, False
+        self.faulty = False  # whether the actor failed to start or to close
         threading.Thread(target=self._watch, name="overlord-watch", daemon=True).start()
 
-    def serve(self, performer: ActorServer) -> None:
-        while (call := self._next_call())[0] != ITSELF:
-            performer.perform(*call)
+    def serve(self, server: ActorServer) -> None:
+        """Run calls until the actor is asked to exit."""
+        while (call := self._next_call())[0] != CONTROL:
+            server.perform(*call)
 
     def _next_call(self) -> Call:
         try:
-            while (call := self._link.recv(LOOK_S)) is TIMEOUT:
+            while (call := self._connection.recv(TIMEOUTS.idle_s)) is TIMEOUT:
                 pass
         except (ActorLost, FrameError):
-            self._end()
+            self._exit()
             raise SystemExit(1) from None
         return call
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        self.faulty = self.faulty or number == ITSELF
+        """Send a reply; exit if the launching process is gone."""
+        self.faulty = self.faulty or number == CONTROL
         try:
-            self._link.send((number, header, columns), timeout_s=REPLY_S)
+            self._connection.send((number, header, columns), timeout_s=TIMEOUTS.reply_s)
         except ActorLost:
-            self._end()
+            self._exit()
 
     def _watch(self) -> None:
         poller = select.poll()
-        poller.register(self._link.fileno(), HANGUP)
+        poller.register(self._connection.fileno(), HANGUP)
         poller.poll()
-        self._end()
+        self._exit()
 
-    def _end(self) -> None:
-        """There is nobody to work for. This also ends one that Ray takes for dead and that lives:
-        who wanted it has hung up.
+    def _exit(self) -> None:
+        """Exit, since the launching process is gone. This also ends a process that Ray wrongly
+        believes dead: its launching process has disconnected.
         """
-        if not self._leaving:
+        if not self._closing:
             os._exit(1)
 
     def close(self) -> None:
-        self._leaving = True
-        self._link.close("it leaves")
+        self._closing = True
+        self._connection.close("it exits")
 
 
 def this_machine() -> str:
-    """What tells two processes that each can signal the other by its number; empty where that
-    cannot be known.
+    """Return an id that two processes share if each can signal the other by its pid; empty if
+    unknown.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
@@ -159,19 +154,19 @@ def this_machine() -> str:
         return ""
 
 
-def _take_over(home: Home, interface: str) -> None:
-    """The surroundings of the program now; those of the worker are from when the cluster was
-    started.
+def adopt_environment(spec: LaunchSpec, interface: str) -> None:
+    """Use the current environment of the program; that of the worker is from the start of the
+    cluster.
     """
-    if home.environ is not None:
+    if spec.environ is not None:
         for key in [
             k
             for k in os.environ
-            if k not in home.environ and k != NODE and not k.startswith("RAY_")
+            if k not in spec.environ and k != NODE and not k.startswith("RAY_")
         ]:
             del os.environ[key]
-        os.environ.update({k: v for k, v in home.environ.items() if not k.startswith("RAY_")})
-        os.chdir(home.directory)
-    sys.path.extend(p for p in home.path if p not in sys.path)
-    if interface:  # unless it was named where the node was started
+        os.environ.update({k: v for k, v in spec.environ.items() if not k.startswith("RAY_")})
+        os.chdir(spec.directory)
+    sys.path.extend(p for p in spec.path if p not in sys.path)
+    if interface:  # unless the start of the node set one
         os.environ.setdefault(INTERFACE, interface)

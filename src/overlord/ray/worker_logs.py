@@ -1,7 +1,7 @@
-"""What a process of Ray's said last: its output is in files of its node, and nobody who waits for
-the job sees them.
+"""The last output of a process of Ray. It is in files of its node, which the user of the job does
+not see.
 
-Nothing of Ray is imported in this file.
+This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from typing import Any
 from overlord.errors import SAID
 
 LINES, BYTES = 20, 4096  # of each file, at most
-MARKS = (
-    ":job_id:",
-    ":actor_name:",
-    ":task_name:",
-)  # lines that Ray puts into these files for itself
+MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ray itself writes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """Where the output of an actor is: its node's address, and files with their lengths when it
-    began, since a process may have had others before.
+    """Log files of an actor: the address of its node, and each file with its length at the start. A
+    process may have run other actors before.
     """
 
     node: str = ""
@@ -32,7 +28,7 @@ class WorkerOutput:
 
     @staticmethod
     def into(node: str, files: Sequence[str]) -> dict[str, Any]:
-        """Said by the actor, of itself."""
+        """Return the output as a plain value, for the hello of the actor."""
         return {
             "node": node,
             "files": {
@@ -41,8 +37,9 @@ class WorkerOutput:
         }
 
     @staticmethod
-    def of(said: Any) -> WorkerOutput:
-        match said:
+    def of(value: Any) -> WorkerOutput:
+        """Parse the plain value; anything malformed gives an empty output."""
+        match value:
             case {"node": str(node), "files": dict(files)}:
                 return WorkerOutput(
                     node,
@@ -52,13 +49,15 @@ class WorkerOutput:
                 return WorkerOutput()
 
     def last(self) -> list[str]:
-        """Lines at its end, on its own machine; none where nothing was said, or nothing is left."""
+        """Return the last lines, on the actor's own machine; none if there is no output
+        or no file.
+        """
         return [line for path, begun in self.files.items() for line in _last_of(Path(path), begun)]
 
     @property
     def where(self) -> str:
-        """For people on any machine; empty where it is not known. It goes into the reason of a
-        death, where ``worn_out`` looks.
+        """The location for users on any machine; empty if unknown. It becomes part of the reason of
+        a death, where ``worn_out`` searches for it.
         """
         return f"{SAID} is in {' and '.join(self.files)} on node {self.node}" if self.files else ""
 

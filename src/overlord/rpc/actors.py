@@ -1,10 +1,10 @@
-"""The control plane: actors by name, calls with futures, deaths that are told. Every runtime that
-has more than one part is built on it.
+"""The actor system: named actors, calls with futures, and death notices. Every runtime with more
+than one process is built on it.
 
-An actor is whatever ``factory(*args)`` returns. It lives somewhere else (a thread, a process, later
-another machine), its methods run one at a time, and only data travels: what a call carries is
-encoded by ``channel.codec`` on every backend, so what works on one works on all.
-``docs/rpc.md`` is the contract; ``tests/scenarios/test_control.py`` is its proof.
+An actor is the result of ``factory(*args)``. It lives elsewhere (in another process or on another
+machine), and its methods run one at a time. Arguments and results are encoded by
+``transport.codec`` on every backend, so what works on one backend works on all.
+``docs/rpc.md`` is the contract; ``tests/scenarios/test_control.py`` verifies it.
 """
 
 from __future__ import annotations
@@ -23,49 +23,47 @@ import numpy as np
 from overlord.checks import did_you_mean
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.process.shutdown import CloseOnce, Steps
-from overlord.rpc.server import ITSELF, NOBODY
+from overlord.rpc.server import CONTROL, NO_REPLY
+from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import encode
 
 log = logging.getLogger("overlord")
 
-SHUTDOWN_S = 5.0
-# for actors to leave when an exception, or the end of the program, is on its way: Ctrl-C ends
-# within a second
-HURRY_S = 0.5
+SHUTDOWN_S, HURRY_S = TIMEOUTS.shutdown_s, TIMEOUTS.interrupted_s
 SHUT_DOWN = "it was shut down"
 
 
 class PendingCall(Future[Any]):
-    """The future of one call; knows whom it waits for."""
+    """The future of one call; it names the actor and the method."""
 
     def __init__(self, actor: str, method: str):
         super().__init__()
         self.actor, self.method = actor, method
-        self.set_running_or_notify_cancel()  # a call cannot be taken back
+        self.set_running_or_notify_cancel()  # a call cannot be cancelled
 
 
 class ActorHandle:
-    """One actor, for life: an actor that comes later under the same name has another handle."""
+    """One actor, for its whole life. A later actor of the same name has another handle."""
 
-    __slots__ = ("_record", "name", "pid")
+    __slots__ = ("name", "pid", "record")
 
     def __init__(self, name: str, pid: int | None, record: ActorRecord):
-        self.name, self.pid, self._record = name, pid, record
+        self.name, self.pid, self.record = name, pid, record
 
     @property
     def alive(self) -> bool:
-        return self._record.reason is None
+        return self.record.reason is None
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r}" + (f", pid={self.pid})" if self.pid is not None else ")")
 
 
 OnDeath = Callable[[ActorHandle, str], None]
-Somewhere = str | Mapping[str, str] | None  # a node by its name, any that has these labels, or any
+Somewhere = str | Mapping[str, str] | None  # a node by name, any node with these labels, or any
 
 
 class ActorSystem(Protocol):
-    """What a backend does; ``docs/rpc.md`` says each word of it."""
+    """The methods of every backend; ``docs/rpc.md`` specifies each of them."""
 
     def spawn(
         self,
@@ -88,18 +86,19 @@ class ActorSystem(Protocol):
 
 
 class ActorRecord:
-    """What a control plane knows of one actor: calls without an answer, and how it ended. For any
-    thread.
+    """The state of one actor in its actor system: pending calls, and how it ended.
+
+    Runs on: any thread.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.handle: ActorHandle | None = None  # while it is being started
+        self.handle: ActorHandle | None = None  # None while it is being started
         self.reason: str | None = None  # why it ended; None while it lives
-        self.fault: BaseException | None = None  # what its factory raised
-        self.place: Any = None  # where it was asked to be, as its backend has it
-        self.leaving = False  # it was asked to
-        self.gone = Event()  # set by backends whose actors have a process: that is no more
+        self.fault: BaseException | None = None  # the exception of its factory
+        self.place: Any = None  # where it should run, in the form of the backend
+        self.exiting = False  # it was asked to exit
+        self.exited = Event()  # set by backends with processes once the process has exited
         self._lock = Lock()
         self._pending: dict[int, PendingCall] = {}
         self._callbacks: list[Callable[[str], None]] = []
@@ -107,9 +106,7 @@ class ActorRecord:
         self._quiet = False
 
     def opened(self, method: str) -> tuple[int, PendingCall]:
-        """A call is about to be sent. If there is nobody left to send it to, its answer is an error
-        already.
-        """
+        """Register a call that is about to be sent. If the actor has ended, its error is set."""
         number, answer = next(self._numbers), PendingCall(self.name, method)
         with self._lock:
             if self.reason is None:
@@ -119,9 +116,10 @@ class ActorRecord:
         return number, answer
 
     def answered(self, number: int, ok: bool, value: Any) -> None:
+        """Complete a pending call."""
         with self._lock:
             answer = self._pending.pop(number, None)
-        if answer is None:  # of an actor that was given up
+        if answer is None:  # the actor was given up
             return
         if ok:
             answer.set_result(value)
@@ -131,8 +129,9 @@ class ActorRecord:
     def ended(
         self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """The actor is no more: whoever waits for it is told, once. ``quiet``: it left because it
-        was asked to, which is no death.
+        """Mark the actor as ended, once; fail its pending calls and run its callbacks.
+
+        ``quiet``: it exited on request, which does not count as a death.
         """
         with self._lock:
             if self.reason is not None:
@@ -147,6 +146,7 @@ class ActorRecord:
         return True
 
     def on_end(self, callback: Callable[[str], None]) -> None:
+        """Call back when the actor dies; at once if it is dead."""
         with self._lock:
             if self.reason is None:
                 self._callbacks.append(callback)
@@ -155,49 +155,48 @@ class ActorRecord:
             callback(self.reason)
 
     def _lost(self) -> BaseException:
-        """A fault of the factory is the answer to every call, whenever it was made: callers need
-        not win a race to learn of it.
+        """Return the error of every call: an exception of the factory, whenever the call was made,
+        or ``ActorLost``.
         """
         return self.fault if self.fault is not None else ActorLost(self.name, self.reason or "")
 
 
 R = TypeVar("R", bound=ActorRecord)
 
+SendCall = Callable[[R, int, bytes, list[np.ndarray]], None]  # passes a call on without waiting
+StartActor = Callable[[R, Callable[..., Any], tuple[Any, ...]], ActorHandle]
+PlaceActor = Callable[[str, Mapping[str, float], Somewhere], Any]
+
+
+def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere) -> None:
+    """Place an actor of a backend that has one machine; refuse any node."""
+    if node is not None:
+        raise JobError(
+            [f"node {node!r} was requested, but this runtime has one machine; leave node out"],
+            f"actor {name!r}",
+        )
+
 
 class BaseActorSystem(Generic[R]):
-    """What all backends share: names, calls, waits. A backend adds how an actor is started, called,
-    killed and asked to leave.
+    """The common code of all backends: names, calls and waits.
+
+    A backend passes in its kind of record, how a call is sent, how an actor is started and where
+    it is placed. It adds ``kill`` and ``shutdown``.
     """
 
-    _kind: type[R]
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        kind: type[R],
+        *,
+        send: SendCall[R],
+        start: StartActor[R],
+        place: PlaceActor = this_machine_only,
+    ) -> None:
+        self._kind, self._send, self._start, self._place = kind, send, start, place
         self._names: dict[str, R] = {}
         self._names_lock = Lock()
         self._closed = False
         self._ending = CloseOnce()
-
-    # for a backend to fill
-
-    def _start(self, record: R, factory: Callable[..., Any], args: tuple[Any, ...]) -> ActorHandle:
-        raise NotImplementedError
-
-    def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Any:
-        """Where an actor is to be, in the backend's own words."""
-        if node is not None:
-            raise JobError(
-                [f"node {node!r} was asked for, but this runtime has one machine; leave node out"],
-                f"actor {name!r}",
-            )
-
-    def _send(self, record: R, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Hand a call over without waiting for anyone."""
-        raise NotImplementedError
-
-    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        raise NotImplementedError
-
-    # for everyone
 
     def spawn(
         self,
@@ -207,9 +206,9 @@ class BaseActorSystem(Generic[R]):
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
     ) -> ActorHandle:
-        """Start an actor; returns before its factory has run, so that many start together.
-        ``resources`` is a hint for backends that place actors; these run on this machine, and know
-        no other ``node``.
+        """Start an actor. It returns before the factory has run, so that many start concurrently.
+
+        ``resources`` is a hint for backends that place actors.
         """
         place = self._place(name, resources or {}, node)
         record = self._kind(name)
@@ -218,7 +217,7 @@ class BaseActorSystem(Generic[R]):
             self._check_open(name)
             if name in self._names:
                 raise JobError(
-                    ["the name is taken by a living actor; kill that first, or take another name"],
+                    ["the name is used by a living actor; kill that first, or use another name"],
                     f"actor {name!r}",
                 )
             self._names[name] = record
@@ -230,10 +229,11 @@ class BaseActorSystem(Generic[R]):
         return record.handle
 
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
-        """Ask an actor; never waits. Calls of one thread arrive in order. Arguments must not be
-        changed afterwards.
+        """Call a method of an actor; never waits. Calls of one thread arrive in order.
+
+        The arguments must not be changed afterwards.
         """
-        record = self._mine(handle)
+        record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
         number, answer = record.opened(method)
         if not answer.done():
@@ -245,27 +245,29 @@ class BaseActorSystem(Generic[R]):
         return answer
 
     def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
-        """The same without an answer, which would wake both sides once more. One who is gone is
-        told nothing; a fault of the method is in the log of its actor.
+        """Call a method without a reply, which saves a wake-up on both sides.
+
+        A call to a dead actor is dropped. An exception of the method goes to the actor's log.
         """
-        record = self._mine(handle)
+        record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
         if record.reason is None:
-            self._send(record, NOBODY, header, columns)
+            self._send(record, NO_REPLY, header, columns)
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
-        """The answer, or the actor's own exception; ``DataStall`` at the deadline. The call goes
-        on, and may be asked for again.
+        """Return the result of a call or raise its exception; ``DataStall`` at the deadline.
+
+        The call continues, and ``get`` may be called again.
         """
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            if future.done():  # it came just now; or the method itself raised this
+            if future.done():  # it completed just now, or the method itself raised TimeoutError
                 return future.result()
-            raise DataStall(self._whom(future), timeout_s) from None
+            raise DataStall(self._waiting_for(future), timeout_s) from None
 
-    def _whom(self, future: Future[Any]) -> str:
-        """What an answer that does not come waits for."""
+    def _waiting_for(self, future: Future[Any]) -> str:
+        """Describe a pending call, for timeout errors."""
         return (
             f"actor {future.actor!r} to answer {future.method!r}"
             if isinstance(future, PendingCall)
@@ -275,14 +277,16 @@ class BaseActorSystem(Generic[R]):
     def wait(
         self, futures: Sequence[Future[Any]], timeout_s: float
     ) -> tuple[list[Future[Any]], list[Future[Any]]]:
-        """Until one has its answer (or its error), or the deadline: those that have, and those that
-        have not, in the order given.
+        """Wait until one future is done, or for ``timeout_s``; return done and pending ones.
+
+        Both lists keep the given order.
         """
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
         ready = {id(f) for f in futures if f.done()}
         return [f for f in futures if id(f) in ready], [f for f in futures if id(f) not in ready]
 
     def lookup(self, name: str) -> ActorHandle:
+        """Return the handle of a living actor; raise ``ActorLost`` if there is none."""
         with self._names_lock:
             known = {record.name: record.handle for record in self._names.values()}
         handle = known.get(name)
@@ -295,17 +299,18 @@ class BaseActorSystem(Generic[R]):
         return handle
 
     def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
-        """Call back once when the actor dies, at once if it has. Callbacks must be short: other
-        actors' answers wait behind them.
+        """Call back once when the actor dies, at once if it is dead.
+
+        Callbacks must be short: replies of other actors wait for them.
         """
 
-        def told(reason: str) -> None:
+        def notify(reason: str) -> None:
             try:
                 callback(handle, reason)
             except Exception:
-                log.exception("the callback for the death of %s failed", handle.name)
+                log.exception("the death callback of actor %s failed", handle.name)
 
-        self._mine(handle).on_end(told)
+        self._own(handle).on_end(notify)
 
     def __enter__(self) -> Self:
         return self
@@ -313,22 +318,27 @@ class BaseActorSystem(Generic[R]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(SHUTDOWN_S if kind is None else HURRY_S)
 
+    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
+        """Refuse new actors. A backend also ends its actors."""
+        self._close_once()
+
     # for backends
 
     def _check_open(self, name: str) -> None:
         if self._closed:
-            raise OverlordError(f"actor {name!r}: this control plane was shut down; make another")
+            raise OverlordError(f"actor {name!r}: this actor system was shut down; create another")
 
-    def _mine(self, handle: ActorHandle) -> R:
-        if not isinstance(handle._record, self._kind):
-            raise OverlordError(f"{handle} is of another control plane")
-        return handle._record
+    def _own(self, handle: ActorHandle) -> R:
+        """Return the record of a handle of this actor system."""
+        if not isinstance(handle.record, self._kind):
+            raise OverlordError(f"{handle} belongs to another actor system; call it there")
+        return handle.record
 
     def _over(
         self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """The name is free before anyone is told, so that whoever is told can start another under
-        it.
+        """Mark an actor as ended. Its name is free before any callback runs, so that a callback can
+        start a successor.
         """
         with self._names_lock:
             if self._names.get(record.name) is record:
@@ -342,43 +352,39 @@ class BaseActorSystem(Generic[R]):
     def _dismiss(
         self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
     ) -> list[R]:
-        """Ask these to finish their calls and leave. Those that had not at the deadline, and were
-        killed for it.
+        """Ask actors to finish their calls and exit. Kill those that have not at the deadline, and
+        return them.
         """
         deadline = time.monotonic() + timeout_s
         try:
             for record in records:
-                record.leaving = True
-                self._send(record, ITSELF, b"", [])
+                record.exiting = True
+                self._send(record, CONTROL, b"", [])
             late = [
                 record
                 for record in records
-                if not record.gone.wait(max(0.0, deadline - time.monotonic()))
+                if not record.exited.wait(max(0.0, deadline - time.monotonic()))
             ]
-        except (
-            BaseException
-        ):  # Ctrl-C: nobody wants to wait any more, and who is not asked again must not stay
+        except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor behind
             for record in records:
-                if not record.gone.is_set():
+                if not record.exited.is_set():
                     kill(record)
                     self._over(record, SHUT_DOWN, quiet=True)
             raise
         for record in late:
-            log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
+            log.warning("actor %s did not exit in %.1f s; killed", record.name, timeout_s)
             kill(record)
         return late
 
     def _end_by(self, steps: Callable[[], Steps]) -> None:
-        """For the first who shuts down; for another one after that was interrupted, who does the
-        rest.
+        """Run the shutdown steps once. After an interrupt, the next caller runs the remaining
+        steps.
         """
         self._closed = True
         self._ending.go(steps)
 
     def _close_once(self) -> bool:
-        """True for the first who shuts down. For backends that have nothing to wait for in
-        between.
-        """
+        """Return True to the first caller only."""
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before
@@ -393,7 +399,7 @@ def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, lis
 
 
 def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:
-    """Encoding failed: raise for the argument that is to blame."""
+    """Encoding failed: raise an error that names the argument."""
     for i, value in enumerate(args, 1):
         try:
             encode(value)

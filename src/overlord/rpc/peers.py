@@ -1,23 +1,21 @@
-"""Actors of somebody else, called directly: the control plane of a process that did not start them.
+"""Direct calls to actors that another process started.
 
-Who started them (the launching process) tells each where to come: it dials, shows a token and the
-ticket of the one who expects it, and takes calls by that link from then on. So whoever comes in the
-place of a caller that died has the same actors, and the one that died, should it wake again, has
-none: an actor listens to the last one it was sent to, and to nobody else. Calls and replies are
-those of the other control planes.
+The launching process sends each actor the address of its caller. The actor dials the server of the
+caller, shows a token and a lease id, and takes calls by that connection from then on. So the
+successor of a caller that died gets the same actors. Should the dead caller resume, it has none: an
+actor listens only to the server that it was directed to last. Calls and replies are those of the
+other actor systems.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -30,230 +28,136 @@ from overlord.rpc.actors import (
     ActorRecord,
     ActorSystem,
     BaseActorSystem,
-    Somewhere,
 )
-from overlord.rpc.server import ActorServer, exit_code, open_reply
+from overlord.rpc.listener import ActorListener, InboundConnection
+from overlord.rpc.server import ActorServer, exit_code
+from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import Server, dial
-from overlord.transport.server_connection import ServerConnection
+from overlord.transport.server import dial
 
 log = logging.getLogger("overlord")
 
-DIAL_S = 5.0  # for the one who called to answer
-REPLY_S = 30.0  # for it to take an answer: far above what it needs while it lives
-LOOK_S = 60.0  # between two looks whether a silent link is still wanted
-KILL_S = 8.0  # for a process to be gone, when somebody else kills it
-CUT_S = 1.0  # between the end of a link and the word that the process died, in either order
-UNBOUNDED = (
-    2**62
-    # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed
-    # otherwise
-)
+EndProcess = Callable[[str, int, str], None]  # name, lease id, reason
 
 
 class RpcRecord(ActorRecord):
-    """An actor that comes to us: what it is asked before it is there waits for it."""
+    """An actor that dials in."""
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.ticket = 0
-        self.link: ServerConnection | None = None
-        self.early: list[tuple[int, bytes, list[np.ndarray]]] = []
-        self.order = threading.Lock()  # what was asked before it came goes first
-        self.end: tuple[str, BaseException | None] | None = (
-            None  # how it ended, while what it said before is still being read
-        )
-
-    def came(self, link: ServerConnection, pid: int | None) -> None:
-        with self.order:
-            if self.link is not None or self.reason is not None:
-                raise OverlordError(
-                    f"{self.name} with ticket {self.ticket} is here already, or was given up"
-                )
-            link.max_held, link.max_queued_bytes, link.waits_for_slots = (
-                0,
-                UNBOUNDED,
-                False,
-            )  # what it says is kept for long: copied
-            assert self.handle is not None
-            self.link, self.handle.pid = link, pid
-            for call in self.early:
-                link.send(call, timeout_s=0.0)
-            self.early.clear()
-
-    def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        with self.order:
-            if self.link is None:
-                self.early.append((number, header, columns))
-            else:
-                with contextlib.suppress(
-                    ActorLost
-                ):  # how it ended is told by who started it, and then to all who wait
-                    self.link.send((number, header, columns), timeout_s=0.0)
+        self.inbound = InboundConnection()
 
 
-Ender = Callable[[str, int, str], None]
-
-
-def _nobody(name: str, ticket: int, why: str) -> None:
-    """There is no one who could end it."""
+def _cannot_end(name: str, lease_id: int, why: str) -> None:
+    """No process is known that could end the actor."""
 
 
 class RpcServer(BaseActorSystem[RpcRecord]):
-    """Calls to actors that come here. ``end(name, ticket, why)`` asks who started one to end it;
-    ``cut`` the same for one whose link broke, which is nearly always the end of its process. In
-    both cases ``died`` is to follow. Callbacks run in the server's thread.
+    """Calls actors that connect to it.
+
+    ``end(name, lease_id, why)`` asks the launcher of an actor to end it. ``cut`` reports an actor
+    whose connection broke, nearly always because its process ended. In both cases ``died`` is
+    expected to follow. Callbacks run in the server's thread.
     """
 
-    _kind = RpcRecord
-
     def __init__(
-        self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Platform | None = None
+        self,
+        *,
+        end: EndProcess = _cannot_end,
+        cut: EndProcess | None = None,
+        machine: Platform | None = None,
     ) -> None:
-        super().__init__()
-        self.token = secrets.token_urlsafe(24)
+        super().__init__(RpcRecord, send=_send, start=_refuse_start)
         self._end, self._cut = end, cut
-        self._tickets = itertools.count(1)
-        self._by_ticket: dict[int, RpcRecord] = {}
-        self._of_link: dict[ServerConnection, RpcRecord] = {}
-        self._server = Server(
-            token=self.token,
-            on_open=self._opened,
-            on_message=self._message,
-            on_close=self._lost_link,
-            **(machine or Platform()).inside(),
+        self._listener: ActorListener[RpcRecord] = ActorListener(
+            machine or Platform(), on_end=self._ended, on_disconnect=self._disconnected
         )
-        self.address = self._server.address
+        self.token, self.address = self._listener.token, self._listener.address
 
     def expect(self, name: str) -> tuple[ActorHandle, int]:
-        """An actor that will come, or come again: its handle, and the ticket it has to show. It can
-        be called at once.
+        """Expect an actor to connect, for the first time or again; return its handle and lease id.
+
+        It can be called at once.
         """
         record = RpcRecord(name)
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
-                raise OverlordError(f"actor {name!r} is expected already")
-            record.ticket = next(self._tickets)
+                raise OverlordError(f"actor {name!r} is expected already; wait for it, or kill it")
             record.handle = ActorHandle(name, None, record)
-            self._names[name] = self._by_ticket[record.ticket] = record
-        return record.handle, record.ticket
+            self._names[name] = record
+            return record.handle, self._listener.expect(record)
 
-    def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
-        """Who started it says that it is gone; ``fault``: what its factory raised. What it had said
-        before still counts.
+    def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
+        """The launcher reports that an actor is gone; ``fault`` is the exception of its factory.
+
+        Messages that it sent before still count.
         """
-        if (record := self._by_ticket.pop(ticket, None)) is not None:
-            with record.order:
-                record.end, link = (reason, fault), record.link
-            if link is None:
-                self._ended(record)
-            # its end is on the way, behind what it said last; of a machine that vanished none would
-            # come
-            else:
-                after(CUT_S, lambda: link.cut("who started it says that it is gone"))
-
-    def _ended(self, record: RpcRecord) -> None:
-        assert record.end is not None
-        self._over(record, record.end[0], fault=record.end[1])
-        record.gone.set()
-
-    def spawn(
-        self,
-        factory: Callable[..., Any],
-        *args: Any,
-        name: str,
-        resources: Any = None,
-        node: Somewhere = None,
-    ) -> ActorHandle:
-        raise OverlordError(
-            f"actor {name!r}: actors are started where the job was launched; here they are expected"
-        )
+        self._listener.died(lease_id, reason, fault)
 
     def kill(self, handle: ActorHandle) -> None:
         self.kill_all([handle])
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
-        """At the same time: one that is silent may take seconds."""
-        records, deadline = [self._mine(handle) for handle in handles], time.monotonic() + KILL_S
+        """Kill actors concurrently: a silent one may take seconds."""
+        timeout_s = TIMEOUTS.killed_elsewhere_s
+        records, deadline = [self._own(handle) for handle in handles], time.monotonic() + timeout_s
         for record in records:
-            self._end(record.name, record.ticket, "killed")
+            self._end(record.name, record.inbound.lease_id, "killed")
         if late := [
             r.name
             for r in records
-            if r.reason is None and not r.gone.wait(max(0.0, deadline - time.monotonic()))
+            if r.reason is None and not r.exited.wait(max(0.0, deadline - time.monotonic()))
         ]:
             raise DataStall(
-                f"the process of actor {', '.join(map(repr, late))} to end after it was killed",
-                KILL_S,
+                f"the process of actor {', '.join(map(repr, late))} to exit after it was killed",
+                timeout_s,
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """The actors live on, and are nobody's: who started them ends them."""
+        """Disconnect. The actors keep running: their launcher ends them."""
         if self._close_once():
             for record in self._living():
                 self._over(record, SHUT_DOWN, quiet=True)
-            self._server.close(timeout_s)
-
-    def _send(
-        self, record: RpcRecord, number: int, header: bytes, columns: list[np.ndarray]
-    ) -> None:
-        record.put(number, header, columns)
+            self._listener.close(timeout_s)
 
     # in the server's thread
 
-    def _opened(self, link: ServerConnection, hello: Mapping[str, Any]) -> dict[str, Any]:
-        name, ticket, pid = hello.get("name"), hello.get("ticket"), hello.get("pid")
-        record = self._by_ticket.get(ticket) if type(ticket) is int else None
-        if record is None or record.name != name or type(pid) is not int:
-            raise OverlordError(
-                f"expected an actor that is expected, got {name!r:.60} with ticket {ticket!r:.20}"
-            )
-        record.came(link, pid)
-        self._of_link[link] = record
-        return {}
+    def _ended(self, record: RpcRecord) -> None:
+        assert record.inbound.end is not None
+        reason, fault = record.inbound.end
+        self._over(record, reason, fault=fault)
+        record.exited.set()
 
-    def _message(self, link: ServerConnection, value: Any) -> None:
-        record = self._of_link[link]
-        match value:
-            case (int(number), bytes(header), list(columns)):
-                record.answered(number, *open_reply(record.name, header, columns))
-            case _:
-                raise OverlordError(
-                    f"expected an answer of {record.name}, got {type(value).__name__}"
-                )
-
-    def _lost_link(self, link: ServerConnection, reason: str) -> None:
-        record = self._of_link.pop(link)
-        with record.order:
-            record.link, told = None, record.end is not None
-        if told:
-            self._ended(record)
-        elif self._closed or record.reason is not None:
+    def _disconnected(self, record: RpcRecord, reason: str) -> None:
+        if self._closed or record.reason is not None:
             return
-        elif self._cut is not None:
-            self._cut(record.name, record.ticket, reason)
+        if self._cut is not None:
+            self._cut(record.name, record.inbound.lease_id, reason)
         else:
-            self.died(record.ticket, f"its link ended: {reason}")
+            self.died(record.inbound.lease_id, f"its connection ended: {reason}")
 
 
-def after(seconds: float, act: Callable[[], None]) -> None:
-    """In a thread of its own, which holds up nobody who ends."""
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()
+def _send(record: RpcRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    record.inbound.send(number, header, columns)
+
+
+def _refuse_start(
+    record: RpcRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+) -> NoReturn:
+    raise OverlordError(
+        f"actor {record.name!r}: actors are started where the job was launched; use expect() here"
+    )
 
 
 def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
-    """What the factory of an actor raised that died of it: the answer to every call, there and
-    wherever else it was expected.
-    """
+    """Return the exception of the factory of an actor that died of it, else None."""
     error = control.call(dead, "").exception(0)
     return None if isinstance(error, ActorLost) else error
 
 
 class Dial(Protocol):
-    """How a link is made; ``channel.server.dial`` where the machine is a real one."""
+    """The function that opens a connection; ``transport.server.dial`` outside simulations."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
@@ -261,8 +165,8 @@ class Dial(Protocol):
 
 
 class RpcEndpoint:
-    """The other side: an actor that takes calls from whoever it was sent to last, beside those of
-    the one who started it.
+    """The other side: an actor that takes calls from the server it was directed to last. It also
+    takes those of its launcher.
     """
 
     def __init__(
@@ -273,75 +177,75 @@ class RpcEndpoint:
         dial: Dial = dial,
         leave: Callable[[int], None] = os._exit,
     ):
-        self._name, self._actor, self._dial, self._leave = name, actor, dial, leave
+        self._name, self._actor, self._dial, self._exit = name, actor, dial, leave
         self._lock = threading.Lock()
-        self._sent = 0  # how often
-        self._link: Connection | None = None
+        self._redirects = 0
+        self._connection: Connection | None = None
 
-    def meet(self, address: str, token: str, ticket: int) -> None:
-        """Go there, and away from where it was before. Does not wait: whoever is there may be
-        stuck, and another come in its place.
+    def meet(self, address: str, token: str, lease_id: int) -> None:
+        """Connect to this server, and disconnect from the former one.
+
+        It does not wait: the server may be stuck and be replaced by another.
         """
         with self._lock:
-            self._sent += 1
-            sent, former, self._link = self._sent, self._link, None
+            self._redirects += 1
+            redirect, former, self._connection = self._redirects, self._connection, None
         if former is not None:
-            former.close("another one calls from here on")
-        hello = {"name": self._name, "ticket": ticket, "pid": os.getpid()}
+            former.close("another server calls from now on")
+        hello = {"name": self._name, "lease_id": lease_id, "pid": os.getpid()}
         threading.Thread(
-            target=self._go,
-            args=(sent, address, token, hello),
-            name=f"overlord-calls-{ticket}",
+            target=self._connect,
+            args=(redirect, address, token, hello),
+            name=f"overlord-calls-{lease_id}",
             daemon=True,
         ).start()
 
-    def _go(self, sent: int, address: str, token: str, hello: dict[str, Any]) -> None:
-        while self._sent == sent:
+    def _connect(self, redirect: int, address: str, token: str, hello: dict[str, Any]) -> None:
+        while self._redirects == redirect:
             try:
-                link, _ = self._dial(address, token, hello, timeout_s=DIAL_S)
+                connection, _ = self._dial(address, token, hello, timeout_s=TIMEOUTS.dial_s)
             except DataStall:
                 continue
-            except (ActorLost, LinkRefused) as gone:  # another will say where to come
+            except (ActorLost, LinkRefused) as gone:  # a new redirect will follow
                 log.debug("%s: %s", self._name, gone)
                 return
-            if hasattr(link, "max_held"):
-                link.max_held = 0  # messages are kept for long: copied
+            if hasattr(connection, "max_held"):
+                connection.max_held = 0  # messages are kept for long, so they are copied
             with self._lock:
-                if wanted := self._sent == sent:
-                    self._link = link
+                if wanted := self._redirects == redirect:
+                    self._connection = connection
             if wanted:
-                self._serve(link)
-            link.close()
+                self._serve(connection)
+            connection.close()
             return
 
-    def _serve(self, link: Connection) -> None:
-        performer = ActorServer(self._name, lambda *reply: self._reply(link, *reply))
-        performer.build(lambda: self._actor)
-        with contextlib.suppress(
-            ActorLost, FrameError
-        ):  # the one who called is gone; another will say where to come
-            while self._link is link:
-                if (call := link.recv(LOOK_S)) is TIMEOUT:
+    def _serve(self, connection: Connection) -> None:
+        server = ActorServer(self._name, lambda *reply: self._reply(connection, *reply))
+        server.build(lambda: self._actor)
+        # The caller is gone: a new redirect will follow.
+        with contextlib.suppress(ActorLost, FrameError):
+            while self._connection is connection:
+                if (call := connection.recv(TIMEOUTS.idle_s)) is TIMEOUT:
                     continue
                 try:
-                    performer.perform(*call)
+                    server.perform(*call)
                 except SystemExit as e:
-                    self._leave(exit_code(e))
+                    self._exit(exit_code(e))
 
     def _reply(
-        self, link: Connection, number: int, header: bytes, columns: list[np.ndarray]
+        self, connection: Connection, number: int, header: bytes, columns: list[np.ndarray]
     ) -> None:
         try:
-            link.send((number, header, columns), timeout_s=REPLY_S)
+            connection.send((number, header, columns), timeout_s=TIMEOUTS.reply_s)
         except ActorLost:
             pass
         except DataStall as stalled:
-            log.warning("%s: %s; its link is closed", self._name, stalled)
-            link.close(str(stalled))
+            log.warning("%s: %s; closed its connection", self._name, stalled)
+            connection.close(str(stalled))
 
     def close(self) -> None:
         with self._lock:
-            self._sent += 1
-            link, self._link = self._link, None
-        if link is not None:
-            link.close("it leaves")
+            self._redirects += 1
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close("it exits")

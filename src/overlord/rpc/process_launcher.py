@@ -1,8 +1,8 @@
-"""Actors as processes of this machine. A socket pair each, one thread here that reads for all of
-them, real kills.
+"""Actors as processes of this machine: one socket pair per actor, and one thread that reads for all
+of them.
 
-Calls and replies are frames: the number of the call, then (method, arguments) and (whether it went
-well, value or error).
+Calls and replies are frames: the number of the call, then (method, arguments) or (success, value or
+error).
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ from overlord.rpc.actors import (
     BaseActorSystem,
     log,
 )
-from overlord.rpc.process_server import opened, packed, room, serve
-from overlord.rpc.server import ITSELF, factory_failed, open_reply
+from overlord.rpc.process_server import allocate, decode_message, encode_message, serve
+from overlord.rpc.server import CONTROL, factory_failed, open_reply
+from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.socket_io import ReceiveBuffer, SendBuffer
 
-KILL_S = 5.0  # for a killed process to be gone; one that waits for a disk may take its time
-MAX_WAITING_BYTES = (
-    2**30
-)  # of calls an actor has not taken: it is stuck, and to go on would fill the memory
-READS = 16  # of one actor in a row, before others get their turn
+MAX_WAITING_BYTES = 2**30  # of calls to an actor that is stuck: more would fill the memory
+READS = 16  # of one actor in a row, before others are served
 
 
 class ProcessRecord(ActorRecord):
@@ -55,40 +53,40 @@ class ProcessRecord(ActorRecord):
         self.process: ForkServerProcess
         self.sock: socket.socket
         self.pidfd = -1
-        self.inbox, self.outbox = ReceiveBuffer(room, files=False), SendBuffer()
-        self.send_lock = threading.Lock()  # for the outbox, the pidfd and what closes them
-        self.moved_at = time.monotonic()  # when it last took something
+        self.buffer, self.send_buffer = ReceiveBuffer(allocate, files=False), SendBuffer()
+        self.send_lock = threading.Lock()  # for the send buffer, the pidfd and their closing
+        self.moved_at = time.monotonic()  # when it last accepted data
         self.started = self.closed = False
-        self.broken = ""  # what it sent that is no frame
+        self.broken = ""  # why its replies cannot be read
 
     def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> bool:
-        """Send, or keep for later; True: the I/O thread has to go on with it."""
-        parcel = packed(number, header, columns)
+        """Send a call or queue it; return True if the I/O thread has to send the rest."""
+        message = encode_message(number, header, columns)
         with self.send_lock:
             if self.closed:
                 return False
-            waiting = len(self.outbox) > 0
-            if waiting and self.outbox.nbytes + parcel.nbytes > MAX_WAITING_BYTES:
+            waiting = len(self.send_buffer) > 0
+            if waiting and self.send_buffer.nbytes + message.nbytes > MAX_WAITING_BYTES:
                 raise DataStall(
-                    f"actor {self.name!r} to take its calls", time.monotonic() - self.moved_at
+                    f"actor {self.name!r} to accept its calls", time.monotonic() - self.moved_at
                 )
-            self.outbox.put(parcel)
+            self.send_buffer.put(message)
             return not waiting and not self._write()
 
     def write_more(self) -> bool:
-        """True when all is sent."""
+        """Send queued calls; return True when everything is sent."""
         with self.send_lock:
             return self.closed or self._write()
 
     def _write(self) -> bool:
-        before = self.outbox.taken
+        before = self.send_buffer.taken
         try:
-            return self.outbox.write(self.sock)
-        except OSError:  # it is gone, and that will be told by the end of its process
-            self.outbox.clear()
+            return self.send_buffer.write(self.sock)
+        except OSError:  # it is gone; its sentinel reports the end of the process
+            self.send_buffer.clear()
             return True
         finally:
-            if self.outbox.taken != before:
+            if self.send_buffer.taken != before:
                 self.moved_at = time.monotonic()
 
     def kill(self) -> None:
@@ -105,7 +103,7 @@ class ProcessRecord(ActorRecord):
     def close(self) -> None:
         with self.send_lock:
             self.closed = True
-            self.outbox.clear()
+            self.send_buffer.clear()
             self.sock.close()
             if self.pidfd >= 0:
                 os.close(self.pidfd)
@@ -113,24 +111,20 @@ class ProcessRecord(ActorRecord):
 
 
 class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
-    """A process an actor, from a fork server. Callbacks of futures and deaths run in the one I/O
-    thread.
+    """Runs every actor in a process of the fork server. Callbacks of futures and deaths run in the
+    I/O thread.
     """
 
-    _kind = ProcessRecord
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(ProcessRecord, send=self._send_call, start=self._launch)
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._todo: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._stop = False
-        self._start_lock = (
-            threading.Lock()
-        )  # for Python's own list of processes, which a start looks through
+        self._start_lock = threading.Lock()  # for Python's list of processes, which a start scans
         self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
         self._thread = threading.Thread(target=self._run, name="overlord control", daemon=True)
         self._thread.start()
@@ -145,32 +139,33 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         super().tell(handle, method, *args)
 
     def kill(self, handle: ActorHandle) -> None:
-        """SIGKILL; returns when the process is gone and everyone who waited for it has been
-        told.
-        """
+        """Send SIGKILL; return when the process has exited and all its callbacks have run."""
         self._check_process()
-        record = self._mine(handle)
+        record = self._own(handle)
         record.kill()
-        if threading.current_thread() is not self._thread and not record.gone.wait(KILL_S):
+        if threading.current_thread() is not self._thread and not record.exited.wait(
+            TIMEOUTS.killed_s
+        ):
             raise DataStall(
-                f"the process of actor {handle.name!r} to end after it was killed", KILL_S
+                f"the process of actor {handle.name!r} to exit after it was killed",
+                TIMEOUTS.killed_s,
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is
-        killed.
+        """Let every actor finish its calls, close and exit; kill those that have not at the
+        deadline.
         """
-        if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
+        if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if threading.current_thread() is self._thread:
             raise OverlordError(
-                "shutdown waits for the thread that runs callbacks; call it from another thread"
+                "shutdown: it waits for the thread that runs callbacks; call it from another thread"
             )
         self._end_by(
             lambda: [
                 lambda: self._dismiss_all(timeout_s),
                 lambda: self._post(self._end),
-                lambda: self._thread.join(KILL_S),
+                lambda: self._thread.join(TIMEOUTS.killed_s),
                 self._waker.close,
                 lambda: atexit.unregister(self._at_exit),
             ]
@@ -180,7 +175,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
         for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
-            record.gone.wait(KILL_S)
+            record.exited.wait(TIMEOUTS.killed_s)
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)
@@ -188,13 +183,12 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                "this process was forked from the one that has the actors; only that one "
-                "can call them"
+                "this process was forked from the one that owns the actors; call them there"
             )
 
     # starting
 
-    def _start(
+    def _launch(
         self, record: ProcessRecord, factory: Callable[..., Any], args: tuple[Any, ...]
     ) -> ActorHandle:
         self._check_process()
@@ -220,17 +214,17 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         self._post(lambda: self._watch(record))
         return record.handle
 
-    def _send(
+    def _send_call(
         self, record: ProcessRecord, number: int, header: bytes, columns: list[np.ndarray]
     ) -> None:
         if record.put(number, header, columns):
             self._post(lambda: self._want(record, selectors.EVENT_READ | selectors.EVENT_WRITE))
 
-    # the I/O thread
+    # in the I/O thread
 
     def _post(self, work: Callable[[], None]) -> None:
-        self._todo.append(work)
-        with suppress(OSError):  # woken often enough, or no more there
+        self._calls.append(work)
+        with suppress(OSError):  # a wake-up is pending, or the thread has ended
             self._waker.send(b"\0")
 
     def _run(self) -> None:
@@ -239,7 +233,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
                 try:
                     key.data(events)
                 except Exception:
-                    log.exception("a fault in the control plane's own thread")
+                    log.exception("the I/O thread of the actor system caught an exception")
         self._selector.close()
         self._woken.close()
 
@@ -248,8 +242,8 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
 
     def _wake_up(self, _: int) -> None:
         self._woken.recv(4096)
-        while self._todo:
-            self._todo.popleft()()
+        while self._calls:
+            self._calls.popleft()()
 
     def _watch(self, record: ProcessRecord) -> None:
         self._selector.register(
@@ -267,29 +261,27 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         if events & selectors.EVENT_WRITE and record.write_more():
             self._want(record, selectors.EVENT_READ)
         if events & selectors.EVENT_READ and not self._read(record, READS):
-            # Its end comes with that of the process, but for one that is still being started and
-            # fails. Should a process have
-            # closed it and live, or have sent nonsense, it is of no use to anyone.
+            # The socket ends with the process, except for one that fails while it is being started.
+            # A process that closed its socket, or sent invalid data, is useless: kill it.
             self._selector.unregister(record.sock)
-            if (
-                record.started or record.broken
-            ):  # nonsense may come in one read with the word that it has started
+            # Invalid data may arrive in one read with the notice that it has started.
+            if record.started or record.broken:
                 record.kill()
 
     def _read(self, record: ProcessRecord, times: int) -> bool:
-        """What has come, up to so many reads; False: no more will."""
+        """Handle replies, with at most ``times`` reads; return False if no more will come."""
         try:
             for _ in range(times):
-                if not record.inbox.read(record.sock):
+                if not record.buffer.read(record.sock):
                     return False
-                while record.inbox.ready:
-                    self._handle(record, *opened(record.inbox.ready.popleft().body))
+                while record.buffer.ready:
+                    self._handle(record, *decode_message(record.buffer.ready.popleft().body))
         except BlockingIOError:
             return True
         except OSError:
             return False
         except FrameError as e:
-            record.broken = f"it sent what is no reply, and was killed: {e}"
+            record.broken = f"it sent invalid data and was killed: {e}"
             return False
         return True
 
@@ -297,17 +289,17 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         self, record: ProcessRecord, number: int, header: memoryview, columns: list[np.ndarray]
     ) -> None:
         ok, value = open_reply(record.name, header, columns)
-        if number != ITSELF:
+        if number != CONTROL:
             record.answered(number, ok, value)
         elif ok:
             record.started = True
-        elif record.leaving:
-            log.warning("actor %s did not close well: %s", record.name, value)
+        elif record.exiting:
+            log.warning("actor %s failed to close: %s", record.name, value)
         else:
             record.fault = value
 
     def _ended(self, record: ProcessRecord) -> None:
-        """The process is gone. What it said before still counts."""
+        """The process is gone. Replies that it sent before still count."""
         self._selector.unregister(record.process.sentinel)
         with self._start_lock:
             code = record.process.exitcode
@@ -315,11 +307,11 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             self._selector.unregister(record.sock)
             self._read(record, sys.maxsize)
         record.close()
-        if record.leaving:
+        if record.exiting:
             self._over(record, SHUT_DOWN, quiet=True)
         else:
             self._over(record, _reason(record, code), fault=record.fault)
-        record.gone.set()
+        record.exited.set()
 
 
 def _reason(record: ProcessRecord, code: int | None) -> str:
@@ -331,8 +323,8 @@ def _reason(record: ProcessRecord, code: int | None) -> str:
     if record.started or code is None or code < 0:
         return how
     return (
-        f"its process ended before it could start ({how}) and said why on stderr; it may miss "
-        f"a module{forkserver.UNGUARDED}"
+        f"its process ended before it could start ({how}), with the reason on stderr; a module "
+        f"may be missing{forkserver.UNGUARDED}"
     )
 
 
@@ -343,12 +335,12 @@ def _begin(
         process.start()
     except (EOFError, ConnectionError) as e:
         raise ActorLost(
-            name, f"the fork server ended when it was to start it{forkserver.UNGUARDED}"
+            name, f"the fork server ended before it could start it{forkserver.UNGUARDED}"
         ) from e
     except Exception as e:
         if what := _unsendable(factory, args):
             remedy = (
-                "use a function or a class of a module, not a lambda or an inner one, and "
+                "use a function or a class of a module, not a lambda or a local one, and "
                 "arguments that can be pickled"
             )
             raise JobError(
@@ -364,17 +356,14 @@ def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
     ):
         try:
             ForkingPickler.dumps(value)
-        except (
-            Exception
-        ):  # PicklingError, AttributeError, TypeError, or what a class of the user raises
+        # PicklingError, AttributeError, TypeError, or an error of a user's class.
+        except Exception:
             return f"{what} {value!r:.80}"
     return ""
 
 
 def _pidfd(pid: int | None) -> int:
-    """A process by this, and not by a number that another process may have by then. -1 where there
-    is none.
-    """
+    """Return a pidfd, since a pid may be reused by another process; -1 if there is none."""
     try:
         return os.pidfd_open(pid or 0)
     except (AttributeError, OSError):

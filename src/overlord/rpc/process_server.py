@@ -1,8 +1,8 @@
-"""The inside of an actor that is a process: built, then one call after another from its socket,
-until it is asked to leave.
+"""The inside of an actor that is a process: it is built, then takes calls from its socket until it
+is asked to exit.
 
-The socket ends with the parent, however that ends; so does this process, even in the middle of a
-method.
+The socket closes when the parent ends, for any reason. Then this process ends too, even in the
+middle of a method.
 """
 
 from __future__ import annotations
@@ -22,57 +22,58 @@ import numpy as np
 
 from overlord.errors import FrameError
 from overlord.process import forkserver
-from overlord.rpc.server import ITSELF, ActorServer, exit_code
+from overlord.rpc.server import CONTROL, ActorServer, exit_code
 from overlord.transport.codec import encode
 from overlord.transport.frame import pack, unpack
 from overlord.transport.socket_io import FRAME, OutgoingMessage, ReceiveBuffer
 
 _NUMBER = struct.Struct("<Q")
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-_kept: list[
-    socket.socket
-    # the parent takes the end of the socket for the end of the process, so it must not come sooner
-] = []
+# The parent takes the end of the socket for the end of the process, so it is kept open.
+_open_sockets: list[socket.socket] = []
 
 
-class Line:
-    """The actor's end of the socket: calls in, replies out. Replies may come from any thread."""
+class CallSocket:
+    """The actor's end of the socket: it receives calls and sends replies. Any thread may reply."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(True)
         self._sock, self._lock = sock, threading.Lock()
-        self._inbox = ReceiveBuffer(room, files=False)
+        self._buffer = ReceiveBuffer(allocate, files=False)
 
     def next_call(self) -> tuple[int, memoryview, list[np.ndarray]]:
-        while not self._inbox.ready:
-            if not self._inbox.read(self._sock):
+        """Wait for the next call; end the process if the parent is gone."""
+        while not self._buffer.ready:
+            if not self._buffer.read(self._sock):
                 os._exit(1)
-        return opened(self._inbox.ready.popleft().body)
+        return decode_message(self._buffer.ready.popleft().body)
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        parcel = packed(number, header, columns)
+        """Send a reply; end the process if the parent is gone."""
+        message = encode_message(number, header, columns)
         with self._lock:
             try:
-                while not parcel.sent:
-                    parcel.write(self._sock)
-            except OSError:  # there is nobody to work for
+                while not message.sent:
+                    message.write(self._sock)
+            except OSError:  # the parent is gone
                 os._exit(1)
 
 
-def packed(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMessage:
-    """A call or a reply as it travels: the number of the call stands before what is encoded."""
+def encode_message(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMessage:
+    """Return a call or a reply as a message: the number of the call precedes the encoded header."""
     return OutgoingMessage(FRAME, pack(_NUMBER.pack(number) + header, columns))
 
 
-def opened(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.ndarray]]:
+def decode_message(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.ndarray]]:
+    """Return number, header and columns of a call or a reply."""
     header, columns = unpack(body)
     if len(header) < _NUMBER.size:
         raise FrameError(f"expected the number of a call, got {len(header)} bytes")
     return _NUMBER.unpack_from(header)[0], header[_NUMBER.size :], columns
 
 
-def room(nbytes: int) -> np.ndarray:
-    """Memory for one large message, that lives as long as someone looks at it."""
+def allocate(nbytes: int) -> np.ndarray:
+    """Return memory for one large message; it lives as long as a view of it."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -83,61 +84,60 @@ def serve(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """The life of the process. Factory and arguments came with its start, the one place where code
-    crosses.
+    """Run the process. Factory and arguments arrived with its start, the only time that code
+    crosses a process boundary.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent says when to leave
+    # Ctrl-C reaches the whole process group; the parent decides when to exit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.die_with_parent()
     forkserver.share_server()
-    threading.Thread(target=_watch, args=(sock,), name="overlord watch", daemon=True).start()
-    _kept.append(sock)
-    _take_over(environ)
-    line = Line(sock)
-    line.reply(
-        ITSELF, *encode((True, None))
-    )  # started: what fails from here on is no fault of the program's main file
-    performer = ActorServer(name, line.reply)
+    threading.Thread(
+        target=_exit_with_parent, args=(sock,), name="overlord watch", daemon=True
+    ).start()
+    _open_sockets.append(sock)
+    _adopt_environment(environ)
+    calls = CallSocket(sock)
+    # Started: later failures are not caused by the import of the program's main file.
+    calls.reply(CONTROL, *encode((True, None)))
+    server = ActorServer(name, calls.reply)
     try:
-        if not performer.build(lambda: factory(*args)):
-            _leave_now(1)
+        if not server.build(lambda: factory(*args)):
+            _exit_now(1)
         while True:
-            number, header, columns = line.next_call()
-            if number == ITSELF:
+            number, header, columns = calls.next_call()
+            if number == CONTROL:
                 break
-            performer.perform(number, header, columns)
+            server.perform(number, header, columns)
     except SystemExit as e:
-        _leave_now(exit_code(e))
-    performer.close()
+        _exit_now(exit_code(e))
+    server.close()
 
 
-def _take_over(environ: Mapping[str, str]) -> None:
-    """The environment of the program now; that of the fork server is from when it started."""
+def _adopt_environment(environ: Mapping[str, str]) -> None:
+    """Use the current environment of the program; the fork server has the one of its own start."""
     for key in os.environ.keys() - environ.keys():
         del os.environ[key]
     os.environ.update(environ)
 
 
-def _watch(sock: socket.socket) -> None:
-    """Ends the process with its parent, whatever the main thread is doing."""
+def _exit_with_parent(sock: socket.socket) -> None:
+    """End the process when its parent ends, whatever the main thread is doing."""
     poller, parent = select.poll(), multiprocessing.parent_process()
     poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
-        # a copy of the parent that was forked (a DataLoader's worker) holds the socket open, but
-        # not this
+        # A forked copy of the parent (a DataLoader worker) holds the socket open, but not this.
         try:
             poller.register(os.pidfd_open(parent.pid), select.POLLIN)  # type: ignore[arg-type]
         except ProcessLookupError:
             os._exit(1)
-        except OSError:  # a sandbox that forbids it; the socket has to do
+        except OSError:  # a sandbox that forbids it; the socket must suffice
             pass
     poller.poll()
     os._exit(1)
 
 
-def _leave_now(code: int) -> NoReturn:
-    """Without waiting for threads the actor may have: nobody could call it any more."""
+def _exit_now(code: int) -> NoReturn:
+    """Exit without waiting for threads of the actor: it can no longer be called."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

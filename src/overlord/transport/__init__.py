@@ -1,3 +1,3 @@
-"""Bytes between parts of a job: columnar frames, values in them, and the ways they travel. Nothing
-that is read is ever executed.
+"""Transport between the processes of a job: columnar frames, a value codec, shared memory and
+sockets. Received bytes are never executed.
 """

@@ -1,8 +1,10 @@
-"""Addresses: ``overlord://host:port/key``. The key names a socket of this machine, host and port
-reach it from others.
+"""Addresses of servers: ``overlord://host:port/key``.
 
-The socket of this machine is an abstract one: it has no file, so nothing is in the way after a
-crash. Where there are none (not Linux), or no shared memory, only TCP is spoken.
+``key`` names a unix socket on the same machine. ``host`` and ``port`` reach the server from other
+machines.
+
+The unix socket is abstract: it has no file, so a crash leaves nothing that blocks a restart.
+Without abstract sockets or shared memory (not Linux), connections use TCP only.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from overlord.errors import OverlordError
+from overlord.transport.timeouts import TIMEOUTS
 
 HAS_SHARED_MEMORY = (
     sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 )
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-KEEPALIVE_S = 10  # a machine that vanished without a word is noticed after about thrice this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
+    """The address of one server."""
+
     host: str
     port: int  # 0: no TCP
     key: str
@@ -37,11 +41,12 @@ class Address:
 
     @property
     def local_name(self) -> str:
-        """The name of the abstract socket."""
+        """Return the name of the abstract unix socket."""
         return f"\0overlord-{self.key}"
 
     @staticmethod
     def parse(text: str) -> Address:
+        """Parse the text of an address; raise ``OverlordError`` if it is malformed."""
         wrong = f"address {text!r}: expected overlord://host:port/key, as a server prints it"
         try:
             parts = urlsplit(text)
@@ -54,7 +59,7 @@ class Address:
 
 
 def shown(address: str) -> str:
-    """An address for people: one without TCP has nothing to look for but its local socket, as ``ss
+    """Return a readable form of an address. Without TCP it is the name of the unix socket, as ``ss
     -x`` lists it.
     """
     try:
@@ -65,14 +70,13 @@ def shown(address: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """What others call this machine, where a server listens on all its interfaces."""
+    """Return the address of this machine for other machines, if ``host`` means all interfaces."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # nothing is sent: the kernel says which interface leads outside
+            # Nothing is sent: the kernel selects the interface of the default route.
+            probe.connect(("192.0.2.1", 9))
             found: str = probe.getsockname()[0]
         except OSError:
             return socket.gethostname()
@@ -80,14 +84,17 @@ def reachable(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is a loopback address."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def new_key() -> str:
+    """Return a random key."""
     return secrets.token_hex(8)
 
 
 def check_key(key: str) -> str:
+    """Return ``key``; raise ``OverlordError`` if it is malformed."""
     if not _KEY.fullmatch(key):
         raise OverlordError(
             f"key {key!r}: expected 1 to 80 letters, digits, dots, dashes and underscores"
@@ -96,6 +103,7 @@ def check_key(key: str) -> str:
 
 
 def listen_local(address: Address) -> socket.socket:
+    """Listen on the unix socket of ``address``."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     return _listening(
         sock, address.local_name, f"the local socket of {address}", "another server has this key"
@@ -103,19 +111,16 @@ def listen_local(address: Address) -> socket.socket:
 
 
 def listen_tcp(host: str, port: int | range) -> socket.socket:
-    """Of several ports, the first that is free."""
+    """Listen on a TCP port; of a range, on the first port that is free."""
     if isinstance(port, range):
         return _first_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-    )  # a server that was killed must not block its successor
+    # Connections of a killed server must not block its successor.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     remedy = "choose another port, or 0 for any; the host must be an address of this machine"
-    if host == os.environ.get(
-        "OVERLORD_INTERFACE"
-    ):  # who reads this may not know where the host comes from
+    if host == os.environ.get("OVERLORD_INTERFACE"):
         remedy += ", and OVERLORD_INTERFACE in the environment names this one"
     return _listening(sock, (host, port), f"{host}:{port}", remedy)
 
@@ -128,8 +133,8 @@ def _first_free(host: str, ports: range) -> socket.socket:
             if getattr(taken.__cause__, "errno", 0) != errno.EADDRINUSE:
                 raise
     raise OverlordError(
-        f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name "
-        "more of them"
+        f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all in use; allow "
+        "more ports"
     )
 
 
@@ -146,13 +151,13 @@ def _listening(
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages go at once, and a peer's machine that vanished is noticed."""
+    """Send small messages at once, and detect peers whose machine vanished."""
     sock.setblocking(False)
     if sock.family != getattr(socket, "AF_UNIX", None):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
             if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), KEEPALIVE_S)
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), TIMEOUTS.keepalive_s)
         if hasattr(socket, "TCP_KEEPCNT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

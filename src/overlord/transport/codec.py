@@ -1,10 +1,10 @@
-"""Values as a header and columns, and back. No pickle: what can come out is a closed list, whatever
-the bytes say.
+"""Encode values as a header and columns, and decode them. It does not use pickle: only a closed set
+of types can be decoded, whatever the bytes contain.
 
-The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict;
-every array of MessagePack starts with a tag that says what it stands for: a list, a tuple, a
-column, a record. Decoding imports nothing, runs nothing that the bytes name, and builds only
-registered records and known exceptions, their fields checked against their annotations.
+The header is MessagePack. Numbers, strings, bytes and None stand for themselves, and a map is a
+dict. Every MessagePack array starts with a tag: list, tuple, column, record and so on. Decoding
+imports nothing and runs nothing that the bytes name. It builds only registered records and known
+exceptions, and checks their fields against their annotations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlord.mesh import ClientPlaceTree
 from overlord.messages import client, constructor, control, loader
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, SampleId
-from overlord.transport import error_codec as error_codec  # it registers exceptions
+from overlord.transport import error_codec as error_codec  # registers exceptions
 from overlord.transport.record_codec import register
 from overlord.transport.value_codec import decode, encode
 

@@ -1,8 +1,8 @@
-"""Whether a value is what a record's annotation says. Made once for a class, so that looking at a
-message costs next to nothing.
+"""Check values against the annotations of record fields. Each check is compiled once per class, so
+checking a message is cheap.
 
-A record that came over the wire with a text where a number belongs must be refused where it
-arrives: in a core it would be a surprise, and far from its cause.
+A record with a field of the wrong type is rejected on arrival. Inside the pure cores the error
+would surface far from its cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Check = Callable[[Any], bool]
 
 
 def check_for(annotation: Any) -> Check | None:
-    """A function that says whether a value fits; None: anything does."""
+    """Return a function that tells whether a value matches; None if any value does."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any or annotation is object:
         return None
@@ -44,7 +44,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Whole numbers are real numbers too: ``weights={"web": 1}``."""
+    """Whole numbers are accepted as floats: ``weights={"web": 1}``."""
     return (
         type(value) is float or type(value) is int or isinstance(value, (np.floating, np.integer))
     )
@@ -63,8 +63,7 @@ _PLAIN: dict[Any, Check] = {
     tuple: lambda value: type(value) is tuple,
     np.ndarray: lambda value: type(value) is np.ndarray,
 }
-# What the items of a long tuple are in all likelihood: one look at the set of their types is
-# cheaper than a look at each.
+# Usual item types of a long tuple. Comparing the set of types is cheaper than checking every item.
 _LIKELY: dict[Any, set[type]] = {
     int: {int},
     float: {float, int},

@@ -1,4 +1,6 @@
-"""The client's way to a link: the local socket if it answers, TCP otherwise, then the handshake."""
+"""Client side of a connection: use the unix socket if it answers, TCP otherwise, then do the
+handshake.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from overlord.transport.address import HAS_SHARED_MEMORY, Address, shown, tune
 from overlord.transport.connection import MAX_HELD, SocketConnection
 from overlord.transport.handshake import TryLater, client_side
 from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.timeouts import TIMEOUTS
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
-AGAIN_S = 0.1  # until the next try, where a server has no room or time just now
+AGAIN_S = TIMEOUTS.retry_s
 
 
 def dial(
@@ -29,8 +32,9 @@ def dial(
     transport: str = "auto",
     name: str = "",
 ) -> tuple[SocketConnection, dict[str, Any]]:
-    """A link to the server at an address, and its welcome. ``name`` is how the server calls this
-    side in its errors.
+    """Connect to the server at ``address``; return the connection and the server's welcome.
+
+    ``name`` is how the server calls this client in its errors.
     """
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
@@ -40,12 +44,12 @@ def dial(
             return _dial(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
-        # this process stood still for seconds, or a thousand others came first: nothing that should
-        # end a trainer
+        # This process was suspended for seconds, or a thousand others connected first: no reason to
+        # end a trainer.
         except TryLater as later:
             if time.monotonic() + AGAIN_S > deadline:
                 raise DataStall(
-                    f"{shown(address)} to take a connection, which it refuses for now "
+                    f"{shown(address)} to accept a connection, which it refuses temporarily "
                     f"({later.reason})",
                     timeout_s,
                 ) from None
@@ -64,10 +68,10 @@ def _dial(
     where = shown(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
-        said = _greet(sock, where, token, hello, deadline, timeout_s)
-        welcome, hold = said.get("welcome"), said.get("hold")
+        answer = _handshake(sock, where, token, hello, deadline, timeout_s)
+        welcome, hold = answer.get("welcome"), answer.get("hold")
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
-            raise LinkRefused(where, "its answer holds no welcome")
+            raise LinkRefused(where, "expected a welcome in its answer, got none")
         tune(sock)
         return SocketConnection(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
     except BaseException:
@@ -82,14 +86,14 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
         except OSError as e:
             if transport == "unix" or not address.port:
                 raise ActorLost(
-                    shown(str(address)), f"nobody answers at its local socket: {e.strerror or e}"
+                    shown(str(address)), f"its local socket does not answer: {e.strerror or e}"
                 ) from e
     try:
         return socket.create_connection(
             (address.host, address.port), max(0.001, deadline - time.monotonic())
         )
     except OSError as e:
-        raise ActorLost(str(address), f"nobody answers: {e.strerror or e}") from e
+        raise ActorLost(str(address), f"it does not answer: {e.strerror or e}") from e
 
 
 def _connect_local(address: Address, deadline: float) -> socket.socket:
@@ -103,10 +107,10 @@ def _connect_local(address: Address, deadline: float) -> socket.socket:
             sock.close()
             if e.errno != errno.EAGAIN or time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)  # its queue of connections is full, and nothing tells when it is not
+        time.sleep(0.1)  # the accept queue is full, and no event tells when it is not
 
 
-def _greet(
+def _handshake(
     sock: socket.socket,
     address: str,
     token: str,
@@ -120,9 +124,8 @@ def _greet(
         while True:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if isinstance(step, bytes):
-                with contextlib.suppress(
-                    BrokenPipeError
-                ):  # it has hung up: why is there to be read
+                # The peer may have closed already: its reason can still be read.
+                with contextlib.suppress(BrokenPipeError):
                     sock.sendall(step)
                 step = next(steps)
                 continue

@@ -1,8 +1,8 @@
-"""Links: values one way and the other, in order, each side a deadline for every wait.
+"""Connections: ordered, bidirectional streams of values, with a deadline for every wait.
 
-``pair`` joins two ends within a process: what is sent is handed over as it is. A ``SocketConnection``
-speaks to another process: through shared memory on the same machine, by TCP otherwise. Whoever
-sends an array must not change it afterwards; whoever receives one gets it read-only.
+``pair`` connects two ends within a process and passes values by reference. A ``SocketConnection``
+connects two processes: through shared memory on the same machine, by TCP otherwise. The sender of
+an array must not change it afterwards. The receiver gets a read-only array.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import select
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
@@ -32,150 +31,167 @@ class _Timeout:
 
 TIMEOUT: Final = _Timeout()
 PAIR_MESSAGES = 64
-MAX_HELD = 8  # slots of a peer, beyond what it said to expect
-CLOSES = "the server closes"  # the last word of one that ends in order
-CLOSED_HERE = "the link was closed on this side"
+MAX_HELD = 8  # segments of a peer, beyond the number that it announced
+CLOSES = "the server closes"  # the reason of an orderly close
+CLOSED_HERE = "the connection was closed on this side"
 
 
-class Connection(ABC):
-    """One end. ``send`` may be called from any thread."""
+class Connection(Protocol):
+    """One end of a connection. ``send`` may be called from any thread."""
 
     peer: str
 
-    @abstractmethod
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """``DataStall`` when the peer takes nothing for so long, ``ActorLost`` when it is gone."""
+        """Send a value.
 
-    @abstractmethod
-    def recv(self, timeout_s: float) -> Any:
-        """The next value, or ``TIMEOUT``. ``ActorLost`` at the end, after everything that was sent
-        has been read.
+        Raise ``DataStall`` if the peer accepts nothing for ``timeout_s``, ``ActorLost`` if it is
+        lost.
         """
 
-    @abstractmethod
+    def recv(self, timeout_s: float) -> Any:
+        """Return the next value, or ``TIMEOUT``.
+
+        Raise ``ActorLost`` at the end, after everything that was sent has been read.
+        """
+
     def flush(self) -> None:
-        """Tells the peer what it should know; never waits."""
+        """Send pending notices to the peer. Never waits."""
 
-    @abstractmethod
     def fileno(self) -> int:
-        """Readable when there may be something to receive."""
+        """Return a descriptor that is readable when a value may have arrived."""
+        ...
 
-    @abstractmethod
-    def close(self, reason: str = "") -> None: ...
+    def close(self, reason: str = "") -> None:
+        """End the connection; the peer receives ``reason``."""
 
     @property
     def remote_held(self) -> int:
-        """Slots of the peer that this side holds."""
+        """Number of segments of the peer that this side holds."""
         return 0
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-class _Lane:
-    """One direction of a pair."""
+class _Direction:
+    """One direction of a pair: a queue, and the reason for its end."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.values: deque[Any] = deque()
         self.reason: str | None = None
-        self.bell: tuple[socket.socket, socket.socket] | None = None
+        self.wakeup: tuple[socket.socket, socket.socket] | None = None
 
     def end(self, reason: str) -> None:
         with self.changed:
             self.reason = self.reason or reason
-            self.ring()
+            self.notify()
             self.changed.notify_all()
 
-    def ring(self) -> None:
-        if self.bell is not None:
+    def notify(self) -> None:
+        if self.wakeup is not None:
             with contextlib.suppress(BlockingIOError):
-                self.bell[1].send(b"\0")
+                self.wakeup[1].send(b"\0")
 
 
-class LocalConnection(Connection):
-    """An end of a pair within the process."""
+class LocalConnection:
+    """One end of a pair within a process."""
 
-    def __init__(self, peer: str, out: _Lane, into: _Lane, ring: SharedMemoryPool | None):
+    def __init__(self, peer: str, out: _Direction, into: _Direction, ring: SharedMemoryPool | None):
         self.peer, self.ring = peer, ring
         self._out, self._in = out, into
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        lane = self._out
-        with lane.changed:
-            if not lane.changed.wait_for(
-                lambda: len(lane.values) < PAIR_MESSAGES or lane.reason is not None, timeout_s
+        direction = self._out
+        with direction.changed:
+            if not direction.changed.wait_for(
+                lambda: len(direction.values) < PAIR_MESSAGES or direction.reason is not None,
+                timeout_s,
             ):
                 raise DataStall(
-                    f"{self.peer} to take one of {len(lane.values)} messages", timeout_s
+                    f"{self.peer} to accept one of {len(direction.values)} messages", timeout_s
                 )
-            if lane.reason is not None:
-                raise ActorLost(self.peer, lane.reason)
-            lane.values.append(value)
-            lane.ring()
-            lane.changed.notify_all()
+            if direction.reason is not None:
+                raise ActorLost(self.peer, direction.reason)
+            direction.values.append(value)
+            direction.notify()
+            direction.changed.notify_all()
 
     def recv(self, timeout_s: float) -> Any:
-        lane = self._in
-        with lane.changed:
-            if not lane.changed.wait_for(lambda: lane.values or lane.reason is not None, timeout_s):
+        direction = self._in
+        with direction.changed:
+            if not direction.changed.wait_for(
+                lambda: direction.values or direction.reason is not None, timeout_s
+            ):
                 return TIMEOUT
-            if not lane.values:
-                raise ActorLost(self.peer, lane.reason or "")
-            value = lane.values.popleft()
-            if lane.bell is not None and not lane.values and lane.reason is None:
+            if not direction.values:
+                raise ActorLost(self.peer, direction.reason or "")
+            value = direction.values.popleft()
+            if direction.wakeup is not None and not direction.values and direction.reason is None:
                 with contextlib.suppress(BlockingIOError):
-                    while lane.bell[0].recv(4096):
+                    while direction.wakeup[0].recv(4096):
                         pass
-            lane.changed.notify_all()
+            direction.changed.notify_all()
             return value
 
     def flush(self) -> None:
         pass
 
+    @property
+    def remote_held(self) -> int:
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def fileno(self) -> int:
         with self._in.changed:
-            if self._in.bell is None:
-                self._in.bell = socket.socketpair()
-                for end in self._in.bell:
+            if self._in.wakeup is None:
+                self._in.wakeup = socket.socketpair()
+                for end in self._in.wakeup:
                     end.setblocking(False)
                 if self._in.values or self._in.reason is not None:
-                    self._in.ring()
-            return self._in.bell[0].fileno()
+                    self._in.notify()
+            return self._in.wakeup[0].fileno()
 
     def close(self, reason: str = "") -> None:
-        self._out.end(f"the link was closed{': ' if reason else ''}{reason}")
+        text = f"the connection was closed{': ' if reason else ''}{reason}"
+        self._out.end(text)
         with self._in.changed:
             self._in.values.clear()
-        self._in.end(f"the link was closed{': ' if reason else ''}{reason}")
+        self._in.end(text)
         with self._in.changed:
-            if self._in.bell is not None:
-                for end in self._in.bell:
+            if self._in.wakeup is not None:
+                for end in self._in.wakeup:
                     end.close()
-                self._in.bell = None
+                self._in.wakeup = None
 
 
 def pair(
     ring: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
 ) -> tuple[Connection, Connection]:
-    """Two ends within this process. Values are handed over as they are; ``PAIR_MESSAGES`` of them
-    may wait.
+    """Return two connected ends within this process.
+
+    Values are passed by reference; at most ``PAIR_MESSAGES`` of them wait in each direction.
     """
-    there, back = _Lane(), _Lane()
+    there, back = _Direction(), _Direction()
     return LocalConnection(names[1], there, back, ring), LocalConnection(
         names[0], back, there, ring
     )
 
 
-class SocketConnection(Connection):
-    """A link to another process, worked by whoever calls it: no thread of ours, so a trainer pays a
-    socket and a mapping.
+class SocketConnection:
+    """A connection to another process, without a thread: it does its I/O in the calls of its user.
+    So a trainer pays for one socket and one mapping.
 
-    Over a unix socket arrays travel in shared memory; over TCP in frames, into buffers that are
-    used again.
+    Over a unix socket arrays travel in shared memory. Over TCP they travel in frames, into reused
+    buffers.
     """
 
     def __init__(
@@ -190,108 +206,119 @@ class SocketConnection(Connection):
         self.peer = peer
         self.shares_memory = sock.family == getattr(socket, "AF_UNIX", None)
         self._sock, self._fileno = sock, sock.fileno()
-        self._lock = threading.Lock()  # the way out; nobody waits while holding it
-        self._reading = threading.RLock()
-        self._own_ring = (
+        self._lock = threading.Lock()  # for sending; never held while waiting
+        self._receive_lock = threading.RLock()
+        self._own_pool = (
             SharedMemoryPool(max_bytes=2**28, name=peer)
             if self.shares_memory and ring is None
             else None
         )
-        ring = (ring or self._own_ring) if self.shares_memory else None
-        slabs = BufferPool(2**28)
-        self._sender = MessageEncoder(ring, peer, self._fileno if hangup else -1)
-        self._receiver = MessageDecoder(slabs, max_held)
-        self._outbox, self._inbox = SendBuffer(), ReceiveBuffer(slabs, files=self.shares_memory)
-        self._lost: str | None = None  # why nothing can be sent any more
-        self._ended = False  # all that came was read
-        self.waits_for_slots = True  # False: what finds no slot free is copied through the socket
-        self._incoming = select.poll()  # for the one who reads; those who send each need their own
-        self._incoming.register(self._fileno, select.POLLIN)
+        ring = (ring or self._own_pool) if self.shares_memory else None
+        buffers = BufferPool(2**28)
+        self._encoder = MessageEncoder(ring, peer, self._fileno if hangup else -1)
+        self._decoder = MessageDecoder(buffers, max_held)
+        self._send_buffer, self._receive_buffer = (
+            SendBuffer(),
+            ReceiveBuffer(buffers, files=self.shares_memory),
+        )
+        self._lost: str | None = None  # why nothing more can be sent
+        self._ended = False  # everything that arrived was read
+        self.waits_for_slots = (
+            True  # False: without a free segment arrays are copied through the socket
+        )
+        self._readable = select.poll()  # for the reader; each sender needs its own
+        self._readable.register(self._fileno, select.POLLIN)
 
     @property
     def ring(self) -> SharedMemoryPool | None:
-        """Where to build what will be sent, so that it need not be copied; None over TCP."""
-        return self._sender.ring
+        """The pool in which to build arrays that are sent, to save a copy; None over TCP."""
+        return self._encoder.pool
 
     @property
     def max_held(self) -> int:
         """Slots of the peer that may be held here; beyond it messages are copied, so that no reader
         exhausts the peer's ring.
         """
-        return self._receiver.max_held
+        return self._decoder.max_held
 
     @max_held.setter
-    def max_held(self, slots: int) -> None:
-        self._receiver.max_held = slots
+    def max_held(self, segments: int) -> None:
+        self._decoder.max_held = segments
 
     @property
     def remote_held(self) -> int:
-        return self._receiver.slots.held
+        return self._decoder.segments.held
 
     @property
     def remote_mapped(self) -> int:
-        """Slots of the peer that are mapped here."""
-        return self._receiver.slots.mapped
+        """Number of segments of the peer that are mapped here."""
+        return self._decoder.segments.mapped
 
     @property
     def copied(self) -> int:
-        """Messages that were copied out of their slots because too many were held."""
-        return self._receiver.copied
+        """Number of messages that were copied out of their segments because too many were held."""
+        return self._decoder.copied
 
     def fileno(self) -> int:
         return self._fileno
 
-    # out
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # sending
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """A value whose sending was begun when ``DataStall`` was raised stays on its way; nothing
-        new is taken before it has gone.
+        """Send a value. After ``DataStall`` a value that was partly sent stays queued; the next
+        call sends the rest first.
         """
         self._drain(timeout_s)
-        self._post(self._load(value, timeout_s))
+        self._enqueue(self._encode(value, timeout_s))
         self._drain(timeout_s)
 
-    def _load(self, value: Any, wait_s: float) -> EncodedMessage:
-        """The value ready to go, its arrays in slots; waits for a free slot."""
+    def _encode(self, value: Any, wait_s: float) -> EncodedMessage:
+        """Return the encoded value, its arrays in segments. Waits for a free segment."""
 
         def take(nbytes: int) -> np.ndarray | None:
-            ring = self._sender.ring
-            assert ring is not None
-            if nbytes > ring.max_bytes or wait_s <= 0 or not self.waits_for_slots:
-                return ring.take(nbytes)
+            pool = self._encoder.pool
+            assert pool is not None
+            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_slots:
+                return pool.take(nbytes)
             try:
-                return ring.wait(nbytes, wait_s)
+                return pool.wait(nbytes, wait_s)
             except DataStall as e:
                 raise DataStall(
-                    f"{self.peer} to let go of what was sent: {e.waiting_for}", wait_s
+                    f"{self.peer} to release what was sent: {e.waiting_for}", wait_s
                 ) from e
 
         self._check()
-        return self._sender.load(value, take)
+        return self._encoder.encode(value, take)
 
-    def _post(self, loaded: EncodedMessage) -> None:
+    def _enqueue(self, encoded: EncodedMessage) -> None:
         with self._lock:
             self._check()
-            for parcel in self._sender.parcels(loaded):
-                self._outbox.put(parcel)
+            for message in self._encoder.messages(encoded):
+                self._send_buffer.put(message)
             self._write()
 
     def _drain(self, timeout_s: float) -> None:
-        """Waits until the socket has taken all. As long as the peer takes anything it is not
-        stalled.
+        """Wait until the socket has accepted everything. The deadline restarts whenever the peer
+        accepts data.
         """
         moved, deadline = -1, 0.0
-        while len(self._outbox):
+        while len(self._send_buffer):
             with self._lock:
                 self._check()
                 if self._write():
                     return
-                taken, waiting = self._outbox.taken, self._outbox.nbytes
+                taken, waiting = self._send_buffer.taken, self._send_buffer.nbytes
             if taken != moved:
                 moved, deadline = taken, time.monotonic() + timeout_s
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DataStall(f"{self.peer} to take {waiting} bytes", timeout_s)
+                raise DataStall(f"{self.peer} to accept {waiting} bytes", timeout_s)
             self._wait_writable(left)
 
     def _wait_writable(self, seconds: float) -> None:
@@ -301,28 +328,31 @@ class SocketConnection(Connection):
             poll.poll(seconds * 1000)
 
     def _write(self) -> bool:
-        """Whether all is sent. Under the lock."""
+        """Return whether everything is sent. Call with the lock held."""
         try:
-            return self._outbox.write(self._sock)
+            return self._send_buffer.write(self._sock)
         except OSError as e:
-            raise self._lose(f"sending failed: {e.strerror or e}") from e
+            raise self._mark_lost(f"sending failed: {e.strerror or e}") from e
 
     def flush(self) -> None:
         with self._lock:
             if self._lost is None:
-                for parcel in self._sender.notices():
-                    self._outbox.put(parcel)
+                for message in self._encoder.forget_notices():
+                    self._send_buffer.put(message)
                 self._write()
 
-    # in
+    # receiving
 
     def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
-        """``looked``: there was nothing a moment ago, so it waits before it looks."""
+        """Return the next value, or ``TIMEOUT``.
+
+        ``looked``: the caller has just found nothing, so wait before reading.
+        """
         deadline = time.monotonic() + timeout_s
-        with self._reading:
+        with self._receive_lock:
             while True:
-                while self._inbox.ready:
-                    value = self._open()
+                while self._receive_buffer.ready:
+                    value = self._decode_next()
                     if value is not NOTHING:
                         return value
                 if self._ended:
@@ -336,29 +366,33 @@ class SocketConnection(Connection):
                 looked, left = False, deadline - time.monotonic()
                 if left <= 0:
                     return TIMEOUT
-                self._incoming.poll(
-                    left * 1000
-                )  # out of the handler: who interrupts this sees one traceback, not two
+                # Outside the except block: an interrupt here shows one traceback, not two.
+                self._readable.poll(left * 1000)
 
-    def _open(self) -> Any:
-        """The value of the next envelope, or ``NOTHING``."""
-        envelope = self._inbox.ready.popleft()
-        if envelope.kind == BYE:
-            said = bytes(envelope.body).decode(errors="replace")[:1024]
+    def _decode_next(self) -> Any:
+        """Return the value of the next message, or ``NOTHING``."""
+        message = self._receive_buffer.ready.popleft()
+        if message.kind == BYE:
+            reason = bytes(message.body).decode(errors="replace")[:1024]
             with self._lock:
-                self._lose("")
-            self._lost, self._ended = f"it closed the link{': ' if said else ''}{said}", True
+                self._mark_lost("")
+            self._lost, self._ended = (
+                f"it closed the connection{': ' if reason else ''}{reason}",
+                True,
+            )
             return NOTHING
         try:
-            return self._receiver.open(envelope)
+            return self._decoder.decode(message)
         except FrameError as e:
             self.close(str(e))
             raise
 
     def _read(self) -> None:
-        """One read; notes the end of the stream. ``BlockingIOError``: there is nothing yet."""
+        """Read once and note the end of the stream. Raise ``BlockingIOError`` if nothing has
+        arrived.
+        """
         try:
-            if not self._inbox.read(self._sock):
+            if not self._receive_buffer.read(self._sock):
                 self._end("it closed the connection, or died")
         except (BlockingIOError, InterruptedError):
             raise BlockingIOError from None
@@ -368,48 +402,48 @@ class SocketConnection(Connection):
         except OSError as e:
             self._end(f"the connection broke: {e.strerror or e}")
 
-    # the end
+    # closing
 
     def _check(self) -> None:
         if self._lost is not None:
             raise ActorLost(self.peer, self._lost)
 
     def _end(self, reason: str) -> None:
-        with self._lock:  # someone may be sending, in another thread
-            self._lose(reason)
+        with self._lock:  # another thread may be sending
+            self._mark_lost(reason)
         self._ended = True
 
-    def _lose(self, reason: str) -> ActorLost:
-        """Under the lock. Nothing can be sent any more, and what the peer held is free. What it
-        sent can still be read.
+    def _mark_lost(self, reason: str) -> ActorLost:
+        """Nothing more can be sent, and the peer's leases end. Received data can still be read.
+
+        Call with the lock held.
         """
         if self._lost is None:
             self._lost = reason
-            self._outbox.clear()
-            self._sender.close()
+            self._send_buffer.clear()
+            self._encoder.close()
         return ActorLost(self.peer, self._lost)
 
     def close(self, reason: str = "") -> None:
-        """Views of what was received stay valid."""
+        """End the connection. Views of received arrays stay valid."""
         with self._lock:
             if self._fileno < 0:
                 return
             self._fileno = -1
             if self._lost is None:
-                self._outbox.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
+                self._send_buffer.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
                 with contextlib.suppress(OSError):
-                    self._outbox.write(self._sock)
+                    self._send_buffer.write(self._sock)
                 self._lost = f"{CLOSED_HERE}{': ' if reason else ''}{reason}"
-            self._outbox.clear()
-            self._sender.close()
+            self._send_buffer.clear()
+            self._encoder.close()
         with contextlib.suppress(OSError):
-            self._sock.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes whoever reads, who then lets go of the lock
-        with self._reading:
+            # This wakes a reader in another thread, which then releases its lock.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        with self._receive_lock:
             self._ended = True
-            self._inbox.close()
-            self._receiver.close()
+            self._receive_buffer.close()
+            self._decoder.close()
             self._sock.close()
-        if self._own_ring is not None:
-            self._own_ring.close()
+        if self._own_pool is not None:
+            self._own_pool.close()

@@ -1,5 +1,5 @@
-"""Exceptions on the wire. Ours and Python's own keep their type, arguments and notes; others become
-words.
+"""Exceptions on the wire. Exceptions of Overlord and of Python keep type, arguments and notes;
+others become text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overlord.transport.value_codec import (
     wants,
 )
 
-MAX_TEXT = 20_000  # of an exception that becomes words
+MAX_TEXT = 20_000  # characters of an exception that becomes text
 
 KNOWN: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -36,11 +36,10 @@ def _pack(error: BaseException, columns: list[np.ndarray], depth: int) -> Tree:
     name, before = type(error).__name__, len(columns)
     if KNOWN.get(name) is type(error):
         try:
-            args = (
-                error.__reduce__()[1] if isinstance(error, OSError) else error.args
-            )  # its args leave out the file
+            # The args of an OSError do not contain its file name.
+            args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
             return _packed(name, args, error, columns, depth)
-        except Refused:  # an argument that cannot travel
+        except Refused:  # an argument that cannot be encoded
             del columns[before:]
     return _packed(
         "OverlordError", (f"{type(error).__qualname__}: {_text(error)}",), error, columns, depth
@@ -65,7 +64,7 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(tree: Tree) -> Tree:
-    """Texts may name files whose names are no Unicode: an error must arrive all the same."""
+    """Escape text that is not valid Unicode (as file names may be), so that every error arrives."""
     if type(tree) is str:
         return tree if tree.isascii() else tree.encode("utf-8", "backslashreplace").decode()
     if type(tree) is list:
@@ -84,7 +83,7 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Exception:
     values = open_value(args, columns, depth)
     try:
         error = KNOWN[name](*values)
-        str(error)  # one whose text cannot be made would fail where it is shown
+        str(error)  # an exception whose text cannot be built would fail where it is printed
     except Exception as e:
         raise Refused(f"expected arguments of {name}, got others: {type(e).__name__}: {e}") from e
     for note in notes:

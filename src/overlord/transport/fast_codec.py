@@ -1,9 +1,9 @@
-"""Shortcuts for the fields that messages are full of: a column, three hundred whole numbers, a
-weight for each source.
+"""Fast paths for the most frequent record fields: a column, a tuple of hundreds of integers, a
+weight per source.
 
-A shortcut answers ``NOT`` where it does not apply, and the general way is taken; so none decides
-what is right or wrong. Tuples are looked through in C, by ``msgspec.convert``, which is stricter
-than we need: a numpy number in a tuple goes the general way.
+A fast path returns ``NOT`` if it does not apply; the general codec then handles the value. So no
+fast path decides what is valid. ``msgspec.convert`` checks tuples in C. It is stricter than
+necessary: a numpy number in a tuple goes through the general codec.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlord.transport.value_codec import ARRAY, OPEN_PLAIN, SMALL, TUPLE, open
 
 NOT: Any = object()
 
-Quick = Callable[[Any, list[np.ndarray]], Any]
+FastDecoder = Callable[[Any, list[np.ndarray]], Any]
 
 _PLAIN: dict[Any, frozenset[type]] = {
     int: frozenset({int}),
@@ -35,20 +35,21 @@ _NUMBERS: dict[Any, Any] = {
     int: int,
     float: int | float,
     bool: bool,
-}  # a float field keeps whole numbers as they are
+}  # a float field keeps integers as integers
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def plain_types(annotation: Any) -> frozenset[type]:
-    """Types whose values fit, with no further look."""
+    """Return the types whose values match the annotation without a further check."""
     return frozenset().union(*(_PLAIN.get(m, frozenset()) for m in members(annotation)))
 
 
-def opener_for(annotation: Any) -> Quick | None:
-    """A shortcut from what stands in the header to a value that fits the annotation."""
+def opener_for(annotation: Any) -> FastDecoder | None:
+    """Return a fast path from the header to a value that matches the annotation, or None."""
     for member in members(annotation):
         origin, args = get_origin(member), get_args(member)
         if member is np.ndarray:
@@ -69,7 +70,7 @@ def opener_for(annotation: Any) -> Quick | None:
 
 
 def packer_for(annotation: Any) -> Callable[[Any], Any] | None:
-    """A shortcut from a tuple of numbers to the header."""
+    """Return a fast path from a tuple of numbers to the header, or None."""
     for member in members(annotation):
         args = get_args(member)
         if get_origin(member) is tuple and args[1:] == (Ellipsis,) and args[0] in _NUMBERS:
@@ -92,15 +93,15 @@ def _open_arrays(tree: Any, columns: list[np.ndarray]) -> Any:
     if type(tree) is not dict:
         return NOT
     found = {}
-    for key, part in tree.items():
-        found[key] = array = _open_array(part, columns)
+    for key, item in tree.items():
+        found[key] = array = _open_array(item, columns)
         if array is NOT or type(key) is not str:
             return NOT
     return found
 
 
-def _items_opener(wanted: Any) -> Quick:
-    def quick(tree: Any, columns: list[np.ndarray]) -> Any:
+def _items_opener(wanted: Any) -> FastDecoder:
+    def fast(tree: Any, columns: list[np.ndarray]) -> Any:
         if type(tree) is not list or not tree or type(tree[0]) is not int or tree[0] != TUPLE:
             return NOT
         try:
@@ -108,21 +109,21 @@ def _items_opener(wanted: Any) -> Quick:
         except msgspec.ValidationError:
             return NOT
 
-    return quick
+    return fast
 
 
-def _each_opener(each: Quick) -> Quick:
-    def quick(tree: Any, columns: list[np.ndarray]) -> Any:
+def _each_opener(each: FastDecoder) -> FastDecoder:
+    def fast(tree: Any, columns: list[np.ndarray]) -> Any:
         if type(tree) is not list or not tree or type(tree[0]) is not int or tree[0] != TUPLE:
             return NOT
-        found = tuple([each(part, columns) for part in tree[1:]])
+        found = tuple([each(item, columns) for item in tree[1:]])
         return NOT if any(value is NOT for value in found) else found
 
-    return quick
+    return fast
 
 
-def _mapping_opener(wanted: Any) -> Quick:
-    def quick(tree: Any, columns: list[np.ndarray]) -> Any:
+def _mapping_opener(wanted: Any) -> FastDecoder:
+    def fast(tree: Any, columns: list[np.ndarray]) -> Any:
         if type(tree) is not dict:
             return NOT
         try:
@@ -130,11 +131,11 @@ def _mapping_opener(wanted: Any) -> Quick:
         except msgspec.ValidationError:
             return NOT
 
-    return quick
+    return fast
 
 
 def _items_packer(wanted: Any) -> Callable[[Any], Any]:
-    def quick(value: Any) -> Any:
+    def fast(value: Any) -> Any:
         if type(value) is not tuple:
             return NOT
         try:
@@ -142,4 +143,4 @@ def _items_packer(wanted: Any) -> Callable[[Any], Any]:
         except msgspec.ValidationError:
             return NOT
 
-    return quick
+    return fast

@@ -1,11 +1,11 @@
-"""A frame: one message as bytes. A small header, and arrays beside it that are neither copied when
-packed nor when unpacked.
+"""A frame is one message as bytes: a small header, then arrays that neither packing nor unpacking
+copies.
 
-prefix | table: one entry a column | header | column 0 | column 1 | ...        every column starts at a multiple of 64 bytes
+    prefix | table, one entry per column | header | column 0 | column 1 | ...
 
-All numbers are little-endian. The checksum is over prefix, table and header: what the columns hold
-is data and breaks nothing, and to sum gigabytes would cost more than to move them. Nothing a frame
-says is believed before it is checked.
+Every column starts at a multiple of 64 bytes. All numbers are little-endian. The checksum covers
+prefix, table and header. Columns are data: damaged ones break nothing, and summing gigabytes would
+cost more than moving them. Every field of a frame is checked before it is used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from overlord.errors import FrameError
 
 MAGIC = b"OVFR"
 VERSION = 1
-ALIGN = 64  # a cache line, and what vector instructions want
+ALIGN = 64  # a cache line, and the alignment of vector instructions
 MAX_COLUMNS = 65_536
 MAX_DIMS = 8
-MAX_HEADER_BYTES = 2**24  # the objects made of it may take a hundred times as much: empty maps do
+MAX_HEADER_BYTES = 2**24  # decoded objects may take a hundred times as much: empty maps do
 MAX_FRAME_BYTES = 2**32
 
-# The code of a dtype is its place here: at the end is where one may be added.
+# The code of a dtype is its index here: append new ones at the end.
 DTYPES = tuple(
     np.dtype(t)
     for t in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
@@ -42,15 +42,15 @@ _CRC = struct.Struct("<I")
 _ENTRY = struct.Struct(
     "<BB6sQQQ56s"
 )  # dtype code, dimensions, zeros, offset, bytes, the first size, the other sizes
-_SIZES = struct.Struct("<7Q")  # the other sizes; of dimensions that are not there they are 0
+_SIZES = struct.Struct("<7Q")  # the other sizes; 0 for missing dimensions
 PREFIX_BYTES = _START.size + _CRC.size
 _PADDING = bytes(ALIGN)
 _NO_SIZES, _RESERVED = bytes(_SIZES.size), bytes(6)
-_DAMAGED = "the bytes are damaged, or not from an Overlord channel"
+_DAMAGED = "the bytes are damaged, or not from an Overlord connection"
 
 
 class Frame(NamedTuple):
-    """What a frame holds, as read-only views of the buffer it came in."""
+    """The content of a frame, as read-only views of its buffer."""
 
     header: memoryview
     columns: list[np.ndarray]
@@ -61,7 +61,7 @@ def _aligned(n: int) -> int:
 
 
 def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
-    """Bytes of the frame that ``pack`` would make."""
+    """Return the size in bytes of the frame that ``pack`` would build."""
     at = PREFIX_BYTES + _ENTRY.size * len(columns) + len(header)
     for column in columns:
         at = _aligned(at) + column.nbytes
@@ -69,8 +69,9 @@ def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
 
 
 def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryview]:
-    """The pieces of a frame, in order: for ``sendmsg``, or to be copied one after another. Columns
-    are viewed, not copied.
+    """Return the pieces of a frame in order, for ``sendmsg`` or for copying one after another.
+
+    Columns are viewed, not copied.
     """
     if len(header) > MAX_HEADER_BYTES or len(columns) > MAX_COLUMNS:
         raise FrameError(
@@ -86,7 +87,7 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
         if code is None or len(shape) > MAX_DIMS or not column.flags.c_contiguous:
             raise FrameError(_unfit(column), f"column {len(entries)}")
         offset = -(-at // ALIGN) * ALIGN
-        if len(shape) == 1:  # nearly all are
+        if len(shape) == 1:  # the usual case
             entries.append(_ENTRY.pack(code, 1, _RESERVED, offset, nbytes, shape[0], _NO_SIZES))
         else:
             sizes = (*shape, *(0,) * (MAX_DIMS - len(shape)))
@@ -113,7 +114,7 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
 
 
 def _unfit(column: np.ndarray) -> str:
-    """Why an array cannot be a column."""
+    """Return why an array cannot be a column."""
     if column.dtype not in CODES:
         return (
             f"expected an array of one of {', '.join(map(str, DTYPES))} in little-endian order, "
@@ -133,8 +134,8 @@ class _Start(NamedTuple):
 
 
 def frame_bytes(prefix: Any) -> int:
-    """How long a frame is, told from its first ``PREFIX_BYTES``: checked against the limits, so
-    that one can make room for it.
+    """Return the size of a frame, from its first ``PREFIX_BYTES``. It is checked against the
+    limits, so that a buffer can be allocated.
     """
     return _start(memoryview(prefix).cast("B")).frame_bytes
 
@@ -155,7 +156,7 @@ def _start(view: memoryview) -> _Start:
             remedy="both sides must run the same version of Overlord",
         )
     if reserved or reserved_too:
-        raise FrameError("expected zeros in the reserved places, got others", remedy=_DAMAGED)
+        raise FrameError("expected zeros in the reserved fields, got others", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
             f"expected at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
@@ -174,8 +175,9 @@ def _start(view: memoryview) -> _Start:
 
 
 def unpack(buffer: Any) -> Frame:
-    """Header and columns as read-only views of the buffer, which must hold one frame and nothing
-    else; else ``FrameError``.
+    """Return header and columns as read-only views of ``buffer``.
+
+    The buffer must hold exactly one frame; otherwise ``FrameError``.
     """
     try:
         view = memoryview(buffer).cast("B").toreadonly()
@@ -186,7 +188,7 @@ def unpack(buffer: Any) -> Frame:
     start = _start(view)
     if start.frame_bytes != len(view):
         raise FrameError(
-            f"expected {start.frame_bytes} bytes, as the frame says, got {len(view)}",
+            f"expected {start.frame_bytes} bytes, as the frame states, got {len(view)}",
             remedy=_DAMAGED,
         )
     after = PREFIX_BYTES
@@ -202,8 +204,10 @@ def unpack(buffer: Any) -> Frame:
 
 
 def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
-    """The columns of a table. They follow each other with no more room between than alignment
-    wants: so none can overlap, and none can reach out of the frame.
+    """Return the columns of a table.
+
+    Columns follow each other with no gap beyond alignment. So none overlaps another, and none
+    reaches beyond the frame.
     """
     columns: list[np.ndarray] = []
     end = len(view)
@@ -229,11 +233,9 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
             )
         try:
             columns.append(np.ndarray(shape, dtype, view, offset))
-        except (
-            ValueError,
-            OverflowError,
-        ) as e:  # an empty array whose other dimensions are larger than any memory
-            raise _wrong(len(columns), f"expected a shape that can be, got {shape}") from e
+        # An empty array may have other dimensions that are larger than any memory.
+        except (ValueError, OverflowError) as e:
+            raise _wrong(len(columns), f"expected a possible shape, got {shape}") from e
         at = offset + nbytes
     if at != len(view):
         raise FrameError(

@@ -1,11 +1,13 @@
-"""Who is there: both sides show that they know the token, and the token itself never travels.
+"""Mutual authentication: both sides prove that they know the token, which itself is never sent.
 
-    client: nonce           server: nonce
-    client: HMAC over roles, nonces and its hello           server: HMAC over the same and its welcome, or a refusal
+    client: nonce
+    server: nonce
+    client: HMAC over roles, nonces and its hello
+    server: HMAC over the same and its welcome, or a refusal
 
-Each message is a prefix (magic, version, kind, length) and a short body. The two sides are
-generators that ask for bytes (they yield a number) and give bytes (they yield them), so that one
-text serves blocking sockets and the server's thread alike.
+Each message is a prefix (magic, version, kind, length) and a short body. Both sides are generators.
+They yield a number of bytes to receive, or the bytes to send. So blocking sockets
+and the server's thread share the code.
 """
 
 from __future__ import annotations
@@ -28,16 +30,13 @@ PREFIX = struct.Struct("<8sHHI")
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSED, LATER = range(1, 7)
 NONCE_BYTES = 32
 MAX_BODY = 2**16
-SILENCE_S = 5.0  # a peer that says nothing for so long is cut
 
 Steps = Generator[int | bytes, bytes, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A peer that knows the token: what it said of itself, and the function that makes our
-    answer.
-    """
+    """A peer that knows the token: its hello, and the function that builds our answer."""
 
     hello: dict[str, Any]
     seal: Callable[[dict[str, Any]], bytes]
@@ -46,31 +45,30 @@ class Accepted:
 def _packet(kind: int, body: bytes) -> bytes:
     if len(body) > MAX_BODY:
         raise ValueError(
-            f"a hello or a welcome may hold {MAX_BODY} bytes, this one has {len(body)}"
+            f"handshake: expected a hello or a welcome of at most {MAX_BODY} bytes, got {len(body)}"
         )
     return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
 
 
 class TryLater(LinkRefused):
-    """Refused for now: not for who it is, but for when it came, or how long it took. It may come
-    again.
-    """
+    """A temporary refusal, because of load or a slow handshake. The peer may connect again."""
 
 
 def refusal(text: str, *, later: bool = False) -> bytes:
+    """Return the message that refuses a peer; ``later``: it may connect again."""
     return _packet(LATER if later else REFUSED, text.encode()[:1024])
 
 
-def _proof(token: str, role: bytes, nonces: bytes, said: bytes) -> bytes:
+def _proof(token: str, role: bytes, nonces: bytes, body: bytes) -> bytes:
     return hmac.new(
-        token.encode(), MAGIC + bytes([VERSION]) + role + nonces + said, hashlib.sha256
+        token.encode(), MAGIC + bytes([VERSION]) + role + nonces + body, hashlib.sha256
     ).digest()
 
 
 def _read(
     wanted: int, peer: str, body_bytes: int | None = None
 ) -> Generator[int | bytes, bytes, bytes]:
-    """The body of the next message, which must be of this kind."""
+    """Return the body of the next message, which must be of kind ``wanted``."""
     magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
     if magic != MAGIC:
         raise LinkRefused(
@@ -79,8 +77,8 @@ def _read(
     if version != VERSION:
         raise LinkRefused(
             peer,
-            f"it speaks version {version} of the channel, this side version {VERSION}; "
-            "run the same Overlord on both",
+            f"expected version {VERSION} of the protocol, got version {version}; "
+            "run the same version of Overlord on both sides",
         )
     limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
@@ -97,31 +95,31 @@ def _read(
     return body
 
 
-def _plain(said: bytes, peer: str) -> dict[str, Any]:
+def _decoded(body: bytes, peer: str) -> dict[str, Any]:
     try:
-        return msgspec.msgpack.decode(said, type=dict[str, Any])
+        return msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise LinkRefused(peer, f"expected a map in its handshake: {e}") from e
 
 
 def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
-    """Returns the server's welcome."""
+    """Run the client's handshake; return the server's welcome."""
     mine = secrets.token_bytes(NONCE_BYTES)
     yield _packet(HELLO, mine)
     theirs = yield from _read(CHALLENGE, peer, NONCE_BYTES)
-    said = msgspec.msgpack.encode(hello)
-    yield _packet(PROOF, _proof(token, b"client", mine + theirs, said) + said)
+    body = msgspec.msgpack.encode(hello)
+    yield _packet(PROOF, _proof(token, b"client", mine + theirs, body) + body)
     answer = yield from _read(WELCOME, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
         raise LinkRefused(
-            peer, "the server does not know the token; is the address of another job?"
+            peer, "the server does not know the token; check that the address is of this job"
         )
-    return _plain(answer[32:], peer)
+    return _decoded(answer[32:], peer)
 
 
 def server_side(token: str, peer: str) -> Steps:
-    """Returns what is ``Accepted``. Nothing is told to a peer that has not shown the token, but why
-    it is refused.
+    """Run the server's handshake; return ``Accepted``. A peer without the token learns only why it
+    is refused.
     """
     theirs = yield from _read(HELLO, peer, NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
@@ -131,7 +129,7 @@ def server_side(token: str, peer: str) -> Steps:
         raise LinkRefused(peer, "wrong token")
 
     def seal(welcome: dict[str, Any]) -> bytes:
-        said = msgspec.msgpack.encode(welcome)
-        return _packet(WELCOME, _proof(token, b"server", theirs + mine, said) + said)
+        body = msgspec.msgpack.encode(welcome)
+        return _packet(WELCOME, _proof(token, b"server", theirs + mine, body) + body)
 
-    return Accepted(hello=_plain(answer[32:], peer), seal=seal)
+    return Accepted(hello=_decoded(answer[32:], peer), seal=seal)

@@ -1,9 +1,9 @@
-"""Values into parcels, envelopes into values. Here it is decided what goes by reference and what is
+"""Encode values as messages and decode them; decide which arrays go by reference and which are
 copied.
 
-An array that lies in a slot of our ring goes as (slot, offset); the slot's memory is passed once.
-Other arrays are copied into one slot together, or stand in the frame when they are small. Over TCP
-everything stands in the frame.
+An array in a segment of our pool is sent as (segment, offset); the memfd of the segment is passed
+once. Other arrays are copied together into one segment, or stand in the frame if they are small.
+Over TCP everything stands in the frame.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from overlord.transport import codec, frame
 from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 from overlord.transport.peer_segments import PeerSegments
 from overlord.transport.segment import Segment
-from overlord.transport.shared_memory import CELLS, Lease, SharedMemoryPool
+from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool
 from overlord.transport.socket_io import (
     FORGET,
     FRAME,
-    RING,
+    POOL,
     SHARED,
     IncomingMessage,
     Memory,
@@ -34,208 +34,210 @@ from overlord.transport.socket_io import (
 )
 from overlord.transport.value_codec import owned
 
-INLINE_BYTES = 2**15  # below it two copies through the socket cost less than a slot
+INLINE_BYTES = 2**15  # below this, two copies through the socket cost less than a segment
 CHUNK_BYTES = 2**16
-# What stands before the frame of a message by reference: how many grants and references, then
-# these, up to the next multiple of 64.
+# A message by reference starts with the numbers of grants and references, then both lists, padded
+# to a multiple of 64 bytes. The frame follows.
 _COUNTS = struct.Struct("<II")
-_GRANT = struct.Struct(
-    "<QQQ"
-)  # slot, cell, bytes of the slot if it is passed here for the first time
+# segment, release flag, bytes of the segment if this message passes it for the first time
+_GRANT = struct.Struct("<QQQ")
 _REFERENCE = struct.Struct(f"<QQQBB6x{MAX_DIMS}Q")  # column, grant, offset, dtype, dims, shape
 _NO_DIMS = [(0,) * (MAX_DIMS - n) for n in range(MAX_DIMS + 1)]
-_RING_BODY = struct.Struct("<I")
-NOTHING = object()  # an envelope that holds no value
+_POOL_BODY = struct.Struct("<I")
+NOTHING = object()  # the result for a message without a value
 Take = Callable[[int], np.ndarray | None]
 
 
 @dataclass(slots=True, kw_only=True)
 class EncodedMessage:
-    """A value made ready: what lies in a slot, and what does not."""
+    """An encoded value: its header, its columns, and the columns that are in segments."""
 
     header: bytes
     columns: list[np.ndarray]
-    places: dict[int, tuple[Segment, int]]  # column -> slot, offset
+    placed: dict[int, tuple[Segment, int]]  # column -> segment, offset
     keep: np.ndarray | None = None
 
 
 class MessageEncoder:
-    """One link's way out."""
+    """Encodes the outgoing messages of one connection."""
 
-    def __init__(self, ring: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
-        self.ring, self._name, self._hangup_fd = ring, name, hangup_fd
-        self._holder: Lease | None = None
+    def __init__(self, pool: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
+        self.pool, self._name, self._hangup_fd = pool, name, hangup_fd
+        self._lease: Lease | None = None
 
-    def load(self, value: Any, take: Take) -> EncodedMessage:
-        """Copies what must be copied. No lock is held here: it may take long, and it may wait for a
-        slot.
+    def encode(self, value: Any, take: Take) -> EncodedMessage:
+        """Encode a value and copy arrays that need it. Call without a lock: it may take long or
+        wait for a segment.
         """
         header, columns = codec.encode(value)
-        loaded = EncodedMessage(header=header, columns=columns, places={})
-        if self.ring is None or not columns:
-            return loaded
+        encoded = EncodedMessage(header=header, columns=columns, placed={})
+        if self.pool is None or not columns:
+            return encoded
         loose, total = [], 0
         for i, column in enumerate(columns):
-            place = self.ring.locate(column) if column.nbytes and not owned(column) else None
+            place = self.pool.locate(column) if column.nbytes and not owned(column) else None
             if place is not None:
-                loaded.places[i] = place
+                encoded.placed[i] = place
             elif column.nbytes:
                 loose.append((i, total))
                 total += -(-column.nbytes // frame.ALIGN) * frame.ALIGN
         if total > INLINE_BYTES and (memory := take(total)) is not None:
-            self._copy(loaded, loose, memory)
-        return loaded
+            self._copy(encoded, loose, memory)
+        return encoded
 
     def _copy(
-        self, loaded: EncodedMessage, loose: list[tuple[int, int]], memory: np.ndarray
+        self, encoded: EncodedMessage, loose: list[tuple[int, int]], memory: np.ndarray
     ) -> None:
-        assert self.ring is not None
-        found = self.ring.locate(memory)
+        assert self.pool is not None
+        found = self.pool.locate(memory)
         if found is None:
-            return  # the ring was closed meanwhile
+            return  # the pool was closed meanwhile
         for i, at in loose:
-            column = loaded.columns[i]
+            column = encoded.columns[i]
             np.copyto(memory[at : at + column.nbytes], column.reshape(-1).view(np.uint8))
-            loaded.places[i] = (found[0], found[1] + at)
-        loaded.keep = memory
+            encoded.placed[i] = (found[0], found[1] + at)
+        encoded.keep = memory
 
-    def parcels(self, loaded: EncodedMessage) -> list[OutgoingMessage]:
-        """What is to be sent, in order. Under the link's lock: who passes a slot first is decided
-        here.
+    def messages(self, encoded: EncodedMessage) -> list[OutgoingMessage]:
+        """Return the messages to send, in order.
+
+        Call with the connection's lock held: it decides which message passes a segment first.
         """
-        out = self.notices()
-        cells: dict[int, tuple[int, Segment]] = {}  # slot number -> cell, slot
-        if loaded.places:
-            out += self._introduction()
-            cells = self._hold(loaded)
-        if not cells:
-            return [*out, OutgoingMessage(FRAME, frame.pack(loaded.header, loaded.columns))]
-        return [*out, self._shared(loaded, cells)]
+        out = self.forget_notices()
+        flags: dict[int, tuple[int, Segment]] = {}  # segment number -> flag, segment
+        if encoded.placed:
+            out += self._announce_pool()
+            flags = self._grant(encoded)
+        if not flags:
+            return [*out, OutgoingMessage(FRAME, frame.pack(encoded.header, encoded.columns))]
+        return [*out, self._by_reference(encoded, flags)]
 
-    def notices(self) -> list[OutgoingMessage]:
-        """Slots that are no more, so that the peer unmaps them."""
-        if self._holder is None or not self._holder.forgets:
+    def forget_notices(self) -> list[OutgoingMessage]:
+        """Return the notice that lists removed segments, so that the peer unmaps them."""
+        if self._lease is None or not self._lease.forgets:
             return []
-        gone = [self._holder.forgets.popleft() for _ in range(min(len(self._holder.forgets), 4096))]
+        gone = [self._lease.forgets.popleft() for _ in range(min(len(self._lease.forgets), 4096))]
         return [OutgoingMessage(FORGET, [np.array(gone, "<i8").tobytes()])]
 
-    def _introduction(self) -> list[OutgoingMessage]:
-        assert self.ring is not None
-        if self._holder is not None:
+    def _announce_pool(self) -> list[OutgoingMessage]:
+        """Return the message that passes release flags and notifier, before the first segment."""
+        assert self.pool is not None
+        if self._lease is not None:
             return []
-        self._holder = Lease(self._name, self._hangup_fd)
-        self.ring.attach(self._holder)
+        self._lease = Lease(self._name, self._hangup_fd)
+        self.pool.attach(self._lease)
         return [
             OutgoingMessage(
-                RING,
-                [_RING_BODY.pack(CELLS)],
-                [self._holder.fd, self.ring.bell.fd],
-                keep=(self._holder, self.ring.bell),
+                POOL,
+                [_POOL_BODY.pack(RELEASE_FLAGS)],
+                [self._lease.fd, self.pool.notifier.fd],
+                keep=(self._lease, self.pool.notifier),
             )
         ]
 
-    def _hold(self, loaded: EncodedMessage) -> dict[int, tuple[int, Segment]]:
-        assert self.ring is not None
-        assert self._holder is not None
-        cells: dict[int, tuple[int, Segment]] = {}
-        for i, (slot, _) in list(loaded.places.items()):
-            if slot.id not in cells:
-                cell = self.ring.hold(self._holder, slot)
-                if (
-                    cell < 0
-                ):  # the peer holds too many messages: this column is copied through the socket
-                    del loaded.places[i]
+    def _grant(self, encoded: EncodedMessage) -> dict[int, tuple[int, Segment]]:
+        """Return a release flag for every segment; drop the segments for which none is free."""
+        assert self.pool is not None
+        assert self._lease is not None
+        flags: dict[int, tuple[int, Segment]] = {}
+        for i, (segment, _) in list(encoded.placed.items()):
+            if segment.id not in flags:
+                flag = self.pool.grant(self._lease, segment)
+                # The peer holds too many messages: this column is copied through the socket.
+                if flag < 0:
+                    del encoded.placed[i]
                     continue
-                cells[slot.id] = (cell, slot)
-        return cells
+                flags[segment.id] = (flag, segment)
+        return flags
 
-    def _shared(
-        self, loaded: EncodedMessage, cells: dict[int, tuple[int, Segment]]
+    def _by_reference(
+        self, encoded: EncodedMessage, flags: dict[int, tuple[int, Segment]]
     ) -> OutgoingMessage:
-        assert self._holder is not None
-        order = {number: k for k, number in enumerate(cells)}
-        fresh = [slot for _, slot in cells.values() if slot.id not in self._holder.known]
-        parts = [_COUNTS.pack(len(cells), len(loaded.places))]
+        assert self._lease is not None
+        order = {number: k for k, number in enumerate(flags)}
+        fresh = [segment for _, segment in flags.values() if segment.id not in self._lease.known]
+        parts = [_COUNTS.pack(len(flags), len(encoded.placed))]
         parts += [
-            _GRANT.pack(n, cell, slot.nbytes if slot in fresh else 0)
-            for n, (cell, slot) in cells.items()
+            _GRANT.pack(n, flag, segment.nbytes if segment in fresh else 0)
+            for n, (flag, segment) in flags.items()
         ]
-        for i, (slot, offset) in loaded.places.items():
-            shape = loaded.columns[i].shape
-            code = CODES[loaded.columns[i].dtype]
+        for i, (segment, offset) in encoded.placed.items():
+            shape = encoded.columns[i].shape
+            code = CODES[encoded.columns[i].dtype]
             parts.append(
                 _REFERENCE.pack(
-                    i, order[slot.id], offset, code, len(shape), *shape, *_NO_DIMS[len(shape)]
+                    i, order[segment.id], offset, code, len(shape), *shape, *_NO_DIMS[len(shape)]
                 )
             )
         size = sum(map(len, parts))
         parts.append(bytes(-size % frame.ALIGN))
-        inline = [column for i, column in enumerate(loaded.columns) if i not in loaded.places]
-        self._holder.known.update(slot.id for slot in fresh)
-        pieces = [b"".join(parts), *frame.pack(loaded.header, inline)]
-        return OutgoingMessage(SHARED, pieces, [slot.fd for slot in fresh], keep=fresh)
+        inline = [column for i, column in enumerate(encoded.columns) if i not in encoded.placed]
+        self._lease.known.update(segment.id for segment in fresh)
+        pieces = [b"".join(parts), *frame.pack(encoded.header, inline)]
+        return OutgoingMessage(SHARED, pieces, [segment.fd for segment in fresh], keep=fresh)
 
     def close(self) -> None:
-        if self.ring is not None and self._holder is not None:
-            self.ring.detach(self._holder)
+        """End the lease of the peer."""
+        if self.pool is not None and self._lease is not None:
+            self.pool.detach(self._lease)
 
 
 class MessageDecoder:
-    """One link's way in."""
+    """Decodes the incoming messages of one connection."""
 
     def __init__(self, memory: Memory, max_held: int):
         self._memory = memory
-        self.slots = PeerSegments()
+        self.segments = PeerSegments()
         self.max_held = max_held
-        self.copied = 0  # messages that were copied because their reader held too many slots
+        self.copied = 0  # messages that were copied because too many segments were held
 
-    def open(self, envelope: IncomingMessage) -> Any:
-        """The value of an envelope, or ``NOTHING``; whatever is wrong with it is a
-        ``FrameError``.
+    def decode(self, message: IncomingMessage) -> Any:
+        """Return the value of a message, or ``NOTHING``; raise ``FrameError`` for
+        anything invalid.
         """
         try:
-            if envelope.kind == FRAME:
-                self._wants_files(envelope, 0)
-                return codec.decode(*frame.unpack(envelope.body))
-            if envelope.kind == SHARED:
-                return self._open_shared(envelope)
-            self._open_notice(envelope)
+            if message.kind == FRAME:
+                self._check_files(message, 0)
+                return codec.decode(*frame.unpack(message.body))
+            if message.kind == SHARED:
+                return self._decode_shared(message)
+            self._apply_notice(message)
             return NOTHING
         finally:
-            for fd in envelope.files:
+            for fd in message.files:
                 os.close(fd)
 
     @staticmethod
-    def _wants_files(envelope: IncomingMessage, n: int) -> None:
-        if len(envelope.files) != n:
+    def _check_files(message: IncomingMessage, n: int) -> None:
+        if len(message.files) != n:
             raise FrameError(
-                f"expected {n} open files with an envelope of kind {envelope.kind}, got "
-                f"{len(envelope.files)}"
+                f"expected {n} open files with a message of kind {message.kind}, got "
+                f"{len(message.files)}"
             )
 
-    def _open_notice(self, envelope: IncomingMessage) -> None:
-        body = bytes(envelope.body)
-        if envelope.kind == FORGET:
-            self._wants_files(envelope, 0)
+    def _apply_notice(self, message: IncomingMessage) -> None:
+        body = bytes(message.body)
+        if message.kind == FORGET:
+            self._check_files(message, 0)
             if len(body) % 8:
-                raise FrameError(f"expected numbers of slots, got {len(body)} bytes")
-            self.slots.forget(np.frombuffer(body, "<i8").tolist())
-        elif envelope.kind == RING:
-            self._wants_files(envelope, 2)
-            if len(body) != _RING_BODY.size:
-                raise FrameError(f"expected {_RING_BODY.size} bytes of a ring, got {len(body)}")
-            self.slots.open(*envelope.files, *_RING_BODY.unpack(body))
+                raise FrameError(f"expected numbers of segments, got {len(body)} bytes")
+            self.segments.forget(np.frombuffer(body, "<i8").tolist())
+        elif message.kind == POOL:
+            self._check_files(message, 2)
+            if len(body) != _POOL_BODY.size:
+                raise FrameError(f"expected {_POOL_BODY.size} bytes of a pool, got {len(body)}")
+            self.segments.attach(*message.files, *_POOL_BODY.unpack(body))
 
-    def _open_shared(self, envelope: IncomingMessage) -> Any:
-        grants, references, at = _table(envelope.body)
-        header, columns = frame.unpack(memoryview(envelope.body)[at:])  # type: ignore[arg-type]
-        fresh = [(slot, nbytes) for slot, _, nbytes in grants if nbytes]
-        self._wants_files(envelope, len(fresh))
-        for (slot, nbytes), fd in zip(fresh, envelope.files, strict=True):
-            self.slots.add(slot, nbytes, fd)
-        crowded = self.slots.crowded([slot for slot, _, _ in grants], self.max_held)
-        roots = [self.slots.root(slot, cell) for slot, cell, _ in grants]
-        joined = _join(references, columns, roots)
+    def _decode_shared(self, message: IncomingMessage) -> Any:
+        grants, references, at = _table(message.body)
+        header, columns = frame.unpack(memoryview(message.body)[at:])  # type: ignore[arg-type]
+        fresh = [(segment, nbytes) for segment, _, nbytes in grants if nbytes]
+        self._check_files(message, len(fresh))
+        for (segment, nbytes), fd in zip(fresh, message.files, strict=True):
+            self.segments.add(segment, nbytes, fd)
+        crowded = self.segments.crowded([segment for segment, _, _ in grants], self.max_held)
+        views = [self.segments.view(segment, flag) for segment, flag, _ in grants]
+        joined = _merge_columns(references, columns, views)
         if crowded:
             self.copied += 1
             joined = [self._copied(column) for column in joined]
@@ -255,11 +257,11 @@ class MessageDecoder:
         return out
 
     def close(self) -> None:
-        self.slots.close()
+        self.segments.close()
 
 
 def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
-    """Grants, references, and where the frame begins."""
+    """Return grants, references, and the offset of the frame."""
     if len(body) < _COUNTS.size:
         raise FrameError(f"expected grants and references, got {len(body)} bytes")
     n_grants, n_references = _COUNTS.unpack_from(body)  # type: ignore[arg-type]
@@ -278,36 +280,36 @@ def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[
     )
 
 
-def _join(
-    rows: list[tuple[int, ...]], inline: list[np.ndarray], roots: list[np.ndarray]
+def _merge_columns(
+    rows: list[tuple[int, ...]], inline: list[np.ndarray], views: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """All columns in their order: those of the slots at their places, the others between."""
-    places = {row[0]: row for row in rows}
+    """Return all columns in order: referenced ones at their index, inline ones between them."""
+    placed = {row[0]: row for row in rows}
     total = len(rows) + len(inline)
-    if len(places) != len(rows) or max(places, default=0) >= max(1, total):
+    if len(placed) != len(rows) or max(placed, default=0) >= max(1, total):
         raise FrameError(
-            f"expected references to distinct columns of {total}, got {sorted(places)[:20]}"
+            f"expected references to distinct columns of {total}, got {sorted(placed)[:20]}"
         )
     rest = iter(inline)
-    return [_view(places[i], roots) if i in places else next(rest) for i in range(total)]
+    return [_view(placed[i], views) if i in placed else next(rest) for i in range(total)]
 
 
-def _view(row: tuple[int, ...], roots: list[np.ndarray]) -> np.ndarray:
-    """A column in a slot. Nothing of the reference is believed before it is checked."""
+def _view(row: tuple[int, ...], views: list[np.ndarray]) -> np.ndarray:
+    """Return a column in a segment. Every field of the reference is checked before it is used."""
     i, grant, offset, code, dims = row[:5]
-    if grant >= len(roots) or code >= len(DTYPES) or dims > MAX_DIMS:
+    if grant >= len(views) or code >= len(DTYPES) or dims > MAX_DIMS:
         raise FrameError(
-            f"expected a known slot and dtype, got {grant}, {code}, and {dims} dimensions",
+            f"expected a known segment and dtype, got {grant}, {code}, and {dims} dimensions",
             f"column {i}",
         )
-    shape, root, dtype = row[5 : 5 + dims], roots[grant], DTYPES[code]
+    shape, root, dtype = row[5 : 5 + dims], views[grant], DTYPES[code]
     if offset + math.prod(shape) * dtype.itemsize > len(root):
         raise FrameError(
-            f"expected a place within the {len(root)} bytes of its slot, got "
+            f"expected a range within the {len(root)} bytes of its segment, got "
             f"{dtype}{list(shape)} at {offset}",
             f"column {i}",
         )
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:
-        raise FrameError(f"expected a shape that can be, got {shape}", f"column {i}") from e
+        raise FrameError(f"expected a possible shape, got {shape}", f"column {i}") from e

@@ -1,5 +1,5 @@
-"""The peer's slots as this side sees them: mapped once, read-only, each message counted until its
-last view has died.
+"""The peer's segments as seen from this side: each is mapped once, read-only. Every message is
+counted until its last view dies.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlord.errors import FrameError
-from overlord.transport.segment import map_foreign
+from overlord.transport.segment import map_peer_memfd
 
-MAX_SLOTS = 4096  # of one peer: as many as a ring may have
-MAX_CELLS = 2**16
+MAX_SEGMENTS = 4096  # of one peer: as many as a pool may have
+MAX_FLAGS = 2**16
 
 
 class RemoteNotifier:
-    """The peer's bell. Lives as long as a message that may ring it."""
+    """The peer's notifier. It lives as long as a message that may use it."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -28,86 +28,94 @@ class RemoteNotifier:
 
 
 class PeerSegments:
-    """Slots by number, and what of them is held."""
+    """The mapped segments of one peer by id, and which of them are held."""
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
-        self._cells: mmap.mmap | None = None
-        self._bell: RemoteNotifier | None = None
-        self._live: dict[int, int] = {}  # cell -> slot, of messages that somebody still views
+        self._flags: mmap.mmap | None = None
+        self._notifier: RemoteNotifier | None = None
+        self._live: dict[int, int] = {}  # flag -> segment, of messages that are still viewed
 
     @property
     def held(self) -> int:
-        """Slots of which a view lives."""
+        """Number of segments with a live view."""
         return len(set(self._live.values()))
 
     @property
     def mapped(self) -> int:
+        """Number of mapped segments."""
         return len(self._maps)
 
     def crowded(self, more: list[int], limit: int) -> bool:
-        """Whether more than ``limit`` slots were held with these."""
-        if len(self._live) + len(more) <= limit:  # messages are quicker to count, and never fewer
+        """Return whether more than ``limit`` segments would be held together with these."""
+        if len(self._live) + len(more) <= limit:  # messages are faster to count, and never fewer
             return False
         return len({*more, *self._live.values()}) > limit
 
-    def open(self, cells_fd: int, bell_fd: int, n_cells: int) -> None:
-        """The peer's ring: where to note what is free again."""
-        if self._cells is not None or not 0 < n_cells <= MAX_CELLS:
+    def attach(self, flags_fd: int, notifier_fd: int, n_flags: int) -> None:
+        """Map the peer's release flags and keep its notifier."""
+        if self._flags is not None or not 0 < n_flags <= MAX_FLAGS:
             raise FrameError(
-                f"expected one ring of at most {MAX_CELLS} cells, got another, or {n_cells} cells"
+                f"expected one pool of at most {MAX_FLAGS} release flags, got another, or {n_flags}"
             )
-        if os.readlink(f"/proc/self/fd/{bell_fd}") != "anon_inode:[eventfd]":
-            raise FrameError("expected an eventfd as the ring's bell, got another kind of file")
-        self._cells = map_foreign(cells_fd, n_cells, what="cells of a ring", write=True)
-        os.set_blocking(bell_fd, False)
-        self._bell = RemoteNotifier(os.dup(bell_fd))
-
-    def add(self, slot: int, nbytes: int, fd: int) -> None:
-        if slot in self._maps or len(self._maps) >= MAX_SLOTS:
+        if os.readlink(f"/proc/self/fd/{notifier_fd}") != "anon_inode:[eventfd]":
             raise FrameError(
-                f"expected a new slot, and at most {MAX_SLOTS}, got slot {slot} beside "
+                "expected an eventfd as the notifier of the pool, got another kind of file"
+            )
+        self._flags = map_peer_memfd(flags_fd, n_flags, what="release flags", write=True)
+        os.set_blocking(notifier_fd, False)
+        self._notifier = RemoteNotifier(os.dup(notifier_fd))
+
+    def add(self, segment: int, nbytes: int, fd: int) -> None:
+        """Map a new segment of the peer."""
+        if segment in self._maps or len(self._maps) >= MAX_SEGMENTS:
+            raise FrameError(
+                f"expected a new segment, and at most {MAX_SEGMENTS}, got segment {segment} after "
                 f"{len(self._maps)}"
             )
-        self._maps[slot] = map_foreign(fd, nbytes, what=f"slot {slot}")
+        self._maps[segment] = map_peer_memfd(fd, nbytes, what=f"segment {segment}")
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """The peer has let these go. Views that live keep their mapping."""
-        for slot in slots:
-            self._maps.pop(slot, None)
+    def forget(self, segments: Sequence[int]) -> None:
+        """Unmap segments that the peer removed. Live views keep their mapping."""
+        for segment in segments:
+            self._maps.pop(segment, None)
 
-    def root(self, slot: int, cell: int) -> np.ndarray:
-        """A fresh read-only array over a slot; when the last view of it dies, the peer is told."""
-        memory, cells, bell = self._maps.get(slot), self._cells, self._bell
-        if memory is None or cells is None or bell is None:
+    def view(self, segment: int, flag: int) -> np.ndarray:
+        """Return a new read-only array over a segment. Its release flag is set when its last view
+        dies.
+        """
+        memory, flags, notifier = self._maps.get(segment), self._flags, self._notifier
+        if memory is None or flags is None or notifier is None:
             raise FrameError(
-                f"expected a slot that was passed, got slot {slot}; known are "
+                f"expected a segment that was passed, got segment {segment}; known segments: "
                 f"{sorted(self._maps)[:20]}"
             )
-        if cell >= len(cells) or cell in self._live:
-            raise FrameError(f"expected a cell that is free, got {cell} of {len(cells)}")
+        if flag >= len(flags) or flag in self._live:
+            raise FrameError(f"expected a release flag that is free, got {flag} of {len(flags)}")
         root = np.frombuffer(memory, np.uint8)
-        self._live[cell] = slot
-        weakref.finalize(root, _let_go, self._live, cell, cells, bell, os.getpid()).atexit = False
+        self._live[flag] = segment
+        weakref.finalize(
+            root, _release, self._live, flag, flags, notifier, os.getpid()
+        ).atexit = False
         return root
 
     def close(self) -> None:
-        """Nothing more is read. Messages that are still viewed keep their slot, their cell and the
-        bell.
+        """Unmap everything. Messages that are still viewed keep their segment, release flag and
+        notifier.
         """
         self._maps.clear()
-        self._cells = self._bell = None
+        self._flags = self._notifier = None
 
 
-def _let_go(
-    live: dict[int, int], cell: int, cells: mmap.mmap, bell: RemoteNotifier, pid: int
+def _release(
+    live: dict[int, int], flag: int, flags: mmap.mmap, notifier: RemoteNotifier, pid: int
 ) -> None:
-    """Runs wherever the last view dies, even inside the collector: it takes no lock and waits for
-    nothing.
+    """Set the release flag of a message. It runs wherever the last view dies, even inside the
+    garbage collector: it takes no lock and never waits.
     """
     if os.getpid() != pid:
-        return  # a forked child lets go of its copy; the parent still reads
-    live.pop(cell, None)  # first: once the cell is written the peer may use it for the next message
-    cells[cell] = 1
+        return  # a forked child drops its copy; the parent still reads
+    live.pop(flag, None)  # first: once the flag is set, the peer may reuse it
+    flags[flag] = 1
     with contextlib.suppress(OSError):
-        os.eventfd_write(bell.fd, 1)
+        os.eventfd_write(notifier.fd, 1)

@@ -1,8 +1,7 @@
-"""Records on the wire: frozen dataclasses and NamedTuples that were made known, by the name of
-their class.
+"""Records on the wire: registered frozen dataclasses and NamedTuples, identified by class name.
 
-Field names do not travel; a checksum of them does. A record whose sender knows other fields is
-refused, and so is one whose fields are not what their annotations say.
+Field names are not sent, but their checksum is. A record is rejected if its sender has other
+fields, or if a field does not match its annotation.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.transport.codec_checks import Check, check_for
-from overlord.transport.fast_codec import NOT, Quick, opener_for, packer_for, plain_types
+from overlord.transport.fast_codec import NOT, FastDecoder, opener_for, packer_for, plain_types
 from overlord.transport.value_codec import (
     OPENERS,
     PACKERS,
@@ -26,54 +25,52 @@ from overlord.transport.value_codec import (
     Packer,
     Refused,
     Tree,
+    describe_value,
     open_value,
     pack_array,
     pack_value,
-    shown,
 )
 
 T = TypeVar("T", bound=type)
 
 
 class _Field(NamedTuple):
-    """How a field is opened: by its type alone, by a shortcut, or the general way with a check
-    behind it.
-    """
+    """The decoder of a field: its type alone, a fast path, or the general codec and a check."""
 
     plain: frozenset[type]
-    quick: Quick | None
+    fast: FastDecoder | None
     check: Check | None
-    wanted: str  # the annotation, for people
+    wanted: str  # the annotation as text, for errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What is known of a class of records, made once."""
+    """A registered class of records: field names, layout checksum and decoders."""
 
     cls: type
     names: tuple[str, ...]
-    layout: int  # tells these names from others
+    layout: int  # checksum of the names
     fields: tuple[_Field, ...]
-    by_name: bool  # its fields cannot be given by position
+    by_name: bool  # its fields are keyword-only
 
 
 KINDS: dict[str, _Kind] = {}
 
 
 def register(cls: T) -> T:
-    """Makes a record known: a frozen dataclass or a NamedTuple, under the name of its class. Both
-    sides must do so.
+    """Register a record (a frozen dataclass or a NamedTuple) under its class name. Both sides must
+    do so.
     """
     if cls.__name__ in KINDS and KINDS[cls.__name__].cls is not cls:
         known = KINDS[cls.__name__].cls
         raise TypeError(
-            f"register: a record {cls.__name__} is known already, of {known.__module__}; "
-            "name the other one differently"
+            f"register: a record {cls.__name__} is already registered by {known.__module__}; "
+            "rename the new one"
         )
     if is_dataclass(cls):
         if not cls.__dataclass_params__.frozen or not all(f.init for f in fields(cls)):  # type: ignore[attr-defined]
             raise TypeError(
-                "register: expected a frozen dataclass all of whose fields are arguments, "
+                "register: expected a frozen dataclass with all fields as arguments, "
                 f"got {cls.__name__}"
             )
         names, by_name = tuple(f.name for f in fields(cls)), any(f.kw_only for f in fields(cls))
@@ -87,7 +84,12 @@ def register(cls: T) -> T:
         cls, localns={name: kind.cls for name, kind in KINDS.items()} | {cls.__name__: cls}
     )
     found = tuple(
-        _Field(plain_types(hints[n]), opener_for(hints[n]), check_for(hints[n]), _words(hints[n]))
+        _Field(
+            plain_types(hints[n]),
+            opener_for(hints[n]),
+            check_for(hints[n]),
+            _annotation_text(hints[n]),
+        )
         for n in names
     )
     kind = _Kind(
@@ -102,7 +104,7 @@ def register(cls: T) -> T:
     return cls
 
 
-def _words(annotation: Any) -> str:
+def _annotation_text(annotation: Any) -> str:
     return (
         annotation.__name__
         if isinstance(annotation, type) and not hasattr(annotation, "__args__")
@@ -145,14 +147,14 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     kind = _kind(tree)
     values: list[Any] = []
     try:
-        for (plain, quick, check, wanted), part in zip(kind.fields, tree[3:], strict=True):
+        for (plain, fast, check, wanted), item in zip(kind.fields, tree[3:], strict=True):
             value = (
-                part if type(part) in plain else quick(part, columns) if quick is not None else NOT
+                item if type(item) in plain else fast(item, columns) if fast is not None else NOT
             )
             if value is NOT:
-                value = open_value(part, columns, depth)
+                value = open_value(item, columns, depth)
                 if check is not None and not check(value):
-                    raise Refused(f"expected {wanted}, got {shown(value)}")
+                    raise Refused(f"expected {wanted}, got {describe_value(value)}")
             values.append(value)
     except Refused as e:
         raise e.inside(f".{kind.names[len(values)]}") from None
@@ -163,9 +165,7 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
             else kind.cls(*values)
         )
     except Exception as e:
-        raise Refused(
-            f"expected a {kind.cls.__name__} that can be, got {type(e).__name__}: {e}"
-        ) from e
+        raise Refused(f"expected a valid {kind.cls.__name__}, got {type(e).__name__}: {e}") from e
 
 
 def _kind(tree: list[Any]) -> _Kind:
@@ -174,7 +174,8 @@ def _kind(tree: list[Any]) -> _Kind:
     if kind is None:
         near = did_you_mean(name, KINDS) if type(name) is str else ""
         raise Refused(
-            f"expected a known record, got {shown(name)}{near}", "both sides must register it"
+            f"expected a known record, got {describe_value(name)}{near}",
+            "both sides must register it",
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = (

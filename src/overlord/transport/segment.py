@@ -1,8 +1,7 @@
-"""Pieces of shared memory: one memfd each, sealed so that no one who was handed it can make it
-shorter under our feet.
+"""Segments of shared memory: one memfd each, sealed so that no receiver can shrink it.
 
-Without seals a peer could truncate the file behind a mapping, and reading would end the process
-(SIGBUS). The owner maps a slot before it forbids new writable mappings, so only the owner ever
+Without seals a peer could truncate the file under a mapping; reading it would kill the process
+(SIGBUS). The owner maps a segment before it forbids new writable mappings, so only the owner ever
 writes.
 """
 
@@ -23,15 +22,12 @@ from overlord.transport.address import HAS_SHARED_MEMORY
 
 SHRINK, GROW, SEAL, FUTURE_WRITE = 0x0002, 0x0004, 0x0001, 0x0010  # linux/fcntl.h
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-_HUGE, _POPULATE_READ, _POPULATE_WRITE = (
-    14,
-    22,
-    23,
-)  # madvise(2); mmap's own populating would come before huge pages are asked for
+# madvise(2). MAP_POPULATE would touch the pages before huge pages are requested.
+_HUGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 
 
 def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """A memfd of a fixed size and our mapping of it. ``name``: whose it is."""
+    """Return a sealed memfd of ``nbytes`` and our mapping of it. ``name`` is its owner."""
     try:
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
@@ -47,7 +43,7 @@ def _remedy(error: OSError) -> str:
 
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return (
-            f"the limit of the size of files, which counts for it too, is {limit} bytes: "
+            f"the file size limit, which applies to shared memory, is {limit} bytes: "
             "raise it (ulimit -f unlimited)"
         )
     if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -63,9 +59,8 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
         _advise(mapped, _HUGE, _POPULATE_WRITE)
         seals = SHRINK | GROW | SEAL
         if not others_write:
-            with contextlib.suppress(
-                OSError
-            ):  # kernels before 5.1 do not know it; receivers map read-only anyway
+            # Kernels before 5.1 do not have this seal; receivers map read-only anyway.
+            with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, _ADD_SEALS, FUTURE_WRITE)
         fcntl.fcntl(fd, _ADD_SEALS, seals)
     except BaseException:
@@ -74,9 +69,9 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
     return fd, mapped
 
 
-def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap.mmap:
-    """A peer's memfd, looked at before it is mapped: a file that can shrink, or is shorter than
-    said, would kill the reader.
+def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap.mmap:
+    """Map a memfd of a peer after checking it: a file that can shrink, or is shorter than
+    announced, would kill the reader.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -88,51 +83,49 @@ def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap
     if not seals & SHRINK:
         raise FrameError("expected memory that cannot shrink, got no seal", what)
     if nbytes <= 0 or found.st_size != nbytes:
-        raise FrameError(f"expected {nbytes} bytes, as was said, got {found.st_size}", what)
+        raise FrameError(f"expected {nbytes} bytes, as announced, got {found.st_size}", what)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     try:
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
     except (OSError, ValueError) as e:
         raise FrameError(f"expected to map {nbytes} bytes: {e}", what) from e
-    if (
-        found.st_blocks * 512 >= nbytes
-    ):  # holes are left alone: to touch them would be to pay for what the peer only announced
+    # Holes stay untouched: touching them would allocate memory that the peer only announced.
+    if found.st_blocks * 512 >= nbytes:
         _advise(mapped, _HUGE, _POPULATE_READ)
     return mapped
 
 
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
-    """All pages at once, and large ones where the machine allows it: one by one, on first touch,
-    they cost as much as the copy.
+    """Populate all pages at once, and use huge pages if the machine allows it. Page faults one by
+    one cost as much as the copy.
     """
     for each in advice:
-        with contextlib.suppress(
-            OSError
-        ):  # an older kernel, or one that has none for shared memory
+        # An older kernel, or one without huge pages for shared memory.
+        with contextlib.suppress(OSError):
             mapped.madvise(each)
 
 
 class Segment:
-    """One piece of a ring. Free when no array of it lives here and no peer holds it."""
+    """One segment of a pool. It is free when no local array of it lives and no peer holds it."""
 
     __slots__ = (
         "__weakref__",
         "_local",
         "address",
         "fd",
-        "holds",
+        "grants",
         "id",
+        "last_use",
         "map",
         "nbytes",
         "retired",
-        "turn",
     )
 
     def __init__(self, id: int, nbytes: int, name: str):
         self.id, self.nbytes = id, nbytes
-        self.holds = 0  # by peers; the ring's lock guards it
-        self.retired = False  # a peer went away that may still read it: it is never filled again
-        self.turn = 0
+        self.grants = 0  # messages to peers that refer to it; guarded by the lock of the pool
+        self.retired = False  # a lost peer may still read it: it is never filled again
+        self.last_use = 0
         self._local: weakref.ref[np.ndarray] | None = None
         if HAS_SHARED_MEMORY:
             self.fd, self.map = sealed_memfd(name, nbytes, others_write=False)
@@ -143,16 +136,16 @@ class Segment:
 
     @property
     def viewed(self) -> bool:
-        """Whether an array that was handed out, or a view of it, lives in this process."""
+        """Whether an array over the segment, or a view of it, is alive in this process."""
         return self._local is not None and self._local() is not None
 
     @property
     def free(self) -> bool:
-        return not self.holds and not self.viewed
+        return not self.grants and not self.viewed
 
-    def hand_out(self, nbytes: int, on_death: object) -> np.ndarray:
-        """A fresh array over the slot. All views of it have it as their base, so its death says
-        that the last view has died.
+    def new_array(self, nbytes: int, on_death: object) -> np.ndarray:
+        """Return a new array over the segment. It is the base of all its views, so its death means
+        that the last view died.
         """
         root = np.frombuffer(self.map, np.uint8)
         self._local = weakref.ref(root, on_death)  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""A server of links: one thread for all of them, which never waits for a single one. And ``dial``,
-the other end.
+"""A server of connections: one thread serves all of them and never waits for a single one.
 
-Callbacks run in that thread, so they must be short. What a slow peer does not take waits in the
-link's own queue, arrays by reference and bounded; whoever sends more from another thread waits, the
-server's thread does not.
+Callbacks run in that thread, so they must be short. Messages that a slow peer does not accept wait
+in the bounded queue of its connection, arrays by reference. A sender in another thread then waits;
+the server's thread does not.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ from overlord.transport.address import (
 )
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
-from overlord.transport.handshake import SILENCE_S, Accepted, refusal, server_side
-from overlord.transport.server_connection import LINGER_S, ServerConnection
+from overlord.transport.handshake import Accepted, refusal, server_side
+from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.timeouts import TIMEOUTS
 
 __all__ = ["Server", "dial"]
 
-MAX_PENDING = 256  # connections that have not shown the token; beyond it the oldest goes
+MAX_PENDING = 256  # connections in the handshake; beyond it the oldest is refused
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 log = logging.getLogger("overlord.transport")
 
@@ -49,7 +49,7 @@ OnClose = Callable[[ServerConnection, str], None]
 
 
 class Pending:
-    """A connection that has not shown the token yet."""
+    """A connection in the handshake."""
 
     def __init__(self, sock: socket.socket, name: str, token: str, deadline: float):
         self.sock, self.name, self.deadline = sock, name, deadline
@@ -57,12 +57,14 @@ class Pending:
         self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
 
     def read(self) -> Accepted | None:
-        """Takes what has come; what is accepted when the peer has shown the token. ``LinkRefused``
-        otherwise.
+        """Read available bytes; return ``Accepted`` once the peer has proved that it knows the
+        token.
+
+        Raise ``LinkRefused`` if it does not know it.
         """
         while True:
             if isinstance(self._wanted, bytes):
-                self.say(self._wanted)
+                self.write(self._wanted)
                 self._wanted = next(self._steps)
                 continue
             try:
@@ -79,15 +81,16 @@ class Pending:
                 except StopIteration as done:
                     return done.value
 
-    def say(self, data: bytes) -> None:
-        """A few bytes into an empty socket: a peer for whom they do not fit is none of ours."""
+    def write(self, data: bytes) -> None:
+        """Send a few bytes into an empty socket. A well-behaved peer always has room for them."""
         if self.sock.send(data) != len(data):
             raise ConnectionResetError("it does not read")
 
 
 class Server:
-    """Accepts links at ``address``. ``on_open`` returns the welcome, or raises: then the peer is
-    refused with that text.
+    """Accepts connections at ``address``.
+
+    ``on_open`` returns the welcome, or raises: then the peer is refused with that text.
     """
 
     def __init__(
@@ -103,12 +106,12 @@ class Server:
         tcp: bool = True,
         key: str | None = None,
         hold: int = 0,
-        silence_s: float = SILENCE_S,
+        silence_s: float = TIMEOUTS.handshake_s,
     ):
         if not tcp and not HAS_SHARED_MEMORY:
             raise OverlordError(
-                "a server without TCP needs shared memory and unix sockets, which this "
-                "platform lacks; leave tcp=True"
+                "server: tcp=False needs shared memory and unix sockets, which this platform "
+                "lacks; leave tcp=True"
             )
         self._token, self._hold, self._silence_s = token, hold, silence_s
         self._on_message, self._on_open, self._on_close = (
@@ -130,17 +133,17 @@ class Server:
                 for sock in self._listeners:
                     sock.close()
                 raise
-        self._own_ring = None if ring else SharedMemoryPool(name=found.key)
-        self.ring = ring or self._own_ring
-        self._links: set[ServerConnection] = set()
-        self._leaving: set[ServerConnection] = set()  # closed, but not all is sent
+        self._own_pool = None if ring else SharedMemoryPool(name=found.key)
+        self.ring = ring or self._own_pool
+        self._connections: set[ServerConnection] = set()
+        self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
         self._pending: dict[int, Pending] = {}  # oldest first
-        self._todo: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
         self._closing_at: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._bell = WakePair()
-        self._selector.register(self._bell, READ, self._bell.silence)
+        self._waker = WakePair()
+        self._selector.register(self._waker, READ, self._waker.drain)
         for sock in self._listeners:
             self._selector.register(sock, READ, lambda sock=sock: self._accept(sock))
         self._thread = threading.Thread(
@@ -150,10 +153,11 @@ class Server:
 
     @property
     def links(self) -> list[ServerConnection]:
-        return list(self._links)
+        """The open connections."""
+        return list(self._connections)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Sends what is queued, for up to ``LINGER_S``, and ends all links."""
+        """Send queued messages for up to ``Timeouts.linger_s``, then end all connections."""
         self.later(self._begin_close)
         if threading.get_ident() != self._thread.ident:
             self._thread.join(timeout_s)
@@ -164,68 +168,72 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # for links: they may call these from any thread
+    # for connections, from any thread
 
     def later(self, work: Callable[[], None]) -> None:
-        """Run something in the server's thread."""
-        self._todo.append(work)
-        self._bell.ring()
+        """Call ``work`` in the server's thread."""
+        self._calls.append(work)
+        self._waker.wake()
 
     def caught_up(self, timeout_s: float) -> bool:
-        """Waits until what lay in the sockets of its links when this was called has been read:
-        whoever asks what a peer said last, and knows that it said it, must not be answered before
-        that is heard.
+        """Wait until all data that was in the sockets at the time of the call has been read; return
+        whether it was.
+
+        So an answer about the last message of a peer takes a message into account that has already
+        arrived.
         """
         done = threading.Event()
-        self.later(
-            lambda: self.later(done.set)
-        )  # the round under way may have looked before; the next one has not
+        # The current round may have read its sockets before this call; the next round has not.
+        self.later(lambda: self.later(done.set))
         return done.wait(timeout_s)
 
     @property
     def in_its_thread(self) -> bool:
+        """Whether the caller is the server's thread."""
         return threading.get_ident() == self._thread.ident
 
-    def watch_writing(self, link: ServerConnection) -> None:
-        if link in self._links:
-            self._selector.modify(link.fileno(), READ | WRITE, link)
+    def watch_writing(self, connection: ServerConnection) -> None:
+        """Wait for the socket of a connection to accept more."""
+        if connection in self._connections:
+            self._selector.modify(connection.fileno(), READ | WRITE, connection)
 
-    def watch_leaving(self, link: ServerConnection) -> None:
-        if link in self._links:
-            self._leaving.add(link)
+    def watch_lingering(self, connection: ServerConnection) -> None:
+        """Drop a closed connection once its queue is sent, or at its deadline."""
+        if connection in self._connections:
+            self._lingering.add(connection)
 
-    # the thread
+    # in the server's thread
 
     def _run(self) -> None:
         while not self._finished():
-            for key, mask in self._selector.select(self._patience()):
+            for key, mask in self._selector.select(self._select_timeout()):
                 if isinstance(key.data, ServerConnection):
                     self._serve(key.data, mask)
                 elif isinstance(key.data, Pending):
-                    self._greet(key.data)
+                    self._continue_handshake(key.data)
                 else:
                     key.data()
-            for _ in range(len(self._todo)):  # what these leave to be done is for the next round
-                self._todo.popleft()()
-            self._look_at_the_clock()
-        self._end()
+            for _ in range(len(self._calls)):  # calls that these add run in the next round
+                self._calls.popleft()()
+            self._check_deadlines()
+        self._shut_down()
 
-    def _patience(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         oldest = next(iter(self._pending.values()), None)
         deadlines = [oldest.deadline] if oldest else []
-        deadlines += [link.linger_until for link in self._leaving] + [
+        deadlines += [connection.linger_until for connection in self._lingering] + [
             d for d in (self._paused_until, self._closing_at or 0.0) if d
         ]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _look_at_the_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
             self._refuse(
                 oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True
             )
-        for link in [x for x in self._leaving if x.linger_until <= now or not x.waiting]:
-            self.drop(link, link.reason)
+        for connection in [x for x in self._lingering if x.linger_until <= now or not x.waiting]:
+            self.drop(connection, connection.reason)
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
             for sock in self._listeners:
@@ -238,11 +246,11 @@ class Server:
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._pause(e)
-                return  # nothing more, or a connection that has gone again
+                return  # nothing more, or a connection that is closed already
             if len(self._pending) >= MAX_PENDING:
                 self._refuse(
                     next(iter(self._pending.values())),
-                    "too many connections that say nothing",
+                    "too many connections wait in the handshake",
                     later=True,
                 )
             tune(sock)
@@ -253,8 +261,8 @@ class Server:
             self._selector.register(sock, READ, pending)
 
     def _pause(self, error: OSError) -> None:
-        """This process may open no more files: connections wait a while, those that say nothing
-        make room.
+        """No more files can be opened: stop accepting for a while, and refuse the oldest handshake
+        to make room.
         """
         log.warning("cannot accept connections: %s", error.strerror)
         if self._pending:
@@ -264,7 +272,7 @@ class Server:
             for sock in self._listeners:
                 self._selector.unregister(sock)
 
-    def _greet(self, pending: Pending) -> None:
+    def _continue_handshake(self, pending: Pending) -> None:
         if self._pending.get(pending.sock.fileno()) is not pending:
             return
         try:
@@ -273,42 +281,44 @@ class Server:
             self._refuse(pending, e.reason)
         except OSError as e:
             self._forget(pending)
-            log.debug("%s left during the handshake: %s", pending.name, e)
+            log.debug("%s disconnected during the handshake: %s", pending.name, e)
         else:
             if accepted is not None:
                 self._welcome(pending, accepted)
 
     def _welcome(self, pending: Pending, accepted: Accepted) -> None:
-        said = accepted.hello
-        hello = said.get("hello")
+        first = accepted.hello
+        hello = first.get("hello")
         if not isinstance(hello, dict):
-            return self._refuse(pending, "its handshake holds no hello")
-        name = said.get("name")
-        link = ServerConnection(
+            return self._refuse(pending, "expected a hello in its handshake, got none")
+        name = first.get("name")
+        connection = ServerConnection(
             pending.sock,
             name[:200] if isinstance(name, str) and name else pending.name,
             ring=self.ring,
             server=self,
         )
         try:
-            welcome = accepted.seal({"welcome": self._on_open(link, hello), "hold": self._hold})
-        except Exception as e:  # whatever the callback raises is the peer's answer
-            link.abandon()
+            welcome = accepted.seal(
+                {"welcome": self._on_open(connection, hello), "hold": self._hold}
+            )
+        except Exception as e:  # the peer receives the text of any error of the callback
+            connection.abandon()
             return self._refuse(
                 pending, f"{e}" if isinstance(e, OverlordError) else f"{type(e).__name__}: {e}"
             )
         del self._pending[pending.sock.fileno()]
-        self._links.add(link)
-        self._selector.modify(pending.sock, READ, link)
-        link.begin(welcome)
+        self._connections.add(connection)
+        self._selector.modify(pending.sock, READ, connection)
+        connection.begin(welcome)
         return None
 
     def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
-        """``later``: it may come again, as one that stood still in the middle of its handshake
-        does.
+        """Refuse a connection; ``later``: it may connect again, as after a suspension during its
+        handshake.
         """
         with contextlib.suppress(OSError):
-            pending.say(refusal(reason, later=later))
+            pending.write(refusal(reason, later=later))
         self._forget(pending)
 
     def _forget(self, pending: Pending) -> None:
@@ -316,70 +326,70 @@ class Server:
         self._selector.unregister(pending.sock)
         pending.sock.close()
 
-    def _serve(self, link: ServerConnection, mask: int) -> None:
-        if mask & WRITE and link in self._links and link.go_on():
-            self._selector.modify(link.fileno(), READ, link)
-        if mask & READ and link in self._links:
-            self._hear(link)
+    def _serve(self, connection: ServerConnection, mask: int) -> None:
+        if mask & WRITE and connection in self._connections and connection.resume_writing():
+            self._selector.modify(connection.fileno(), READ, connection)
+        if mask & READ and connection in self._connections:
+            self._receive(connection)
 
-    def _hear(self, link: ServerConnection) -> None:
-        """One read of a link, and the messages in it: then the others have their turn."""
+    def _receive(self, connection: ServerConnection) -> None:
+        """Read a connection once and deliver its messages; then the others are served."""
         try:
-            alive = link.hear(lambda value: self._on_message(link, value))
+            alive = connection.receive(lambda value: self._on_message(connection, value))
         except FrameError as e:
-            self.drop(link, str(e))
-        except OverlordError as e:  # the callback does not want what came
-            log.warning("%s is cut off: %s", link.peer, e)
-            self.drop(link, str(e))
-        except Exception as e:  # of the callback: this link ends, the others live on
-            log.exception("on_message failed for %s", link.peer)
-            self.drop(link, f"{type(e).__name__}: {e}")
+            self.drop(connection, str(e))
+        except OverlordError as e:  # the callback rejects the message
+            log.warning("disconnected %s: %s", connection.peer, e)
+            self.drop(connection, str(e))
+        except Exception as e:  # an error of the callback ends this connection only
+            log.exception("on_message failed for %s", connection.peer)
+            self.drop(connection, f"{type(e).__name__}: {e}")
         else:
             if not alive:
-                self.drop(link, link.reason)
+                self.drop(connection, connection.reason)
 
-    def drop(self, link: ServerConnection, reason: str) -> None:
-        """Ends a link for good, once."""
-        if link not in self._links:
+    def drop(self, connection: ServerConnection, reason: str) -> None:
+        """End a connection for good. Idempotent."""
+        if connection not in self._connections:
             return
-        self._links.discard(link)
-        self._leaving.discard(link)
+        self._connections.discard(connection)
+        self._lingering.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.fileno())
-        link.end(reason)
+            self._selector.unregister(connection.fileno())
+        connection.end(reason)
         try:
-            self._on_close(link, reason)
+            self._on_close(connection, reason)
         except Exception:
-            log.exception("on_close failed for %s", link.peer)
+            log.exception("on_close failed for %s", connection.peer)
 
-    # the end
+    # closing
 
     def _begin_close(self) -> None:
         if self._closing_at is None:
-            self._closing_at = time.monotonic() + LINGER_S
-            for link in list(self._links):
-                link.close(CLOSES)
+            self._closing_at = time.monotonic() + TIMEOUTS.linger_s
+            for connection in list(self._connections):
+                connection.close(CLOSES)
 
     def _finished(self) -> bool:
         return self._closing_at is not None and (
-            not self._links or time.monotonic() >= self._closing_at
+            not self._connections or time.monotonic() >= self._closing_at
         )
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         for pending in list(self._pending.values()):
             self._refuse(pending, CLOSES)
-        for link in list(self._links):
-            self.drop(link, link.reason)
+        for connection in list(self._connections):
+            self.drop(connection, connection.reason)
         for sock in self._listeners:
             sock.close()
         self._selector.close()
-        self._bell.close()
-        if self._own_ring is not None:
-            self._own_ring.close()
+        self._waker.close()
+        if self._own_pool is not None:
+            self._own_pool.close()
 
 
 class WakePair:
-    """Wakes a selector, on every platform."""
+    """Wakes a selector from another thread, on every platform."""
 
     def __init__(self) -> None:
         self._near, self._far = socket.socketpair()
@@ -389,11 +399,11 @@ class WakePair:
     def fileno(self) -> int:
         return self._near.fileno()
 
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: a wake-up is pending; closed: not needed
             self._far.send(b"\0")
 
-    def silence(self) -> None:
+    def drain(self) -> None:
         with contextlib.suppress(OSError):
             while self._near.recv(4096):
                 pass
@@ -403,11 +413,11 @@ class WakePair:
         self._far.close()
 
 
-def _welcome_all(link: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
+def _welcome_all(connection: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _ignore(link: ServerConnection, reason: str) -> None:
+def _ignore(connection: ServerConnection, reason: str) -> None:
     pass
 
 

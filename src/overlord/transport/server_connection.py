@@ -1,5 +1,5 @@
-"""A server's end of a link: sending never makes the server's thread wait, and messages go to the
-server's callback.
+"""The server's end of a connection: sending never blocks the server's thread, and messages go to
+the server's callback.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from overlord.transport.connection import CLOSED_HERE, SocketConnection
 from overlord.transport.message_io import NOTHING
 from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.socket_io import BYE, OutgoingMessage
+from overlord.transport.timeouts import TIMEOUTS
 
 if TYPE_CHECKING:
     from overlord.transport.server import Server
 
-MAX_QUEUED_BYTES = (
-    2**26
-)  # of one link, beyond what the socket holds; a single message may be larger
+# of one connection, in addition to the socket's buffer; a single message may be larger
+MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
-LINGER_S = 2.0  # how long a closed link may take to send what is queued
 
 
 class ServerConnection(SocketConnection):
-    """May be used from any thread. What the socket does not take is queued and sent by the server's
-    thread.
+    """Can be used from any thread. The server's thread sends what the socket does not accept at
+    once.
     """
 
     def __init__(
@@ -38,49 +37,50 @@ class ServerConnection(SocketConnection):
         self._server = server
         self._drained = threading.Condition(self._lock)
         self._begun = False  # nothing may be sent before the welcome
-        self._watched = False  # whether the server's thread waits for the socket to take more
+        self._watched = False  # whether the server's thread waits for the socket to accept more
         self.linger_until = 0.0
         self.max_queued_bytes = MAX_QUEUED_BYTES
 
     @property
     def reason(self) -> str:
-        """Why the link ended."""
+        """Why the connection ended."""
         return self._lost or ""
 
     @property
     def waiting(self) -> bool:
-        """Whether something is queued."""
-        return len(self._outbox) > 0
+        """Whether messages are queued."""
+        return len(self._send_buffer) > 0
 
     @property
     def queued_bytes(self) -> int:
-        return self._outbox.nbytes
+        return self._send_buffer.nbytes
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """Waits while too much is queued; in the server's thread it does not wait but raises
-        ``DataStall`` at once.
+        """Send a value; wait while too much is queued. In the server's thread raise ``DataStall``
+        at once instead.
         """
         wait_s = 0.0 if self._server.in_its_thread else timeout_s
-        self._admit(wait_s)
-        self._post(self._load(value, wait_s))
+        self._wait_for_room(wait_s)
+        self._enqueue(self._encode(value, wait_s))
 
     def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
-        raise OverlordError(
-            "a server's link hands its messages to on_message; there is nothing to receive"
-        )
+        raise OverlordError("recv: a server passes its messages to on_message; handle them there")
 
-    def _admit(self, wait_s: float) -> None:
+    def _wait_for_room(self, wait_s: float) -> None:
         moved, deadline = -1, 0.0
         with self._drained:
-            while self._outbox.nbytes > self.max_queued_bytes or len(self._outbox) > MAX_QUEUED:
+            while (
+                self._send_buffer.nbytes > self.max_queued_bytes
+                or len(self._send_buffer) > MAX_QUEUED
+            ):
                 self._check()
-                if self._outbox.taken != moved:
-                    moved, deadline = self._outbox.taken, time.monotonic() + wait_s
+                if self._send_buffer.taken != moved:
+                    moved, deadline = self._send_buffer.taken, time.monotonic() + wait_s
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DataStall(
-                        f"{self.peer} to take {self._outbox.nbytes} bytes in "
-                        f"{len(self._outbox)} messages",
+                        f"{self.peer} to accept {self._send_buffer.nbytes} bytes in "
+                        f"{len(self._send_buffer)} messages",
                         wait_s,
                     )
                 self._drained.wait(left)
@@ -94,12 +94,13 @@ class ServerConnection(SocketConnection):
             self._server.later(lambda: self._server.watch_writing(self))
         return done
 
-    # for the server's thread
+    # in the server's thread
 
     def begin(self, welcome: bytes) -> None:
+        """Send the welcome, then anything that was queued before it."""
         with self._lock:
             self._begun = True
-            self._outbox.put(OutgoingMessage.raw(welcome), first=True)
+            self._send_buffer.put(OutgoingMessage.raw(welcome), first=True)
             if self._lost is None or self.linger_until:
                 self._try_write()
 
@@ -107,52 +108,55 @@ class ServerConnection(SocketConnection):
         try:
             return self._write()
         except OverlordError:
-            return True  # lost; reading will find the end
+            return True  # lost; the next read finds the end
 
-    def go_on(self) -> bool:
-        """The socket takes more: whether all is sent now."""
+    def resume_writing(self) -> bool:
+        """The socket accepts more: return whether everything is sent."""
         with self._drained:
             done = self._try_write()
             self._watched = not done
             self._drained.notify_all()
             return done
 
-    def hear(self, deliver: Callable[[Any], None]) -> bool:
-        """Reads once, hands over what is complete. False: the peer has gone."""
+    def receive(self, deliver: Callable[[Any], None]) -> bool:
+        """Read once and deliver complete messages. Return False once the peer has closed."""
         try:
             self._read()
         except BlockingIOError:
             return True
-        while self._inbox.ready:
-            value = self._open()
+        while self._receive_buffer.ready:
+            value = self._decode_next()
             if value is not NOTHING and not self.linger_until:
                 deliver(value)
         return not self._ended
 
     def end(self, reason: str) -> None:
-        SocketConnection.close(self, reason)
+        """Close the socket at once, and wake blocked senders."""
+        super().close(reason)
         with self._drained:
             self._drained.notify_all()
 
     def abandon(self) -> None:
-        """It was refused: the socket stays with the handshake."""
+        """The connection was refused: the handshake keeps the socket."""
         with self._lock:
             self._lost = "it was refused"
-            self._sender.close()
+            self._encoder.close()
             self._fileno = -1
 
     def cut(self, reason: str) -> None:
-        """Ends it without waiting for what is queued: nobody is there who would take it."""
+        """Drop the connection without sending its queue: the peer is gone."""
         self._server.later(lambda: self._server.drop(self, reason))
 
     def close(self, reason: str = "") -> None:
-        """What is queued is still sent, for a while; nothing is handed over any more."""
+        """Close in order: queued messages are sent for up to ``Timeouts.linger_s``, and nothing
+        more is delivered.
+        """
         with self._drained:
             if self._lost is not None or self.linger_until:
                 return
             self._lost = f"{CLOSED_HERE}{': ' if reason else ''}{reason}"
-            self._outbox.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
-            self.linger_until = time.monotonic() + LINGER_S
+            self._send_buffer.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
+            self.linger_until = time.monotonic() + TIMEOUTS.linger_s
             self._try_write()
             self._drained.notify_all()
-        self._server.later(lambda: self._server.watch_leaving(self))
+        self._server.later(lambda: self._server.watch_lingering(self))

@@ -1,7 +1,7 @@
-"""Envelopes on a socket: a fixed head, then a body. Never blocks: both directions stop where the
-socket does and go on later.
+"""Messages on a socket: a fixed header, then a body. Reading and writing never block; both resume
+where the socket stopped.
 
-Open files (shared memory) travel beside the first byte of the envelope that announces them.
+Open files (shared memory) are sent with the first byte of the message that announces them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from overlord.transport.frame import MAX_FRAME_BYTES
 
 HEAD = struct.Struct("<2sBBIQ")  # magic, kind, open files, reserved, bytes of the body
 MAGIC = b"OV"
-FRAME, SHARED, FORGET, RING, BYE = range(1, 6)
-SMALL_BODY = 2**16  # these kinds stay below it; so does the reading ahead
-MAX_FILES = 128  # in one envelope; the kernel takes 253
+FRAME, SHARED, FORGET, POOL, BYE = range(1, 6)
+SMALL_BODY = 2**16  # limit of FORGET, POOL and BYE, and of the read-ahead
+MAX_FILES = 128  # in one message; the kernel allows 253
 JOINED_BYTES = 2**15
 _STAGE = 2**16
-_PIECES = 512  # for one sendmsg; the kernel takes 1024
-# Plain numbers: to combine the enumerations of the socket module costs more than a call of the
-# kernel.
+_PIECES = 512  # for one sendmsg; the kernel allows 1024
+# Plain numbers: combining the enumerations of the socket module costs more than a system call.
 _NOSIGNAL, _CLOEXEC, _CTRUNC = (
     int(getattr(socket, f"MSG_{name}", 0)) for name in ("NOSIGNAL", "CMSG_CLOEXEC", "CTRUNC")
 )
@@ -41,11 +40,11 @@ Memory = Callable[[int], np.ndarray]
 class IncomingMessage(NamedTuple):
     kind: int
     body: bytes | np.ndarray
-    files: list[int]  # whoever takes the envelope closes them
+    files: list[int]  # the consumer of the message closes them
 
 
 class OutgoingMessage:
-    """One envelope on its way out. Keeps alive what it refers to."""
+    """One message to send. It keeps the memory and files alive to which it refers."""
 
     __slots__ = ("files", "keep", "nbytes", "pieces")
 
@@ -59,24 +58,26 @@ class OutgoingMessage:
         size = sum(len(piece) for piece in pieces)
         head = HEAD.pack(MAGIC, kind, len(files), 0, size)
         self.pieces: deque[bytes | memoryview] = deque((head, *pieces))
-        if size < JOINED_BYTES:  # to copy so little costs less than to send several pieces
+        if size < JOINED_BYTES:  # a small copy costs less than sending several pieces
             self.pieces = deque((b"".join(self.pieces),))
         self.files, self.keep, self.nbytes = files, keep, size + HEAD.size
 
     @classmethod
     def raw(cls, data: bytes) -> OutgoingMessage:
-        """Bytes as they are: the last word of a handshake."""
-        parcel = cls(BYE, ())
-        parcel.pieces, parcel.nbytes = deque((data,)), len(data)
-        return parcel
+        """Return a message of these bytes without a header: the last packet of a handshake."""
+        message = cls(BYE, ())
+        message.pieces, message.nbytes = deque((data,)), len(data)
+        return message
 
     @property
     def sent(self) -> bool:
         return not self.pieces
 
     def write(self, sock: socket.socket) -> int:
-        """Bytes that the socket took now; ``BlockingIOError`` if it takes none."""
-        if len(self.pieces) == 1 and not self.files:  # nearly all
+        """Return the number of bytes that the socket accepted; raise
+        ``BlockingIOError`` if none.
+        """
+        if len(self.pieces) == 1 and not self.files:  # the usual case
             taken = sock.send(self.pieces[0], _NOSIGNAL)
             if taken == len(self.pieces[0]):
                 self.pieces.clear()
@@ -99,47 +100,49 @@ class OutgoingMessage:
 
 
 class SendBuffer:
-    """What waits for the socket, in order."""
+    """Messages that wait for the socket, in order."""
 
     def __init__(self) -> None:
-        self._parcels: deque[OutgoingMessage] = deque()
+        self._messages: deque[OutgoingMessage] = deque()
         self.nbytes = 0
-        self.taken = 0  # bytes the socket has taken so far: whether a slow peer moves at all
+        self.taken = (
+            0  # bytes that the socket has accepted: shows whether a slow peer makes progress
+        )
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._messages)
 
-    def put(self, parcel: OutgoingMessage, *, first: bool = False) -> None:
-        (self._parcels.appendleft if first else self._parcels.append)(parcel)
-        self.nbytes += parcel.nbytes
+    def put(self, message: OutgoingMessage, *, first: bool = False) -> None:
+        (self._messages.appendleft if first else self._messages.append)(message)
+        self.nbytes += message.nbytes
 
     def write(self, sock: socket.socket) -> bool:
-        """Whether all is sent; False: the socket takes no more for now."""
+        """Return whether everything is sent; False if the socket accepts no more for now."""
         try:
-            while self._parcels:
-                parcel = self._parcels[0]
-                taken = parcel.write(sock)
+            while self._messages:
+                message = self._messages[0]
+                taken = message.write(sock)
                 self.nbytes -= taken
                 self.taken += taken
-                if parcel.sent:
-                    self._parcels.popleft()
+                if message.sent:
+                    self._messages.popleft()
         except (BlockingIOError, InterruptedError):
             return False
         return True
 
     def clear(self) -> None:
-        self._parcels.clear()
+        self._messages.clear()
         self.nbytes = 0
 
 
 class ReceiveBuffer:
-    """Bytes into envelopes. Large bodies are read straight into memory that is used again."""
+    """Parses bytes into messages. Large bodies are read directly into reused memory."""
 
     def __init__(self, memory: Memory, *, files: bool):
         self._memory, self._takes_files = memory, files
         self._stage = bytearray(_STAGE)
         self._view = memoryview(self._stage)
-        self._start = self._end = 0  # what is read and not yet parsed
+        self._start = self._end = 0  # range that is read and not yet parsed
         self._large: np.ndarray | None = None
         self._filled = 0
         self._head = (0, 0)  # kind and open files of the large body
@@ -147,8 +150,8 @@ class ReceiveBuffer:
         self.ready: deque[IncomingMessage] = deque()
 
     def read(self, sock: socket.socket) -> bool:
-        """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is
-        nothing.
+        """Read once. Return False once the peer has closed; raise ``BlockingIOError`` if nothing
+        has arrived.
         """
         target = (
             self._view[self._end :]
@@ -174,7 +177,7 @@ class ReceiveBuffer:
             len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)
         ):
             raise FrameError(
-                f"expected no open files, got {len(self._files)} that nothing announced"
+                f"expected no open files, got {len(self._files)} that no message announced"
             )
         return True
 
@@ -205,11 +208,11 @@ class ReceiveBuffer:
         magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
         if magic != MAGIC or not FRAME <= kind <= BYE or reserved:
             raise FrameError(
-                "expected an envelope, got "
+                "expected a message, got "
                 f"{bytes(self._view[self._start : self._start + HEAD.size])!r}"
             )
         if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
-            raise FrameError(f"expected a shorter envelope, got kind {kind} of {size} bytes")
+            raise FrameError(f"expected a shorter message, got kind {kind} of {size} bytes")
         if files > MAX_FILES or (files and not self._takes_files):
             raise FrameError(
                 f"expected at most {MAX_FILES if self._takes_files else 0} open files, "
@@ -230,21 +233,21 @@ class ReceiveBuffer:
     def _finish(self, kind: int, n_files: int, body: bytes | np.ndarray) -> None:
         if n_files > len(self._files):
             raise FrameError(
-                f"expected {n_files} open files with this envelope, got {len(self._files)}"
+                f"expected {n_files} open files with this message, got {len(self._files)}"
             )
         files, self._files = self._files[:n_files], self._files[n_files:]
         self.ready.append(IncomingMessage(kind, body, files))
 
     def _shift(self) -> None:
-        """Room for the rest of an envelope that is partly there."""
+        """Make room for the rest of a partial message."""
         rest = self._end - self._start
         if self._start and rest:
             self._view[:rest] = bytes(self._view[self._start : self._end])
         self._start, self._end = 0, rest
 
     def close(self) -> None:
-        """Files that nobody took must not stay open."""
-        for fd in self._files + [fd for envelope in self.ready for fd in envelope.files]:
+        """Close files that no consumer took."""
+        for fd in self._files + [fd for message in self.ready for fd in message.files]:
             os.close(fd)
         self._files.clear()
         self.ready.clear()

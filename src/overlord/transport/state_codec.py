@@ -1,4 +1,4 @@
-"""A state as opaque bytes: carried by many, looked into by few."""
+"""Stream states as opaque bytes: many components forward them, few decode them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from overlord.transport.frame import pack, unpack
 
 
 def seal(state: StreamState) -> EncodedState:
+    """Encode a state."""
     return EncodedState(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
 
 
 def unseal(sealed: EncodedState) -> StreamState:
-    """What was sealed; bytes are never trusted."""
+    """Decode a state; raise ``FrameError`` if the bytes are invalid."""
     frame = unpack(np.ascontiguousarray(sealed.data))
     state = decode(frame.header, frame.columns)
     if not isinstance(state, StreamState) or state.step != sealed.step:

@@ -1,10 +1,10 @@
-"""Values of every kind as a header and columns, and back: the walk over both. ``codec`` is the door
-to it.
+"""The general codec: encode any supported value as a header and columns, and decode it. Use it
+through ``codec``.
 
-The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict;
-every array of MessagePack starts with a tag that says what it stands for: a list, a tuple, a
-column, a record. Decoding imports nothing, runs nothing that the bytes name, and builds only
-registered records and known exceptions, their fields checked against their annotations.
+The header is MessagePack. Numbers, strings, bytes and None stand for themselves, and a map is a
+dict. Every MessagePack array starts with a tag: list, tuple, column, record and so on. Decoding
+imports nothing and runs nothing that the bytes name. It builds only registered records and known
+exceptions, and checks their fields against their annotations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from overlord.errors import FrameError
 from overlord.sample import Columns, Ragged
 from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 
-MAX_DEPTH = 64  # of values inside values; messages have about 8
+MAX_DEPTH = 64  # of nested values; messages have about 8
 MAX_INT_BYTES = 4096
-LONG_BYTES = 2**14  # bytes from here on travel as a column: the header is for what is small
-# an array of one dimension up to here stands in the header: a column costs more than to copy it
+LONG_BYTES = 2**14  # from this size bytes travel as a column: the header holds small values
+# a one-dimensional array up to this size stands in the header: a column costs more than the copy
 SMALL_BYTES = 256
 
 LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(
     11
 )  # the tags; never renumbered
 
-Tree = Any  # what MessagePack knows: None, bool, int, float, str, bytes, list, dict
+Tree = Any  # a MessagePack value: None, bool, int, float, str, bytes, list, dict
 Packer = Callable[[Any, list[np.ndarray], int], Tree]
 Opener = Callable[[list[Any], list[np.ndarray], int], Any]
 
@@ -44,9 +44,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 class Refused(Exception):
-    """A value, or the bytes of one, that cannot be; each level it passes adds its part to the
-    path.
-    """
+    """A value, or encoded bytes, that cannot be accepted. Each level adds its step to the path."""
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(problem, remedy)
@@ -60,12 +58,12 @@ class Refused(Exception):
         return FrameError(self.problem, "value" + "".join(reversed(self.path)), self.remedy)
 
 
-# out
+# encoding
 
 
 def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """A value as a header and columns beside it. Arrays are not copied unless they must be
-    (strided, or big-endian).
+    """Encode a value as a header and columns. Arrays are copied only if they are strided or
+    big-endian.
     """
     columns: list[np.ndarray] = []
     try:
@@ -78,7 +76,7 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
         raise FrameError(
-            f"expected text, got {e.object!r:.60} with half a character in it", "value"
+            f"expected valid Unicode, got {e.object!r:.60} with half a character in it", "value"
         ) from e
 
 
@@ -95,7 +93,9 @@ def pack_value(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
-    """Kinds that are found by their base: numpy's scalars, mappings, exceptions."""
+    """Encode values that are recognised by their base class: numpy scalars, mappings,
+    exceptions.
+    """
     if isinstance(value, np.str_):
         return str(value)
     if isinstance(value, np.generic):
@@ -107,15 +107,15 @@ def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
     if isinstance(value, Mapping):
         return _pack_dict(value, columns, depth)
     raise Refused(
-        "expected a value that can travel, got "
+        "expected a value that can be sent, got "
         f"{type(value).__module__}.{type(value).__qualname__}",
-        "send plain values, numpy arrays, or a record made known by "
+        "send plain values, numpy arrays, or a record registered with "
         "overlord.transport.codec.register",
     )
 
 
 def _too_deep() -> Refused:
-    return Refused(f"expected at most {MAX_DEPTH} values inside each other, got more")
+    return Refused(f"expected at most {MAX_DEPTH} nested values, got more")
 
 
 def _pack_items(tag: int) -> Packer:
@@ -138,7 +138,7 @@ def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) 
     if not KEYS.issuperset(set(map(type, value))):
         wrong = next(key for key in value if type(key) not in KEYS)
         raise Refused(
-            f"expected keys that are texts or whole numbers, got {wrong!r:.60} of "
+            f"expected keys that are strings or whole numbers, got {wrong!r:.60} of "
             f"{type(wrong).__name__}"
         )
     if PLAIN.issuperset(set(map(type, value.values()))):
@@ -178,7 +178,7 @@ def _wrong_dtype(dtype: Any) -> Refused:
 
 
 def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
-    """Sets an array beside the header, as a frame can carry it; its number."""
+    """Append an array to the columns, as a frame requires it; return its index."""
     if array.dtype not in CODES:
         little = array.dtype.newbyteorder("<")
         if little not in CODES:
@@ -191,8 +191,8 @@ def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
 
 
 def owned(array: np.ndarray) -> bool:
-    """Whether its memory is numpy's own, of it or of the array it is a view of: then it is no
-    shared memory, which goes by reference.
+    """Return whether numpy allocated the memory of the array, or of the array that it views. If so
+    it is not shared memory, which is sent by reference.
     """
     base = array.base
     return base is None or (type(base) is np.ndarray and base.base is None)
@@ -214,11 +214,10 @@ def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tre
 
 
 def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
-    """Only the rows it has: a slice of a large column must not send the column."""
+    """Send only the rows of a slice, not the whole column that it views."""
     values, offsets = value.values, value.offsets
-    if problem := _ragged_problem(
-        values, offsets[:: max(1, len(offsets) - 1)]
-    ):  # the ends; the receiver looks at all
+    # Check both ends only; the receiver checks all offsets.
+    if problem := _ragged_problem(values, offsets[:: max(1, len(offsets) - 1)]):
         raise Refused(problem)
     first, last = int(offsets[0]), int(offsets[-1])
     values = values if last - first == len(values) else values[first:last]
@@ -230,7 +229,7 @@ def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _with_big_ints(tree: Tree) -> Tree:
-    """The tree with whole numbers of more than 64 bits as bytes."""
+    """Return the tree with integers of more than 64 bits as bytes."""
     if type(tree) is int and not -(2**63) <= tree < 2**64:
         size = tree.bit_length() // 8 + 1
         if size > MAX_INT_BYTES:
@@ -247,11 +246,11 @@ def _with_big_ints(tree: Tree) -> Tree:
     return tree
 
 
-# in
+# decoding
 
 
 def decode(header: Any, columns: list[np.ndarray]) -> Any:
-    """The value of a header and its columns; whatever is wrong with them is a ``FrameError``."""
+    """Return the value of a header and its columns; raise ``FrameError`` if they are invalid."""
     try:
         return open_value(_decoder.decode(header), columns, 0)
     except Refused as e:
@@ -264,12 +263,14 @@ def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
     kind = type(tree)
     if kind in OPEN_PLAIN:
         return tree
-    if depth > MAX_DEPTH + 1:  # one more: a number too large for MessagePack is a list in it
+    if depth > MAX_DEPTH + 1:  # one more: an integer beyond 64 bits is encoded as a list
         raise _too_deep()
     if kind is list:
         opener = OPENERS.get(tree[0]) if tree and type(tree[0]) is int else None
         if opener is None:
-            raise Refused(f"expected a known tag, got {shown(tree[0]) if tree else 'none'}")
+            raise Refused(
+                f"expected a known tag, got {describe_value(tree[0]) if tree else 'none'}"
+            )
         return opener(tree, columns, depth + 1)
     if kind is dict:
         return _open_dict(tree, columns, depth + 1)
@@ -291,7 +292,7 @@ def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[
 
 def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> dict[Any, Any]:
     if not KEYS.issuperset(set(map(type, tree))):
-        raise Refused("expected keys that are texts or whole numbers, got others")
+        raise Refused("expected keys that are strings or whole numbers, got others")
     key = None
     try:
         for key, item in tree.items():
@@ -302,26 +303,28 @@ def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> d
     return tree
 
 
-def shown(value: Any) -> str:
-    """A value in an error. Only plain ones are printed: others may be large, or fail when asked."""
+def describe_value(value: Any) -> str:
+    """Return a value as text for errors. Other than plain values may be large or fail in ``repr``:
+    only their type is describe_value.
+    """
     return f"{value!r:.60}" if type(value) in OPEN_PLAIN else type(value).__name__
 
 
 def wants(tree: list[Any], *kinds: type) -> list[Any]:
-    """What stands behind the tag: exactly so many, of these types."""
+    """Return the values after the tag, which must have exactly these types."""
     if len(tree) != len(kinds) + 1 or any(
         type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
     ):
         raise Refused(
-            f"expected {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, got "
-            f"{', '.join(map(shown, tree[1:5]))}"
+            f"expected {', '.join(k.__name__ for k in kinds)} after tag {tree[0]}, got "
+            f"{', '.join(map(describe_value, tree[1:5]))}"
         )
     return tree[1:]
 
 
 def _column(i: Any, columns: list[np.ndarray]) -> np.ndarray:
     if type(i) is not int or not 0 <= i < len(columns):
-        raise Refused(f"expected one of {len(columns)} columns, got {shown(i)}")
+        raise Refused(f"expected one of {len(columns)} columns, got {describe_value(i)}")
     return columns[i]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, JobError
 from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, ActorHandle, ActorRecord, OnDeath, Somewhere
-from overlord.rpc.server import NOBODY
+from overlord.rpc.server import NO_REPLY
 from tests.simulation.world.net import Net, Wire
 from tests.simulation.world.virtual import SimMachine
 from tests.simulation.world.world import Process, World
@@ -219,7 +219,7 @@ class SimControl:
     def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
         record = self._mine(handle)
         if record.reason is None:
-            self._send(record, NOBODY, method, args)
+            self._send(record, NO_REPLY, method, args)
 
     def _send(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
         record.there.send(lambda: self._take(record, number, method, args))
@@ -246,7 +246,7 @@ class SimControl:
             self._answer(record, number, True, value)
 
     def _answer(self, record: SimRecord, number: int, ok: bool, value: Any) -> None:
-        if number != NOBODY and record.process.alive:
+        if number != NO_REPLY and record.process.alive:
             record.back.send(lambda: record.answered(number, ok, value))
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
@@ -303,5 +303,5 @@ class SimControl:
             self._world.at(0.0, record.process.kill, None)
 
     def _mine(self, handle: ActorHandle) -> SimRecord:
-        assert isinstance(handle._record, SimRecord)
-        return handle._record
+        assert isinstance(handle.record, SimRecord)
+        return handle.record

@@ -1,5 +1,5 @@
-"""Who is let in: peers with the wrong token, of another version, or silent, are refused with the
-reason, and disturb nobody.
+"""Peers with a wrong token or version, or silent ones, are refused with the reason, and disturb no
+other peer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlord.transport.handshake import (
     refusal,
 )
 from overlord.transport.server import MAX_PENDING, dial
-from tests.channels import (
+from tests.connections import (
     SOON_S,
     TOKEN,
     Story,
@@ -54,7 +54,7 @@ def test_a_wrong_token_is_said_to_be_wrong(story: Story, transport: str):
 
 
 def test_the_token_never_travels(story: Story):
-    """Everything a client says is recorded by a server in the middle."""
+    """A server in the middle records everything that a client sends."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         middle = threading.Thread(
@@ -113,7 +113,7 @@ def _refusal(sock: socket.socket, wanted: int = REFUSED) -> str:
 
 
 def test_a_server_that_does_not_know_the_token_is_not_believed():
-    """It answers in the right form, with a proof it cannot have."""
+    """It answers in the right form, but its proof is wrong."""
 
     def impostor(listener: socket.socket) -> None:
         sock, _ = listener.accept()
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
 
 def test_a_server_of_another_version_is_named_with_both_versions():
     _against(
-        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 99 .* version 1"
+        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 1 .* version 99"
     )
 
 
@@ -215,9 +215,7 @@ def test_a_peer_that_says_nothing_or_not_enough_is_cut():
 def test_a_client_that_stood_still_in_its_handshake_comes_again(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ):
-    """Not when its trainer is to end for it: whoever was paused for some seconds says so by nothing
-    else.
-    """
+    """A client that was suspended for seconds retries, so that its trainer does not end."""
     with Story(silence_s=1.0) as story:
         tries = []
 
@@ -256,14 +254,14 @@ def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=full, args=(listener,), daemon=True).start()
         with pytest.raises(
-            DataStall, match=r"to take a connection, which it refuses for now \(no room\)"
+            DataStall, match=r"to accept a connection, which it refuses temporarily \(no room\)"
         ):
             dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/full", TOKEN, {}, timeout_s=1.0)
         listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
-    """They would be cut after a minute; long before that the oldest make room."""
+    """They would be disconnected after a minute; long before that the oldest make room."""
     with Story(silence_s=60.0) as story:
         address = Address.parse(story.address)
         crowd = [raw_silent(address, "unix" if i % 2 else "tcp") for i in range(MAX_PENDING + 150)]

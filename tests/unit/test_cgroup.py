@@ -1,5 +1,5 @@
-"""Cores and memory in a container: what its control group allows, of version 1 and of version 2,
-and nothing that stops a launch.
+"""Cores and memory in a container: the limits of its control group, version 1 and 2. Nothing here
+stops a launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = len(os.sched_getaffinity(0))
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """A made-up system: the groups of this process, and files below ``/sys/fs/cgroup``."""
+    """Return a fake system: the groups of this process, and files below ``/sys/fs/cgroup``."""
     for name, text in {
         "proc/self/cgroup": groups,
         **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},

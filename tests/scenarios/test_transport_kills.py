@@ -1,5 +1,5 @@
-"""Real kills: what was sent stays readable, what was held is free again, and nothing is left
-behind.
+"""Real kills: sent data stays readable, held memory becomes free again, and nothing is
+left behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlord.errors import ActorLost, OverlordError
 from overlord.transport.address import Address
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
-from tests.channels import (
+from tests.connections import (
     MB,
     SOON_S,
     TOKEN,
@@ -75,29 +75,29 @@ def test_views_of_a_closed_link_are_not_filled_by_a_sender_that_lives_on():
 
 def test_a_killed_receiver_frees_what_it_held():
     ring = SharedMemoryPool(max_slots=3, name="server", wait_s=SOON_S)
-    with Story(ring=ring) as story, child(hold_messages, story.address, 3) as holder:
+    with Story(ring=ring) as story, child(hold_messages, story.address, 3) as lease:
         story.wait(lambda s: s.opened)
         for k in range(3):
             story.opened[0].send(message(k))
-        assert holder.hears() == [0, 1, 2]
+        assert lease.hears() == [0, 1, 2]
         assert ring.take(MB) is None
         waiter = threading.Thread(target=lambda: ring(MB))
         waiter.start()
-        holder.kill()
+        lease.kill()
         waiter.join(SOON_S)
         assert not waiter.is_alive()
-        assert ring.n_slots <= 3
+        assert ring.n_segments <= 3
         story.wait(lambda s: s.closed)
 
 
 def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
-    """The client has no thread that would see the end of its link: the ring itself looks when it is
-    full.
+    """The client has no thread that detects the end of its connection: the pool checks it when it
+    is full.
     """
     with child(serve_echo, f"holds-for-a-client-{os.getpid()}") as server:
         ring = SharedMemoryPool(max_slots=2, name="client", wait_s=SOON_S)
         link = dialled(server.hears(), ring=ring)
-        halt(server.process.pid or 0)  # it takes nothing from now on
+        halt(server.process.pid or 0)  # it accepts nothing from now on
         for k in range(2):
             link.send(message(k))
         assert ring.take(MB) is None
@@ -166,7 +166,7 @@ def test_a_closed_server_leaves_no_thread_and_no_open_file():
     files, threads = (
         len(os.listdir("/proc/self/fd")),
         threading.active_count(),
-    )  # of other tests: those may go meanwhile
+    )  # of other tests, which may end meanwhile
     for _ in range(3):
         with Story(echo=True) as story, dialled(story.address) as link:
             link.send(message(1))

@@ -1,6 +1,4 @@
-"""Shared memory that is filled again must never be memory that somebody still reads, here or in
-another process.
-"""
+"""Shared memory is never refilled while any process still reads it."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import DataStall, FrameError, OverlordError
+from overlord.transport import shared_memory
 from overlord.transport.peer_segments import PeerSegments
-from overlord.transport.segment import Segment, map_foreign, sealed_memfd
-from overlord.transport.shared_memory import CELLS, Lease, SharedMemoryPool, slot_size
+from overlord.transport.segment import Segment, map_peer_memfd, sealed_memfd
+from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool, segment_size
 
 MB = 2**20
 
@@ -73,13 +73,13 @@ def test_a_slot_is_free_when_its_last_view_dies_and_not_before(
     del view, other
     taken = [ring(MB), ring(MB)]
     assert where in [address(a) for a in taken]
-    assert ring.slots_made == 2
+    assert ring.segments_made == 2
 
 
 def test_sizes_that_vary_a_little_share_their_slots(ring: SharedMemoryPool) -> None:
     for nbytes in (MB, MB - 5000, MB + 40, 3 * MB // 4, MB):
         ring(nbytes)
-    assert ring.slots_made <= 2
+    assert ring.segments_made <= 2
 
 
 def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(
@@ -87,17 +87,17 @@ def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_
 ) -> None:
     ring(MB)
     kept = ring(MB + 40)
-    assert ring.n_slots == 1
+    assert ring.n_segments == 1
     more = ring(2 * MB)
-    assert ring.n_slots == 2
+    assert ring.n_segments == 2
     del kept, more
-    ring(9 * MB)  # not a little larger: of another kind
-    assert ring.n_slots == 3
+    ring(9 * MB)  # much larger: another kind of message
+    assert ring.n_segments == 3
 
 
 @given(st.integers(0, 2**40))
 def test_a_slot_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> None:
-    assert nbytes <= slot_size(nbytes) <= nbytes + max(2**16, nbytes // 4)
+    assert nbytes <= segment_size(nbytes) <= nbytes + max(2**16, nbytes // 4)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3_000_000), st.integers(0, 5)), max_size=40))
@@ -115,29 +115,27 @@ def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int,
         if live and drop:
             live.pop(drop % len(live))
         assert ring.nbytes <= 8_000_000
-        assert ring.n_slots <= 5
+        assert ring.n_segments <= 5
         for mark_of, held in live:
             assert (held[:: max(1, len(held) // 7)] == mark_of % 256).all()
     live.clear()
     del held
     assert (
         ring.take(7_000_000) is not None
-    )  # free slots that are too small make room for a large one
+    )  # free segments that are too small make room for a large one
     ring.close()
 
 
 def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: SharedMemoryPool) -> None:
     held = [ring(MB) for _ in range(3)]
-    with pytest.raises(DataStall, match=r"ring 'test': of its 3 slots .* 3 are viewed here"):
+    with pytest.raises(DataStall, match=r"pool 'test': of its 3 segments .* 3 are viewed here"):
         ring(MB)
     assert ring.take(MB) is None
     assert len(held) == 3
 
 
 def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
-    """Returns when somebody waits for the ring, and the thread has slept at every look for a
-    while.
-    """
+    """Return once the pool has a waiting caller, and the thread was asleep at several checks."""
     end, looks = time.monotonic() + 30, 0
     while looks < 10:
         assert time.monotonic() < end, "it does not sleep"
@@ -152,8 +150,9 @@ def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
 
 @pytest.fixture
 def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits would look again by itself after a second; here not within the test."""
-    monkeypatch.setattr("overlord.transport.shared_memory.LOST_WAKE_S", 300.0)
+    """Disable the periodic check of a waiting caller, which would run after a second."""
+    patient = replace(shared_memory.TIMEOUTS, lost_wake_s=300.0)
+    monkeypatch.setattr(shared_memory, "TIMEOUTS", patient)
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
@@ -171,7 +170,7 @@ def test_who_waits_is_woken_when_a_view_dies() -> None:
 
 
 def test_more_than_the_ring_can_ever_hold_is_refused_at_once(ring: SharedMemoryPool) -> None:
-    with pytest.raises(OverlordError, match="max_bytes is"):
+    with pytest.raises(OverlordError, match="at most max_bytes="):
         ring(ring.max_bytes + 1)
     assert ring.take(ring.max_bytes + 1) is None
 
@@ -199,48 +198,46 @@ def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: SharedMemoryPo
     assert (again == 1).all()
 
 
-# What a peer holds
+# segments that a peer holds
 
 
 @pytest.fixture
 def shared(ring: SharedMemoryPool) -> Iterator[tuple[SharedMemoryPool, Lease, PeerSegments]]:
-    """A ring, and the same process as its peer: all of it is the kernel's shared memory either
-    way.
-    """
-    holder, slots = Lease("peer"), PeerSegments()
-    ring.attach(holder)
-    slots.open(holder.fd, ring.bell.fd, CELLS)
-    yield ring, holder, slots
-    ring.detach(holder)
+    """Return a pool, and this process as its peer: both sides use shared memory of the kernel."""
+    lease, segments = Lease("peer"), PeerSegments()
+    ring.attach(lease)
+    segments.attach(lease.fd, ring.notifier.fd, RELEASE_FLAGS)
+    yield ring, lease, segments
+    ring.detach(lease)
 
 
 def passed(
-    ring: SharedMemoryPool, holder: Lease, slots: PeerSegments, array: np.ndarray
+    ring: SharedMemoryPool, lease: Lease, segments: PeerSegments, array: np.ndarray
 ) -> np.ndarray:
-    """The peer's view of an array of the ring."""
+    """Return the peer's view of an array of the pool."""
     found = ring.locate(array)
     assert found is not None
-    slot, offset = found
-    cell = ring.hold(holder, slot)
-    assert cell >= 0
-    if slot.id not in holder.known:
-        holder.known.add(slot.id)
-        slots.add(slot.id, slot.nbytes, slot.fd)
-    return slots.root(slot.id, cell)[offset : offset + array.nbytes]
+    segment, offset = found
+    flag = ring.grant(lease, segment)
+    assert flag >= 0
+    if segment.id not in lease.known:
+        lease.known.add(segment.id)
+        segments.add(segment.id, segment.nbytes, segment.fd)
+    return segments.view(segment.id, flag)[offset : offset + array.nbytes]
 
 
 def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, slots = shared
+    ring, lease, segments = shared
     array = ring(MB)
     where = address(array)
     array[:] = 5
-    theirs = passed(ring, holder, slots, array)
-    twice = passed(ring, holder, slots, array)[10:]
+    theirs = passed(ring, lease, segments, array)
+    twice = passed(ring, lease, segments, array)[10:]
     del array
     assert (theirs == 5).all()
-    assert slots.held == 1
+    assert segments.held == 1
     assert address(ring(MB)) != where
     del theirs
     assert address(ring(MB)) != where
@@ -248,17 +245,17 @@ def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
     assert where in [address(a) for a in (ring(MB), ring(MB))] or where in [
         address(a) for a in [ring(MB), ring(MB)]
     ]
-    assert slots.held == 0
-    assert ring.slots_made == 2
+    assert segments.held == 0
+    assert ring.segments_made == 2
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
 def test_the_bell_of_a_peer_wakes_who_waits(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, slots = shared
+    ring, lease, segments = shared
     ring.wait_s = 60
-    theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
+    theirs = [passed(ring, lease, segments, ring(MB)) for _ in range(3)]
     got: list[np.ndarray] = []
     waiter = threading.Thread(target=lambda: got.append(ring(MB)))
     waiter.start()
@@ -271,8 +268,8 @@ def test_the_bell_of_a_peer_wakes_who_waits(
 def test_who_waits_is_told_which_peer_holds_the_slots(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, slots = shared
-    theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
+    ring, lease, segments = shared
+    theirs = [passed(ring, lease, segments, ring(MB)) for _ in range(3)]
     with pytest.raises(DataStall, match="peer holds 3"):
         ring(MB)
     del theirs
@@ -281,31 +278,31 @@ def test_who_waits_is_told_which_peer_holds_the_slots(
 def test_what_a_lost_peer_may_still_read_is_not_filled_again(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, slots = shared
+    ring, lease, segments = shared
     arrays = [ring(MB) for _ in range(3)]
     for k, array in enumerate(arrays):
         array[:] = k
-    theirs = [passed(ring, holder, slots, array) for array in arrays]
+    theirs = [passed(ring, lease, segments, array) for array in arrays]
     del arrays, array
-    ring.detach(holder)
+    ring.detach(lease)
     for _ in range(3):
         fresh = ring(MB)
         fresh[:] = 99
     assert [int(view[0]) for view in theirs] == [0, 1, 2]
-    assert ring.n_slots <= 3
+    assert ring.n_segments <= 3
 
 
 def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, _ = shared
+    ring, lease, _ = shared
     other = Lease("other")
     ring.attach(other)
     array = ring(MB)
     found = ring.locate(array)
     assert found is not None
-    ring.hold(other, found[0])
-    holder._map[:] = b"\xff" * CELLS
+    ring.grant(other, found[0])
+    lease._map[:] = b"\xff" * RELEASE_FLAGS
     where = address(array)
     del array
     assert address(ring(MB)) != where
@@ -315,45 +312,45 @@ def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
 def test_a_peer_that_holds_too_many_messages_is_not_given_more(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, _ = shared
+    ring, lease, _ = shared
     array = ring(MB)
     found = ring.locate(array)
     assert found is not None
-    assert [ring.hold(holder, found[0]) for _ in range(CELLS)].count(-1) == 0
-    assert ring.hold(holder, found[0]) == -1
+    assert [ring.grant(lease, found[0]) for _ in range(RELEASE_FLAGS)].count(-1) == 0
+    assert ring.grant(lease, found[0]) == -1
 
 
 def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
-    ring, holder, slots = shared
+    ring, lease, segments = shared
     ring.max_bytes = 3 * MB
-    passed(ring, holder, slots, ring(2 * MB))
+    passed(ring, lease, segments, ring(2 * MB))
     ring(3 * MB)
-    assert list(holder.forgets) == [1]
-    slots.forget(list(holder.forgets))
-    assert slots.mapped == 0
+    assert list(lease.forgets) == [1]
+    segments.forget(list(lease.forgets))
+    assert segments.mapped == 0
 
 
-# What is mapped
+# mappings
 
 
 def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
-    slot = Segment(1, MB, "test")
+    segment = Segment(1, MB, "test")
     for size in (0, 2 * MB):
         with pytest.raises(PermissionError):
-            os.ftruncate(slot.fd, size)
+            os.ftruncate(segment.fd, size)
     with pytest.raises(PermissionError):
-        mmap.mmap(slot.fd, MB, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        mmap.mmap(segment.fd, MB, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(PermissionError):
         fcntl.fcntl(
-            slot.fd, 1033, 8
-        )  # no further seals either: not against the owner's own writing
+            segment.fd, 1033, 8
+        )  # no further seals either, such as one against the owner's writes
 
 
 def test_a_peer_maps_a_slot_read_only() -> None:
-    slot = Segment(1, MB, "readonly")
-    mapped = np.frombuffer(map_foreign(slot.fd, MB, what="slot"), np.uint8)
+    segment = Segment(1, MB, "readonly")
+    mapped = np.frombuffer(map_peer_memfd(segment.fd, MB, what="segment"), np.uint8)
     assert not mapped.flags.writeable
     with pytest.raises(ValueError, match="WRITEABLE"):
         mapped.flags.writeable = True
@@ -405,7 +402,7 @@ def test_a_file_that_could_harm_its_reader_is_not_mapped(what: str, tmp_path: An
     make, text = HOSTILE[what]
     fd = make(tmp_path)
     with pytest.raises(FrameError, match=text):
-        map_foreign(fd, MB, what="slot 1")
+        map_peer_memfd(fd, MB, what="segment 1")
     os.close(fd)
 
 
@@ -413,13 +410,13 @@ def test_memory_that_is_only_announced_is_not_paid_for() -> None:
     fd = os.memfd_create("holes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 2**33)
     fcntl.fcntl(fd, 1033, 2)
-    map_foreign(fd, 2**33, what="slot")
+    map_peer_memfd(fd, 2**33, what="segment")
     assert os.fstat(fd).st_blocks == 0
     os.close(fd)
 
 
 def test_nothing_lies_in_the_file_system() -> None:
-    """As this process has it, not as the folder shows: there others make files of theirs."""
+    """Check the open files of this process: the folder may contain files of others."""
     before = opened()
     ring = SharedMemoryPool()
     array = ring(MB)
@@ -432,13 +429,13 @@ def test_nothing_lies_in_the_file_system() -> None:
 def opened() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
+        with contextlib.suppress(OSError):  # of the listing itself
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return found
 
 
 def mapped_at(address: int) -> str:
-    """Of which file it is."""
+    """Return the file of a mapping."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, *_, path = line.rstrip("\n").split(maxsplit=5)

@@ -1,5 +1,5 @@
-"""Which addresses lead to one head; when a cluster is used with a token, without one, or not at
-all; and where a process listens.
+"""Addresses of one head, authentication of a cluster, and the interface on which a
+process listens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 from overlord.concurrency.platform import NetworkPlatform
 from overlord.ray.auth import Unwelcome, check_joined, check_token, is_refused, same_head
-from overlord.ray.worker import Home, _take_over
+from overlord.ray.worker import LaunchSpec, adopt_environment
 from overlord.transport.address import reachable
 
 SHUT, OPEN = (
     {False: False, True: True},
     {False: True, True: True},
-)  # who shows a token is let in: False, one who shows none
+)  # lets_in(with_token): a client with the token is accepted, one without is not
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,10 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
     check_joined([], "head:6379")
     check_joined([("203.0.113.1", "/nowhere"), ("127.0.0.1", "/nowhere")], "head:6379")
     check_joined([("203.0.113.1", str(tmp_path / "raylet"))], "head:6379")
-    words = r"on this machine \(there are 203\.0\.113\.1\): join it first, ray start --address=head:6379"
+    words = (
+        r"on this machine \(its nodes: 203\.0\.113\.1\): join it first, "
+        r"ray start --address=head:6379"
+    )
     with pytest.raises(Unwelcome, match=words):
         check_joined([("203.0.113.1", "/nowhere")], "head:6379")
 
@@ -61,22 +64,18 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             None,
             False,
             SHUT,
-            r"no token was found: expected .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled",
+            r"expected the token of .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token, "
+            r"got none.*AUTH_MODE=disabled",
         ),
         (
             None,
             True,
             OPEN,
-            r"it asks for no token, so whoever reaches its ports runs code "
+            r"it asks for no token, so everyone who reaches its ports can run code "
             r".*RAY_AUTH_MODE=disabled in the environment",
         ),
-        (
-            None,
-            True,
-            {False: False, True: False},
-            "its token is another one than that in RAY_AUTH_TOKEN",
-        ),
-        ("disabled", False, SHUT, "it wants a token, but RAY_AUTH_MODE=disabled here"),
+        (None, True, {False: False, True: False}, "it rejects the token in RAY_AUTH_TOKEN"),
+        ("disabled", False, SHUT, "it requires a token, but RAY_AUTH_MODE=disabled here"),
         ("of", True, SHUT, "RAY_AUTH_MODE: expected token or disabled, got 'of'"),
     ],
 )
@@ -108,12 +107,12 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
         check_token(lambda: False, OPEN.__getitem__)
     [said] = caplog.messages
     assert said.startswith(
-        "the cluster is used without token authentication: whoever reaches its ports can "
+        "the cluster is used without token authentication: everyone who reaches its ports can "
         "run code in it"
     )
 
 
-def test_a_process_listens_where_the_environment_says_then_where_its_node_is_then_where_the_default_route_leads(
+def test_a_process_listens_where_the_environment_says_then_at_its_node_then_at_the_default_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OVERLORD_INTERFACE", raising=False)
@@ -121,9 +120,9 @@ def test_a_process_listens_where_the_environment_says_then_where_its_node_is_the
     assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.2"
     monkeypatch.setenv("OVERLORD_INTERFACE", "127.0.0.3")
     assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.3"
-    _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
+    adopt_environment(LaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
     assert os.environ["OVERLORD_INTERFACE"] == "127.0.0.3", "said where the node was started"
     monkeypatch.delenv("OVERLORD_INTERFACE")
-    _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
+    adopt_environment(LaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
     assert NetworkPlatform().inside()["host"] == "127.0.0.2"
     monkeypatch.delenv("OVERLORD_INTERFACE")

@@ -1,5 +1,5 @@
-"""Hosts that read ahead run in the background; whoever is waited for does not, and whoever chose a
-policy keeps it.
+"""Workers that read ahead run in the background; other threads do not, and a policy chosen by the
+user stays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="n
 
 
 def in_thread(*calls):  # type: ignore[no-untyped-def]
-    """What they return, one after the other, in a thread of their own: what they change ends with
-    it.
-    """
+    """Return the results of calls, run in one thread of their own, with which their changes end."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(call() for call in calls))
     thread.start()
@@ -34,7 +32,7 @@ def policy() -> int:
 
 
 def slice_ns() -> int:
-    """As the system shows it; 0 where it does not."""
+    """Return the slice as the system reports it; 0 if it does not."""
     try:
         lines = Path("/proc/thread-self/sched").read_text().splitlines()
     except OSError:
@@ -54,7 +52,7 @@ def test_a_thread_goes_to_the_background_with_those_it_starts() -> None:
         map(int, os.uname().release.split(".")[:2])
     ) < (6, 12)
     assert nice == os.nice(0)
-    assert policy() == os.SCHED_OTHER  # others of this process are where they were
+    assert policy() == os.SCHED_OTHER  # other threads of this process are unchanged
 
 
 def test_a_policy_that_somebody_chose_is_left_alone() -> None:
@@ -67,7 +65,7 @@ def test_a_policy_that_somebody_chose_is_left_alone() -> None:
 def policies_of(pid: int) -> set[int]:
     found = set()
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):  # one that ends meanwhile
+        with contextlib.suppress(ProcessLookupError):  # a thread that ends meanwhile
             found.add(os.sched_getscheduler(int(thread)))
     return found
 

@@ -1,4 +1,6 @@
-"""What an actor on Ray said last is found in files of its node, by itself alone, and bounded."""
+"""The last output of an actor on Ray is read from files of its node, without output of others, and
+bounded.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Folders of temporary files belong to this account alone, and a path that another account can
-replace is found.
+"""Folders of temporary files belong to this account alone; a path that another account can replace
+is detected.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from overlord.ray.private_folder import (
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that other accounts can enter; those of pytest are private, which hides all below
-    them.
+    """Return a folder that other accounts can enter. Folders of pytest are private, which hides
+    everything below.
     """
     made = Path(tempfile.mkdtemp(dir="/tmp"))
     made.chmod(0o755)
@@ -51,7 +51,7 @@ def test_a_folder_is_private_whatever_the_umask_is(tmp_path: Path) -> None:
 
 
 def test_the_longest_root_leaves_room_for_the_longest_path_of_a_socket(tmp_path: Path) -> None:
-    number = "4194304"  # the highest that Linux gives to a process
+    number = "4194304"  # the highest pid of Linux
     root = f"{'x' * MAX_ROOT}/ov-ray-{number}-abcdefgh/{folder.RAY}"
     assert len(f"{root}/session_2026-11-18_02-08-41_568170_{number}/sockets/plasma_store") <= 107
 
@@ -62,7 +62,8 @@ def test_a_folder_that_others_can_enter_is_refused_by_name(tmp_path: Path, mode:
     (tmp_path / "open").chmod(mode)
     with pytest.raises(
         NotPrivate,
-        match=rf"^{tmp_path}/open: expected a folder of account \d+ with mode 0700, got .* mode 0{mode:o}; set",
+        match=rf"^{tmp_path}/open: expected a folder of account \d+ with mode 0700, "
+        rf"got .* mode 0{mode:o}; set",
     ):
         check_private(tmp_path / "open")
 
@@ -147,7 +148,7 @@ def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
     assert folder._root() == shared
     shared.chmod(0o777)
     assert folder._root() == Path("/tmp")
-    assert f"{shared} is not used for the files of Ray, /tmp is" in caplog.text
+    assert f"{shared} is not used for the files of Ray, but /tmp" in caplog.text
     monkeypatch.setattr(folder, "exposed", lambda path: f"{path} has mode 0777")
     with pytest.raises(
         NotPrivate,

@@ -1,5 +1,5 @@
-"""Peers that lie or break off after the handshake: their own link ends with its reason, all others
-live on.
+"""Peers that send invalid data after the handshake: only their own connection ends, with the
+reason.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pytest
 from overlord.errors import ActorLost, FrameError
 from overlord.transport import codec, frame
 from overlord.transport.segment import sealed_memfd
-from overlord.transport.shared_memory import CELLS
-from overlord.transport.socket_io import BYE, FORGET, FRAME, HEAD, RING, SHARED
+from overlord.transport.shared_memory import RELEASE_FLAGS
+from overlord.transport.socket_io import BYE, FORGET, FRAME, HEAD, POOL, SHARED
 from overlord.transport.socket_io import MAGIC as ENVELOPE
 from overlord.transport.value_codec import SMALL_BYTES
-from tests.channels import MB, SOON_S, TOKEN, Story, dialled, message, raw, watched_story
+from tests.connections import MB, SOON_S, TOKEN, Story, dialled, message, raw, watched_story
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def story() -> Iterator[Story]:
         yield story
 
 
-def envelope(
+def packet(
     kind: int, body: bytes, files: int = 0, *, reserved: int = 0, size: int | None = None
 ) -> bytes:
     return HEAD.pack(ENVELOPE, kind, files, reserved, len(body) if size is None else size) + body
@@ -47,8 +47,8 @@ def value_of(value: Any) -> bytes:
 
 
 def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
-    """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for
-    each column.
+    """Return a message by reference, with one row of (column, grant, offset, dtype code, dims,
+    shape...) per column.
     """
     header, _ = codec.encode([np.zeros(SMALL_BYTES + 1, np.uint8) for _ in refs])
     table = struct.pack("<II", len(grants), len(refs)) + b"".join(
@@ -72,11 +72,11 @@ def send(sock: socket.socket, data: bytes, files: list[int]) -> None:
         os.close(fd)
 
 
-def opened_ring(sock: socket.socket) -> None:
+def opened_pool(sock: socket.socket) -> None:
     send(
         sock,
-        envelope(RING, struct.pack("<I", CELLS), 2),
-        [sealed_memfd("c", CELLS, others_write=True)[0], os.eventfd(0)],
+        packet(POOL, struct.pack("<I", RELEASE_FLAGS), 2),
+        [sealed_memfd("c", RELEASE_FLAGS, others_write=True)[0], os.eventfd(0)],
     )
 
 
@@ -84,13 +84,13 @@ Attack = Callable[[socket.socket], None]
 Files = Callable[[], list[int]]
 
 
-def of_slot(
+def of_segment(
     refs: Callable[[], bytes], files: Files = lambda: [memfd()], said: int | None = None
 ) -> Attack:
     def attack(sock: socket.socket) -> None:
-        opened_ring(sock)
+        opened_pool(sock)
         passed = files()
-        send(sock, envelope(SHARED, refs(), len(passed) if said is None else said), passed)
+        send(sock, packet(SHARED, refs(), len(passed) if said is None else said), passed)
 
     return attack
 
@@ -99,121 +99,132 @@ def just(data: bytes, files: Files = list) -> Attack:
     return lambda sock: send(sock, data, files())
 
 
-NEW = [(1, 0, 4096)]  # slot 1, cell 0, new with 4096 bytes
+NEW = [(1, 0, 4096)]  # segment 1, flag 0, new with 4096 bytes
 CODE = frame.CODES[np.dtype(np.uint8)]
-ONE = (0, 0, 0, CODE, 1, 10)  # column 0 lies in the first grant at 0: ten bytes
-RING_OF = envelope(RING, struct.pack("<I", CELLS), 2)
+ONE = (0, 0, 0, CODE, 1, 10)  # column 0 is in the first grant at offset 0: ten bytes
+POOL_OF = packet(POOL, struct.pack("<I", RELEASE_FLAGS), 2)
 ATTACKS: dict[str, tuple[Attack, str]] = {
-    "garbage": (just(random.Random(2).randbytes(100_000)), "expected an envelope"),
-    "an unknown kind": (just(envelope(9, b"")), "expected an envelope"),
-    "reserved bits": (just(envelope(FRAME, value_of(1), reserved=5)), "expected an envelope"),
-    "an endless body": (just(envelope(FRAME, b"", size=2**62)), "shorter envelope"),
-    "an endless notice": (just(envelope(BYE, b"", size=2**20)), "shorter envelope"),
-    "a broken frame": (just(envelope(FRAME, random.Random(3).randbytes(300))), "expected a frame"),
-    "a broken checksum": (just(envelope(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
-    "a value that cannot be": (just(envelope(FRAME, framed(b"\xc1"))), "frame"),
-    "half a slot number": (just(envelope(FORGET, b"123")), "numbers of slots"),
+    "garbage": (just(random.Random(2).randbytes(100_000)), "expected a message"),
+    "an unknown kind": (just(packet(9, b"")), "expected a message"),
+    "reserved bits": (just(packet(FRAME, value_of(1), reserved=5)), "expected a message"),
+    "an endless body": (just(packet(FRAME, b"", size=2**62)), "shorter message"),
+    "an endless notice": (just(packet(BYE, b"", size=2**20)), "shorter message"),
+    "a broken frame": (just(packet(FRAME, random.Random(3).randbytes(300))), "expected a frame"),
+    "a broken checksum": (just(packet(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
+    "a value that cannot be": (just(packet(FRAME, framed(b"\xc1"))), "frame"),
+    "half a segment number": (just(packet(FORGET, b"123")), "numbers of segments"),
     "a file that nothing announced": (
-        just(envelope(FRAME, value_of(1)), lambda: [memfd()]),
-        "nothing announced",
+        just(packet(FRAME, value_of(1)), lambda: [memfd()]),
+        "no message announced",
     ),
     "a file that a frame does not want": (
-        just(envelope(FRAME, value_of(1), 1), lambda: [memfd()]),
+        just(packet(FRAME, value_of(1), 1), lambda: [memfd()]),
         "expected 0 open files",
     ),
-    "files that did not come": (just(envelope(FRAME, value_of(1), 3)), "expected 3 open files"),
+    "files that did not come": (just(packet(FRAME, value_of(1), 3)), "expected 3 open files"),
     "more files than announced": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1),
-        "nothing announced",
+        of_segment(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1),
+        "no message announced",
     ),
-    "more files than slots": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]),
+    "more files than segments": (
+        of_segment(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]),
         "expected 1 open files",
     ),
     "too many files": (
-        just(envelope(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]),
+        just(packet(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]),
         "at most 128 open files",
     ),
-    "a slot without a ring": (
-        just(envelope(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]),
-        "expected a slot that was passed",
+    "a segment without a ring": (
+        just(packet(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]),
+        "expected a segment that was passed",
     ),
-    "an unknown slot": (
-        of_slot(lambda: shared([(7, 0, 0)], ONE), list),
-        "expected a slot that was passed, got slot 7",
+    "an unknown segment": (
+        of_segment(lambda: shared([(7, 0, 0)], ONE), list),
+        "expected a segment that was passed, got segment 7",
     ),
-    "a place outside the slot": (
-        of_slot(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))),
-        "within the 4096 bytes of its slot",
+    "a place outside the segment": (
+        of_segment(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))),
+        "within the 4096 bytes of its segment",
     ),
     "a place far outside": (
-        of_slot(lambda: shared(NEW, (0, 0, 2**64 - 8, CODE, 1, 10))),
+        of_segment(lambda: shared(NEW, (0, 0, 2**64 - 8, CODE, 1, 10))),
         "within the 4096 bytes",
     ),
     "a size that overflows": (
-        of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 2**62, 2**62, 2**62))),
+        of_segment(lambda: shared(NEW, (0, 0, 0, CODE, 3, 2**62, 2**62, 2**62))),
         "within the 4096 bytes",
     ),
     "a shape that cannot be": (
-        of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))),
-        "shape that can be",
+        of_segment(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))),
+        "possible shape",
     ),
-    "too many dimensions": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 9))), "9 dimensions"),
+    "too many dimensions": (of_segment(lambda: shared(NEW, (0, 0, 0, CODE, 9))), "9 dimensions"),
     "an unknown dtype": (
-        of_slot(lambda: shared(NEW, (0, 0, 0, 77, 1, 10))),
-        "known slot and dtype",
+        of_segment(lambda: shared(NEW, (0, 0, 0, 77, 1, 10))),
+        "known segment and dtype",
     ),
     "an unknown grant": (
-        of_slot(lambda: shared(NEW, (0, 3, 0, CODE, 1, 10))),
-        "known slot and dtype",
+        of_segment(lambda: shared(NEW, (0, 3, 0, CODE, 1, 10))),
+        "known segment and dtype",
     ),
-    "a column twice": (of_slot(lambda: shared(NEW, ONE, ONE)), "distinct columns"),
-    "a column too far": (of_slot(lambda: shared(NEW, (5, 0, 0, CODE, 1, 10))), "distinct columns"),
-    "a cell too far": (of_slot(lambda: shared([(1, CELLS, 4096)], ONE)), "a cell that is free"),
-    "a cell twice": (
-        of_slot(lambda: shared([(1, 0, 4096), (1, 0, 0)], ONE)),
-        "a cell that is free",
+    "a column twice": (of_segment(lambda: shared(NEW, ONE, ONE)), "distinct columns"),
+    "a column too far": (
+        of_segment(lambda: shared(NEW, (5, 0, 0, CODE, 1, 10))),
+        "distinct columns",
     ),
-    "a slot twice": (
-        of_slot(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]),
-        "expected a new slot",
+    "a flag too far": (
+        of_segment(lambda: shared([(1, RELEASE_FLAGS, 4096)], ONE)),
+        "a release flag that is free",
+    ),
+    "a flag twice": (
+        of_segment(lambda: shared([(1, 0, 4096), (1, 0, 0)], ONE)),
+        "a release flag that is free",
+    ),
+    "a segment twice": (
+        of_segment(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]),
+        "expected a new segment",
     ),
     "more references than there are": (
-        of_slot(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list),
+        of_segment(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list),
         "grants and",
     ),
-    "no references": (of_slot(lambda: b"123", list), "expected grants and references"),
+    "no references": (of_segment(lambda: b"123", list), "expected grants and references"),
     "columns that nobody fills": (
-        of_slot(lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list),
+        of_segment(
+            lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list
+        ),
         "frame",
     ),
     "a file that is no memory": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [os.open("/dev/zero", os.O_RDWR)]),
+        of_segment(lambda: shared(NEW, ONE), lambda: [os.open("/dev/zero", os.O_RDWR)]),
         "another kind of file",
     ),
     "memory that is shorter than said": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(100)]),
+        of_segment(lambda: shared(NEW, ONE), lambda: [memfd(100)]),
         "expected 4096 bytes",
     ),
     "memory that can shrink": (
-        of_slot(
+        of_segment(
             lambda: shared(NEW, ONE),
             lambda: [os.memfd_create("x", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)],
         ),
         "no seal",
     ),
-    "a bell that is none": (
+    "a notifier that is none": (
         just(
-            RING_OF,
+            POOL_OF,
             lambda: [
-                sealed_memfd("c", CELLS, others_write=True)[0],
+                sealed_memfd("c", RELEASE_FLAGS, others_write=True)[0],
                 os.open("/dev/null", os.O_RDWR),
             ],
         ),
         "expected an eventfd",
     ),
-    "cells that others may not write": (
-        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=False)[0], os.eventfd(0)]),
+    "flags that others may not write": (
+        just(
+            POOL_OF,
+            lambda: [sealed_memfd("c", RELEASE_FLAGS, others_write=False)[0], os.eventfd(0)],
+        ),
         "expected to map",
     ),
 }
@@ -227,7 +238,7 @@ def test_a_link_that_lies_ends_with_its_reason_and_no_other(story: Story, what: 
         story.wait(lambda s: s.closed)
         link, reason = story.closed[0]
         assert (link.peer, text in reason) == ("hostile", True), reason
-        assert b"OV" in _rest(sock)  # it was told why
+        assert b"OV" in _rest(sock)  # it received the reason
     assert story.got == []
 
 
@@ -243,34 +254,34 @@ def _rest(sock: socket.socket) -> bytes:
 
 def test_files_over_tcp_are_no_files(story: Story):
     with raw(story.address, transport="tcp") as sock:
-        sock.sendall(envelope(FRAME, value_of(1), 1))
+        sock.sendall(packet(FRAME, value_of(1), 1))
         story.wait(lambda s: s.closed)
         assert "at most 0 open files" in story.closed[0][1]
 
 
 def test_a_slot_passed_as_it_should_be_is_read(story: Story):
-    """The counter-test of the attacks above: the same words, without a lie."""
+    """The counter-test of the attacks above: the same message without a fault."""
     fd, memory = sealed_memfd("x", 4096, others_write=False)
     memory[:10] = b"0123456789"
     with raw(story.address) as sock:
-        opened_ring(sock)
-        send(sock, envelope(SHARED, shared(NEW, (0, 0, 2, CODE, 1, 4)), 1), [fd])
+        opened_pool(sock)
+        send(sock, packet(SHARED, shared(NEW, (0, 0, 2, CODE, 1, 4)), 1), [fd])
         story.wait(lambda s: s.got)
         assert bytes(story.got[0][0]) == b"2345"
     story.wait(lambda s: s.closed)
 
 
 def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
-    """A client reads as carefully as a server does."""
+    """A client checks as carefully as a server."""
     with Story() as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
-        os.write(story.opened[0].fileno(), b"not an envelope, not at all")
-        with pytest.raises(FrameError, match="expected an envelope"):
+        os.write(story.opened[0].fileno(), b"not a message, not at all")
+        with pytest.raises(FrameError, match="expected a message"):
             link.recv(SOON_S)
-        with pytest.raises(ActorLost, match="expected an envelope"):
+        with pytest.raises(ActorLost, match="expected a message"):
             link.recv(SOON_S)
         story.wait(lambda s: s.closed)
-        assert "expected an envelope" in story.closed[0][1]
+        assert "expected a message" in story.closed[0][1]
 
 
 def test_a_callback_that_fails_ends_only_its_link():
@@ -295,7 +306,7 @@ def test_random_bytes_of_every_length_never_stop_the_server(story: Story):
     rng = random.Random(7)
     before = len(story.closed)
     for k in range(60):
-        good = envelope(FRAME, value_of({"k": k, "a": np.arange(rng.randrange(50))}))
+        good = packet(FRAME, value_of({"k": k, "a": np.arange(rng.randrange(50))}))
         broken = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
             broken[rng.randrange(len(broken))] = rng.randrange(256)
@@ -308,7 +319,7 @@ def test_random_bytes_of_every_length_never_stop_the_server(story: Story):
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_message_that_comes_byte_by_byte_is_one_message(story: Story, transport: str):
     with raw(story.address, transport=transport) as sock:
-        for byte in envelope(FRAME, value_of({"k": 5})) + envelope(FRAME, value_of("next")):
+        for byte in packet(FRAME, value_of({"k": 5})) + packet(FRAME, value_of("next")):
             sock.sendall(bytes([byte]))
         story.wait(lambda s: len(s.got) == 2)
         assert story.got == [{"k": 5}, "next"]

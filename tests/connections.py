@@ -1,5 +1,5 @@
-"""Processes at the other end of a link, for tests: each does one thing, says so through a pipe, and
-waits to be ended.
+"""Processes at the other end of a connection, for tests. Each does one thing, reports it through a
+pipe, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 
 MB = 2**20
 TOKEN = "a token of the tests"
-SOON_S = 30.0  # a deadline for what takes milliseconds: the machine may be busy
+SOON_S = 30.0  # a deadline for operations of milliseconds: the machine may be busy
 
 
 class Child:
@@ -40,11 +40,11 @@ class Child:
         theirs.close()
 
     def hears(self) -> Any:
-        assert self.pipe.poll(SOON_S), "the child says nothing"
+        assert self.pipe.poll(SOON_S), "the child sends nothing"
         return self.pipe.recv()
 
     def kill(self) -> None:
-        """The real thing: it gets no word in."""
+        """Send SIGKILL: the process cannot react."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
@@ -76,15 +76,15 @@ def is_message(value: Any, k: int, nbytes: int = MB) -> bool:
 
 
 def wait_until(what: Callable[[], Any], seconds: float = SOON_S) -> None:
-    """For facts that no event tells; a deadline, and no more than some looks a second."""
+    """Poll for a condition without an event, at most fifty times a second, with a deadline."""
     end = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
 
 
 class Story:
-    """A server that notes what happens to it."""
+    """A server that records its events."""
 
     def __init__(self, *, echo: bool = False, **options: Any):
         self.opened: list[Connection] = []
@@ -124,10 +124,12 @@ class Story:
 
     def wait(self, what: Callable[[Story], Any]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: what(self), SOON_S), "it did not come to pass"
+            assert self.changed.wait_for(lambda: what(self), SOON_S), (
+                "the condition did not become true"
+            )
 
     def forget(self) -> None:
-        """Let go of every link and value."""
+        """Drop every connection and value."""
         for noted in (self.opened, self.got, self.closed):
             noted.clear()
 
@@ -140,8 +142,8 @@ class Story:
 
 @contextlib.contextmanager
 def watched_story(silence_s: float = SOON_S) -> Iterator[Story]:
-    """A server with a well-behaved link, which must still work at the end; and then no file that
-    anyone passed is open.
+    """Run a server with a well-behaved connection, which must still work at the end. Then no passed
+    file is open.
     """
     with Story(silence_s=silence_s) as story:
         gc.collect()
@@ -163,7 +165,7 @@ def dialled(address: str, transport: str = "auto", **options: Any) -> Any:
 
 
 def raw(address: str, *, transport: str = "unix") -> socket.socket:
-    """A socket that has shown the token, for saying what no link of ours would say."""
+    """Return a socket after the handshake, for data that no connection of ours would send."""
     parsed = Address.parse(address)
     sock = raw_silent(parsed, transport)
     steps = client_side(TOKEN, {"hello": {}, "name": "hostile"}, address)
@@ -199,13 +201,13 @@ def exactly(sock: socket.socket, n: int) -> bytes:
     return got
 
 
-# What the other process does
+# bodies of the other process
 
 
 def serve_messages(
     pipe: PipeEnd, n: int, nbytes: int, key: str | None = None, port: int = 0
 ) -> None:
-    """Sends n messages to whoever says something, and says when they are sent."""
+    """Send n messages to every peer that sends one, and report when they are sent."""
 
     def on_message(link: Connection, value: Any) -> None:
         def send() -> None:
@@ -227,7 +229,7 @@ def serve_messages(
 
 
 def hold_messages(pipe: PipeEnd, address: str, n: int, transport: str = "auto") -> None:
-    """Reads n messages, keeps them, and says so."""
+    """Read n messages, keep them, and report it."""
     link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the holder")
     link.max_held = n
     held = [link.recv(SOON_S) for _ in range(n)]
@@ -244,7 +246,7 @@ def read_nothing(pipe: PipeEnd, address: str, transport: str = "auto") -> None:
 def send_messages(
     pipe: PipeEnd, address: str, n: int, nbytes: int, transport: str = "auto", max_slots: int = 64
 ) -> None:
-    """Sends n messages; then says how many slots its ring ever had, or what went wrong."""
+    """Send n messages; then report how many segments the pool ever had, or the error."""
     ring = SharedMemoryPool(max_slots=max_slots, name="sender")
     link, _ = dial(
         address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
@@ -255,12 +257,12 @@ def send_messages(
     except Exception as e:
         pipe.send(f"{type(e).__name__}: {e}")
     else:
-        pipe.send(ring.slots_made)
+        pipe.send(ring.segments_made)
     pipe.poll(None)
 
 
 def ping(pipe: PipeEnd, address: str) -> None:
-    """Sends and receives until it is killed."""
+    """Send and receive until the process is killed."""
     link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S)
     for k in range(10**9):
         link.send(message(k))

@@ -1,5 +1,5 @@
-"""What a host does not hold: freed memory that nobody uses again, and pandas. How many arenas its
-threads share.
+"""A worker process keeps no unused freed memory and does not import pandas. Its threads have enough
+arenas.
 """
 
 from __future__ import annotations
@@ -68,11 +68,22 @@ def test_what_has_no_memory_of_numbers_is_left_to_arrow(values: list[Any]) -> No
 READ = """
 import sys
 import overlord as ov
+
 if __name__ == "__main__":
-    job = ov.Job(name="frugal", sources=[
-        ov.Source("ids", sys.argv[1] + "/ids/*.parquet", transforms=[ov.Tokens("ids")], shuffle=True),
-        ov.Source("text", sys.argv[1] + "/text/*.parquet", transforms=[ov.Tokenize(sys.argv[2])]),
-    ], batch=ov.Batch(samples=8, context=64), place=ov.ClientPlaceTree(dp=1), until=4)
+    job = ov.Job(
+        name="frugal",
+        sources=[
+            ov.Source(
+                "ids", f"{sys.argv[1]}/ids/*.parquet", transforms=[ov.Tokens("ids")], shuffle=True
+            ),
+            ov.Source(
+                "text", sys.argv[1] + "/text/*.parquet", transforms=[ov.Tokenize(sys.argv[2])]
+            ),
+        ],
+        batch=ov.Batch(samples=8, context=64),
+        place=ov.ClientPlaceTree(dp=1),
+        until=4,
+    )
     with ov.launch(job) as session:
         assert sum(1 for _ in session.client(0)) == 4
     print("pandas" in sys.modules)
@@ -92,7 +103,7 @@ def test_to_read_parquet_does_not_load_pandas(tmp_path: Path, tokenizer: str) ->
     (tmp_path / "lib" / "pandas").mkdir(parents=True)
     (tmp_path / "lib" / "pandas" / "__init__.py").write_text(
         "__version__ = '99.0'\n"
-    )  # so that there is one
+    )  # so that a pool exists
     program = tmp_path / "read.py"
     program.write_text(READ)
     environ = {**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{tmp_path / 'lib'}"}
@@ -112,9 +123,7 @@ class Pool:
         return [pa.default_memory_pool().backend_name, os.environ.get("ARROW_DEFAULT_MEMORY_POOL")]
 
 
-def test_hosts_have_arrow_take_memory_from_the_c_library_and_their_environment_does_not_show_it() -> (
-    None
-):
+def test_workers_let_arrow_use_the_c_library_without_a_trace_in_their_environment() -> None:
     with ProcessActorSystem() as control:
         found = control.get(control.call(control.spawn(Pool, name="pool"), "backend"), 30.0)
     assert found == ["system", None]
@@ -127,7 +136,7 @@ HEAP = 2**26  # bytes: the GNU C library aligns the memory of an arena to this
 
 
 class Arenas:
-    """A host process that starts its threads in the order of a real one: service threads first,
+    """A worker process that starts its threads in the order of a real one: service threads first,
     then workers.
     """
 
@@ -138,7 +147,7 @@ class Arenas:
         malloc.restype = ctypes.c_void_p
 
         def allocate(name: str, done: threading.Event) -> None:
-            where[name] = malloc(5000) // HEAP  # more than a thread's own cache serves
+            where[name] = malloc(5000) // HEAP  # more than the cache of a thread serves
             done.set()
             over.wait()
 
@@ -160,7 +169,7 @@ class Arenas:
     reason="needs the GNU C library, and cores for threads to run at the same time",
 )
 def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C library gives arenas to threads in the order they come: with one for each worker,
+    """The C library assigns arenas to threads in order of their start. With one arena per worker,
     service threads had taken them.
     """
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
@@ -172,7 +181,7 @@ def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyP
 
 
 class Noted(Platform):
-    """Keep the links that a host counts a thread for, and leave the arenas of this process
+    """Record the number of connections with a thread each, and leave the arenas of this process
     alone.
     """
 

@@ -1,4 +1,4 @@
-"""What ends does so to the end, whatever interrupts it."""
+"""A shutdown completes, whatever interrupts it."""
 
 from __future__ import annotations
 

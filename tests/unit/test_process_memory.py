@@ -1,4 +1,4 @@
-"""What a process has written, told apart from pages of files that it shares with others."""
+"""Memory that a process has written, without file pages that it shares with others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlord.process.memory import own_bytes, pss_bytes
 
 pytestmark = pytest.mark.timeout(200)
 MB = 2**20
-# Bare interpreters: of what this process has of libraries, others that come and go take tens of MB.
+# Bare interpreters: other processes that share libraries change this one's PSS by tens of MB.
 DOES = """
 import mmap, sys
 held = []
@@ -33,7 +33,7 @@ for what in sys.stdin:
 
 @contextmanager
 def bare(path: Path) -> Iterator[Any]:
-    """A process, and how to have it do something."""
+    """Return a process, and a function that makes it run code."""
     program = [sys.executable, "-S", "-c", DOES, path]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1

@@ -1,6 +1,4 @@
-"""Hosts go beside the trainers first, to machines without ranks when that runs out, and never
-nowhere.
-"""
+"""Workers go to nodes of trainers first, then to nodes without ranks, and always to some node."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def all_spots(
 def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
     assert problems([*CPUS, *TRAINERS], BESIDE, 4) == []
     [said] = problems(CPUS, Layout(rank_nodes=("10.0.1.1", "gpu-7", "gpu-7")), 3)
-    assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
+    assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; its nodes: cpu-0"
     [said] = problems([*CPUS, *TRAINERS], BESIDE, 8)
     assert (
         said == "rank_nodes: expected a node for each of 8 ranks, got 4: name them by rank, from "
@@ -70,9 +68,7 @@ def test_constructors_go_where_the_ranks_of_their_groups_are() -> None:
     }
 
 
-def test_loaders_take_their_share_of_trainers_machines_then_others_then_whoever_is_least_crowded() -> (
-    None
-):
+def test_loaders_take_their_share_of_trainer_nodes_then_others_then_the_least_crowded() -> None:
     names = [f"loader-host/{i}" for i in range(12 + 8)]
     placed = list(all_placed(names, [*CPUS, *TRAINERS], BESIDE).values())
     assert Counter(placed[:8]) == {"t0": 4, "t1": 4}, "half of eight idle cores each"
@@ -153,7 +149,7 @@ def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(
 
 
 def test_loaders_have_what_constructors_leave_of_the_share() -> None:
-    """Else a trainer would be sure of less of its machine than was said."""
+    """Otherwise a trainer would keep less of its machine than promised."""
     names = ["constructor-host/0", *(f"loader-host/{i}" for i in range(4))]
     assert list(all_placed(names, [TRAINERS[0], *CPUS], BESIDE).values()) == [
         "t0",
@@ -173,13 +169,13 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
     ]
     said = no_room(RayPlace(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
     assert said.startswith(
-        "a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and "
+        "a node with 1 core and 1 MB and scratch=1 idle (nodes have data-0 4 cores and "
         "1024 MB and scratch=0.5, gpu-0 0"
     )
     assert "scratch" not in no_room(RayPlace(num_cpus=9), nodes)
 
 
-# constructors and the groups that they build for
+# constructors and their groups
 
 
 def test_the_groups_of_a_node_share_its_constructor_hosts() -> None:
@@ -227,12 +223,10 @@ def test_two_names_of_one_node_are_one() -> None:
     assert by_one_name(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
 
 
-# cores that others have taken since
+# cores that other jobs have taken since
 
 
-def test_a_node_that_others_filled_since_has_no_room_and_what_the_job_holds_itself_counts_as_idle() -> (
-    None
-):
+def test_a_node_filled_by_other_jobs_has_no_room_and_requests_of_the_job_count_as_idle() -> None:
     first = Node(
         id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2}
     )
@@ -252,7 +246,7 @@ def test_a_node_that_others_filled_since_has_no_room_and_what_the_job_holds_itse
     )
 
 
-# nodes that are lost, and nodes that join
+# nodes that are lost or added
 
 TRAINER = Node(id="t", name="gpu-0", idle_cores=4)
 OTHER = Node(id="c", name="cpu-0", idle_cores=8)
@@ -263,9 +257,7 @@ SEVEN = ["constructor-host/0", *(f"loader-host/{i}" for i in range(7))]
 def after_loss(
     names: list[str], nodes: list[Node], left: list[Node], layout: Layout
 ) -> dict[str, Spot]:
-    """Where hosts are when nodes were lost, and those that were there have been started again on
-    what is left.
-    """
+    """Return the spots after nodes were lost and their workers restarted on the others."""
     placed = all_spots(names, nodes, layout)
     for name in names:
         placed[name] = again(placed[name], left) or choose(name, left, layout, placed)
@@ -401,9 +393,7 @@ def test_labels_are_matched_as_ray_writes_them() -> None:
     assert not has_label(labels, "zone", "a")
 
 
-def test_hosts_go_to_nodes_with_the_labels_asked_for_and_constructors_beside_their_ranks_all_the_same() -> (
-    None
-):
+def test_workers_go_to_nodes_with_the_labels_but_constructors_to_their_ranks() -> None:
     pool = Node(id="p", name="pool-0", idle_cores=2, labels={"pool": "data"})
     layout = Layout(rank_nodes=BESIDE.rank_nodes, ranks_of=BESIDE.ranks_of, labels={"pool": "data"})
     placed = all_placed(
@@ -444,12 +434,12 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
         Node(id="b", address="10.0.0.9"),
     ]
     assert problems(there, Layout(labels={"pool": "cpu"}), 1) == [
-        "node_labels: no node of the cluster has pool=cpu; there are gpu-0 with pool=gpu "
+        "node_labels: no node of the cluster has pool=cpu; its nodes: gpu-0 with pool=gpu "
         "and disk=2.0; 10.0.0.9 with none"
     ]
     [said] = problems(there, Layout(resources={"disk": 3}), 1)
     assert said.startswith(
-        "node_resources: no node of the cluster has disk=3; there are gpu-0 with"
+        "node_resources: no node of the cluster has disk=3; its nodes: gpu-0 with"
     )
     assert problems(there, Layout(resources={"disk": 3}, reserve=True), 1) == [], (
         "one that has it may come"
@@ -457,8 +447,8 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
 
 
 def test_a_machine_that_the_cluster_is_to_find_is_none_with_ranks() -> None:
-    """Their share is used up: Ray, which knows no shares, would take the rest of it, and no machine
-    be added.
+    """Their share is used up. Ray has no notion of shares: it would take the rest, and
+    add no node.
     """
     layout = Layout(
         rank_nodes=BESIDE.rank_nodes,

@@ -1,4 +1,4 @@
-"""Links between real processes: what is handed over, what is freed, and who waits for whom."""
+"""Connections between real processes: delivery, release of memory, and waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from overlord.transport.address import Address, shown
 from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
-from tests.channels import (
+from tests.connections import (
     MB,
     SOON_S,
     TOKEN,
@@ -39,7 +40,7 @@ def addresses_of(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-# Handing over
+# delivery
 
 
 def test_a_pair_within_the_process_hands_over_the_same_memory():
@@ -56,11 +57,11 @@ def test_a_pair_is_bounded_and_ends_after_all_was_read():
     left, right = pair(names=("left", "right"))
     for k in range(PAIR_MESSAGES):
         left.send(k)
-    with pytest.raises(DataStall, match="right to take one of 64 messages"):
+    with pytest.raises(DataStall, match="right to accept one of 64 messages"):
         left.send("one more", timeout_s=0.05)
     left.close("enough")
     assert [right.recv(SOON_S) for _ in range(PAIR_MESSAGES)] == list(range(PAIR_MESSAGES))
-    with pytest.raises(ActorLost, match="left is lost: the link was closed: enough"):
+    with pytest.raises(ActorLost, match="left is lost: the connection was closed: enough"):
         right.recv(SOON_S)
     with pytest.raises(ActorLost):
         right.send(1)
@@ -120,14 +121,14 @@ def test_dial_takes_shared_memory_where_it_can_and_tcp_where_it_must():
         parsed = Address.parse(story.address)
         elsewhere = str(Address(host=parsed.host, port=parsed.port, key="not-on-this-machine"))
         assert not dialled(elsewhere).shares_memory
-        with pytest.raises(ActorLost, match="nobody answers at its local socket"):
+        with pytest.raises(ActorLost, match="its local socket does not answer"):
             dialled(elsewhere, "unix")
 
 
 def test_an_address_where_nobody_is_says_so():
     with Story() as story:
         address = story.address
-    with pytest.raises(ActorLost, match="nobody answers"):
+    with pytest.raises(ActorLost, match="it does not answer"):
         dialled(address)
 
 
@@ -160,7 +161,9 @@ def test_an_address_without_a_port_is_shown_as_its_local_socket():
 
 
 def test_an_array_of_the_ring_is_sent_without_a_copy():
-    """Both sides see the same memory: what the sender writes later (it must not) shows."""
+    """Both sides see the same memory: a later write of the sender, which is not allowed, is
+    visible.
+    """
     ring = SharedMemoryPool(name="mine")
     with Story() as story, dialled(story.address, ring=ring) as link:
         array = ring(MB)
@@ -169,7 +172,7 @@ def test_an_array_of_the_ring_is_sent_without_a_copy():
         story.wait(lambda s: s.got)
         array[100:102] = 9
         assert story.got[0][0] == 0x0909
-        assert ring.slots_made == 1
+        assert ring.segments_made == 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -192,7 +195,7 @@ def test_many_threads_may_send_on_one_link(transport: str):
             thread.join()
 
 
-# Slots
+# segments
 
 
 def test_a_thousand_messages_need_a_handful_of_slots():
@@ -200,7 +203,7 @@ def test_a_thousand_messages_need_a_handful_of_slots():
         for k in range(1000):
             link.send(message(k, 200_000))
             assert is_message(link.recv(SOON_S), k, 200_000)
-        assert link.ring.slots_made <= 4, f"{link.ring.slots_made} slots for 1000 messages"
+        assert link.ring.segments_made <= 4, f"{link.ring.segments_made} segments for 1000 messages"
         assert link.remote_mapped <= 4
         assert link.remote_held == 0
 
@@ -235,7 +238,7 @@ def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
         views.pop()
         assert link.remote_held == 2
         assert len(ring(MB)) == MB
-        assert ring.slots_made == 3
+        assert ring.segments_made == 3
 
 
 def test_a_reader_that_keeps_everything_gets_copies_and_the_ring_goes_on():
@@ -266,7 +269,7 @@ def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
         for k, nbytes in enumerate(sizes):
             story.opened[0].send(message(k, nbytes - 4096))
             assert is_message(link.recv(SOON_S), k, nbytes - 4096)
-        assert link.remote_mapped == ring.n_slots <= 2
+        assert link.remote_mapped == ring.n_segments <= 2
         assert ring.nbytes <= 8 * MB
 
 
@@ -312,7 +315,7 @@ def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
         for k in range(3):
             story.opened[0].send(message(k))
         with pytest.raises(
-            DataStall, match=r"the deaf one to let go of what was sent: .* the deaf one holds 3"
+            DataStall, match=r"the deaf one to release what was sent: .* the deaf one holds 3"
         ):
             story.opened[0].send(message(4), timeout_s=0.1)
 
@@ -322,7 +325,7 @@ def test_a_sender_over_tcp_whose_peer_reads_nothing_waits_and_then_names_it():
         deaf.hears()
         link = story.opened[0]
         link.max_queued_bytes = 8 * MB
-        with pytest.raises(DataStall, match="the deaf one to take"):
+        with pytest.raises(DataStall, match="the deaf one to accept"):
             send_many(link)
         assert link.queued_bytes <= 8 * MB + 2 * MB
 
@@ -352,7 +355,7 @@ def test_one_slow_link_holds_up_no_other():
         slow, quick = dialled(story.address, "tcp"), dialled(story.address)
         story.keep = False
         for k in range(12):
-            slow.send(message(k, 4 * MB))  # echoed into a socket that nobody reads
+            slow.send(message(k, 4 * MB))  # echoed into a socket without a reader
         wait_until(lambda: story.opened[0].queued_bytes > 2**24)
         for k in range(50):
             quick.send(message(k))
@@ -362,22 +365,22 @@ def test_one_slow_link_holds_up_no_other():
             assert is_message(slow.recv(SOON_S), k, 4 * MB)
         wait_until(
             lambda: story.opened[0].queued_bytes == 0
-        )  # the last bytes may be read before the server has counted them
+        )  # the last bytes may be read before the server counts them
         slow.close()
         quick.close()
 
 
 def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        server_connection, "LINGER_S", SOON_S
-    )  # whoever reads may stand for longer than a link lingers
+    # The reader may be suspended for longer than a connection lingers.
+    patient = replace(server_connection.TIMEOUTS, linger_s=SOON_S)
+    monkeypatch.setattr(server_connection, "TIMEOUTS", patient)
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):
             story.opened[0].send(message(k, 3 * MB))
         story.opened[0].close("done")
         assert all(is_message(link.recv(SOON_S), k, 3 * MB) for k in range(10))
-        with pytest.raises(ActorLost, match="it closed the link: done"):
+        with pytest.raises(ActorLost, match="it closed the connection: done"):
             link.recv(SOON_S)
 
 
@@ -390,7 +393,7 @@ def test_of_several_ports_the_first_that_is_free_is_taken_and_when_all_are_taken
             assert taken < Address.parse(server.address).port < taken + 50
         with pytest.raises(
             OverlordError,
-            match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name "
+            match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all in use; allow "
             "more",
         ):
             Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 1))
@@ -410,7 +413,7 @@ def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
-    """The one who said it may be dead by then, and nobody can ask it again."""
+    """The sender may be dead by then, so it cannot be queried again."""
     stands, goes_on = threading.Event(), threading.Event()
     with Story() as story:
         hears = story.server._on_message
@@ -426,7 +429,9 @@ def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
             link = dialled(story.address, transport)
             story.wait(lambda s: len(s.opened) == 2)
             other.send("stand")
-            assert stands.wait(SOON_S)  # it has looked, and the other link had nothing to say
+            assert stands.wait(
+                SOON_S
+            )  # it has read its sockets, and the other connection sent nothing
             link.send("last words")
             link.close()
             threading.Timer(0.1, goes_on.set).start()

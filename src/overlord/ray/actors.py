@@ -1,0 +1,116 @@
+"""Actors of Ray: how they are created, killed and described."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from overlord.concurrency.platform import NODE
+from overlord.errors import JobError
+from overlord.ray.nodes import here, node_here
+from overlord.ray.placement import RayPlace
+from overlord.ray.ray_import import (
+    NodeAffinitySchedulingStrategy,
+    exceptions,
+    ray,
+    ray_state,
+    ray_worker,
+)
+from overlord.ray.worker import ActorBody, LaunchSpec
+from overlord.ray.worker_logs import WorkerOutput
+
+DIED = "its process died silently: it was killed, crashed or ran out of memory"
+GONE = "it is gone with its node, or before Ray could report how"
+UNAVAILABLE = "it cannot be reached: its process is suspended, or its node is unreachable"
+
+
+class RayActor(ActorBody):
+    """An actor in a process of Ray."""
+
+    def begin(self, spec: LaunchSpec, far: bool, code: bytes) -> int | None:
+        """Run the actor. Its code is unpickled once the module path is set up."""
+        os.environ[NODE] = node_here()
+        worker = ray_worker.global_worker
+        output = WorkerOutput.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
+        return self.live(spec, here() if far else "", lambda: opened(code), output)
+
+
+def actor_of(place: RayPlace, **named: str) -> Any:
+    """Return the Ray class of an actor at this place; raise for options that Ray rejects."""
+    options = place.options() | named
+    if place.node:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            node_id=place.node, soft=False
+        )
+    return _ray_class().options(**options)
+
+
+@functools.cache
+def _ray_class() -> Any:
+    """Create the class once: Ray writes every actor class to its head and waits for that."""
+    return ray.remote(RayActor)
+
+
+def pickled(name: str, code: tuple[Any, ...]) -> bytes:
+    """Pickle code for another process, with definitions of the program's main file included."""
+    try:
+        found: bytes = ray.cloudpickle.dumps(code)
+    except Exception as fault:
+        raise JobError(
+            [f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}"
+        ) from fault
+    return found
+
+
+def opened(code: bytes) -> tuple[Any, ...]:
+    """Unpickle code. Use it only for code that arrived with the start of a process."""
+    found: tuple[Any, ...] = ray.cloudpickle.loads(code)
+    return found
+
+
+def has_process(actor: Any) -> bool:
+    """Return whether Ray has started a process for it; while its node has no room it has none."""
+    return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
+
+
+def kill(actor: Any) -> None:
+    """Let Ray kill an actor, if it is still there."""
+    with contextlib.suppress(Exception):  # it is gone already, or the cluster is
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
+
+
+def end_process(actor: Any, pid: int) -> None:
+    """Kill an actor for good. ``pid`` is its process if it runs on this machine, else 0.
+
+    Ray asks a process to exit, gives a suspended one five seconds, and needs its head for that. So
+    a local process is killed by its pid too.
+    """
+    kill(actor)
+    with contextlib.suppress(OSError):
+        # Another process may have the same pid by now.
+        if pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why an actor died, in one line: Ray prints a paragraph."""
+    if isinstance(error, exceptions.RayTaskError):
+        return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, exceptions.ActorUnavailableError):
+        return UNAVAILABLE
+    text = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
+    # This is all that Ray reports of a signal, a crash or os._exit.
+    if "unexpectedly exits with a connection error" in text:
+        return DIED
+    if "never ran" in text:  # Ray's text for an actor that did run, when its node is gone
+        return GONE
+    return (
+        "its process died: "
+        f"{textwrap.shorten(text, 300, placeholder=' ...') or type(error).__name__}"
+    )
