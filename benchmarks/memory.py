@@ -107,7 +107,7 @@ def measure(
 
 def plain(found: Sequence[Found], case: Case) -> list[Found]:
     """Measured cells of the same kind and shape, without options of their own."""
-    shape = lambda c: (
+    shape = lambda c: (  # noqa: E731
         c.kind,
         c.shuffle,
         c.tp,
@@ -116,7 +116,7 @@ def plain(found: Sequence[Found], case: Case) -> list[Found]:
         c.hosts,
         c.partition,
         c.shadows,
-    )  # noqa: E731
+    )
     return [f for f in found if shape(f.case) == shape(case) and not f.by_slope]
 
 
@@ -158,7 +158,7 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
 
 def rows_of(found: Sequence[Found]) -> list[list[str]]:
     rows = []
-    in_order = lambda c: (
+    in_order = lambda c: (  # noqa: E731
         c.context,
         c.n_sources,
         c.ranks,
@@ -166,7 +166,7 @@ def rows_of(found: Sequence[Found]) -> list[list[str]]:
         c.name,
         not c.shuffle,
         c.workers,
-    )  # noqa: E731
+    )
     for f in sorted(found, key=lambda f: in_order(f.case)):
         case = f.case
         start = [

@@ -340,7 +340,7 @@ def test_a_link_that_breaks_with_every_message_is_tried_with_pauses_and_given_up
     box = line.box(lambda generation: ("overlord://x:1/y", "t"))
     with pytest.raises(
         ActorLost,
-        match=r"could not be reached for 20\.\d s while step 0 was wanted: frame: what came is no message",
+        match=r"could not be reached for 20\.\d s while step 0 was expected: frame: what came is no message",
     ):
         box.get(100.0)
     pauses = [round(b - a, 6) for a, b in pairwise(line.dialled)]
@@ -361,7 +361,7 @@ def test_what_is_said_of_a_server_that_is_gone_names_the_cause_once() -> None:
     with pytest.raises(ActorLost) as lost:
         line.box(where).get(100.0)
     assert str(lost.value).endswith(
-        "s while step 0 was wanted: nobody answers: Connection refused (the session's "
+        "s while step 0 was expected: nobody answers: Connection refused (the session's "
         "front door could not be reached either)"
     )
     assert str(lost.value).count("is lost") == 1

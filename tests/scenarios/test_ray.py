@@ -523,8 +523,7 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
         assert answer == "{}"
         words = re.search(
-            r"; its last output is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$",
-            there.line(),
+            r"; its last output is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$", there.line()
         )
         assert words, "the cluster stays, and so do its files"
         assert Path(words[1]).read_text().endswith("its last words\n")

@@ -101,8 +101,11 @@ def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
 
 
 def found(
-    rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int] = []
-) -> SampleBlock:  # noqa: B006
+    rows: list[int],
+    bad: list[int] = [],  # noqa: B006
+    dropped: int = 0,
+    long: list[int] = [],  # noqa: B006
+) -> SampleBlock:
     ids, failed = np.array(rows, np.int64), np.array(bad, np.int64)
     meta = {"tokens": np.ones(len(rows), np.int64)}
     zeros, none = np.zeros(len(rows), np.int64), np.zeros(len(bad), np.int64)

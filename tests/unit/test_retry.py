@@ -332,9 +332,9 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         return reader.read(Read(0, 0, 0, t, (0,)))
 
     def ask(t: int, n: int) -> Any:
-        ask = lambda: executor.submit(
+        ask = lambda: executor.submit(  # noqa: E731
             "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
-        )  # noqa: E731
+        )
         pump.ask(ask, "the pump")
         until(lambda: len(told) == n)
         return told[-1]

@@ -194,11 +194,11 @@ def remembering() -> Iterator[None]:
     """While this lasts, loaders and planners of this process remember."""
     memory = Memory()
     setattr(prepared_job, "resolve", lambda name: _asked_once(resolve(name), memory))  # noqa: B010
-    setattr(
+    setattr(  # noqa: B010
         prepared_job,
         "SourceReader",
         lambda order, chunks, stages: RememberingReader(order, chunks, stages, memory),
-    )  # noqa: B010
+    )
     try:
         yield
     finally:
