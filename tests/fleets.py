@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import PlanRouter
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
@@ -149,7 +150,8 @@ class Fleet:
         self.shares = [blueprint.loaders_of(i) for i in range(n)]
         self._first = [sum(self.shares[:i]) for i in range(n)]
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
-        self.cutter = PlanRouter([0] * sum(self.shares), [0] * self._buckets)
+        self.placement = Placement(self.shares, [0] * sum(self.shares), [0] * self._buckets)
+        self.cutter = PlanRouter(self.placement)
         self.hosts = {0: Reading(blueprint)}
         self._change: tuple[int, dict[int, int]] | None = (
             None  # a source that is on its way, and where its loaders go
@@ -212,7 +214,7 @@ class Fleet:
     # resharding
 
     def hosts_of(self, source: int) -> list[int]:
-        return sorted({self.cutter.host(k) for k in self._numbers(source)})
+        return sorted({self.placement.worker(k) for k in self._numbers(source)})
 
     def _numbers(self, source: int) -> range:
         return range(self._first[source], self._first[source] + self.shares[source])
@@ -229,7 +231,9 @@ class Fleet:
         """As ``cluster/rebalance.py`` does, but that hosts are there at once."""
         now, n = self.hosts_of(source), min(n, self.shares[source])
         others = Counter(
-            self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source)
+            self.placement.worker(k)
+            for k in range(sum(self.shares))
+            if k not in self._numbers(source)
         )
         hosts = kept(now, n, others, lambda h: h == 0)
         for _ in range(n - len(now)):
@@ -237,7 +241,7 @@ class Fleet:
             self.hosts[h] = Reading(self.blueprint)
             self.hosts[h].inbox.append(Rollback(0, self.planner.next_step - 1))
             hosts.append(h)
-        where = [self.cutter.host(k) for k in self._numbers(source)]
+        where = [self.placement.worker(k) for k in self._numbers(source)]
         to = spread(where, hosts, others)
         moves = {
             k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was
@@ -247,7 +251,7 @@ class Fleet:
         if (
             self._random.random() < 0.7 and not self.planner.holds_over
         ):  # a host that follows first; else they are opened there
-            self.cutter.follow(moves)
+            self.placement.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)
                 self.hosts[h].inbox += [("follow", self._opening(k, cursor, generation)), refill]
@@ -255,7 +259,7 @@ class Fleet:
     def _switch(self) -> None:
         assert self._change is not None
         (source, self._moves), self._change = self._change, None
-        self.cutter.follow({})
+        self.placement.follow({})
         self._do(self.planner.handle(RestartSource(source)))
 
     def _opening(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
@@ -266,11 +270,11 @@ class Fleet:
         )
 
     def _open(self, command: RestartLoader) -> None:
-        loader, was = command.loader, self.cutter.host(command.loader)
+        loader, was = command.loader, self.placement.worker(command.loader)
         host = self._moves.pop(loader, was)
         if host != was:
             self.hosts[was].inbox.append(("drop", loader))
-            self.cutter.move(loader, host)
+            self.placement.move(loader, host)
         opening = self._opening(loader, command.cursor, command.generation)
         self.hosts[host].inbox.append(
             opening if self.planner.holds_over else ("stand", command.step, opening)
@@ -282,7 +286,10 @@ class Fleet:
         for command in commands:
             match command:
                 case Refill(loader=loader):
-                    for h in {self.cutter.host(loader), self.cutter.shadow(loader)} - {None}:
+                    for h in {
+                        self.placement.worker(loader),
+                        self.placement.standby_of.get(loader),
+                    } - {None}:
                         self.hosts[h].inbox.append(command)  # type: ignore[index]
                 case PlannedStep():
                     self._stage(command)
@@ -299,7 +306,7 @@ class Fleet:
         assert isinstance(stage.after, StreamState)
         self.states[stage.plan.step] = stage.after
         acked = -1 if self.planner.taken is None else self.planner.taken
-        cuts = self.cutter.cut(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
+        cuts = self.cutter.route(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
         self.placed[stage.plan.step] = cuts.placed[0]
         for h, part in cuts.parts.items():
             self.hosts[h].inbox.append(part)

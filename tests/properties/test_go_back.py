@@ -109,7 +109,7 @@ class Drive:
     def go_back(self) -> None:
         self.backs -= 1
         old, self.base = self.planner, self.base + STRIDE
-        state = self.past.go_back(old.spec.names)
+        state = self.past.rollback(old.spec.names)
         schedule = schedule_of(self.first.job, self.first.added)
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         self.planner = Planner(

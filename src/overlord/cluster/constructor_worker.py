@@ -158,19 +158,19 @@ class ConstructorWorker(Worker):
     def _take(self, message: Any) -> None:
         match message:
             case ConstructorPlan():
-                self._queue.extend(self._gathering.plan(message))
+                self.commands.queue.extend(self._gathering.plan(message))
             case Attach(rank=rank):
                 if rank not in self._taken:
                     self._taken[rank] = self._floor
                     if self._floor > self._behind:
                         self._events.put(("taken", [rank], [self._floor]))
-                self._queue.extend(
+                self.commands.queue.extend(
                     self._building.attach({rank: self._delivery.box(rank, self._session)})
                 )
-                self._queue.extend(self._building.consumed([rank], self._taken[rank]))
+                self.commands.queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
                 self._taken.pop(rank, None)
-                self._queue.extend(self._building.detach(rank))
+                self.commands.queue.extend(self._building.detach(rank))
                 self._tell()
             case EndOfJob():  # what it lets go is gone before a step of that number comes again
                 self.run(self._gathering.finish(message))
@@ -216,10 +216,10 @@ class ConstructorWorker(Worker):
             self._said |= news
             self._events.put(("taken", list(news), list(news.values())))
 
-    def _carry_out(self, command: Any) -> None:
+    def _execute(self, command: Any) -> None:
         match command:
             case Build() | Deliver() | EndRank() | Unfinish() | Release():
-                self._building.carry_out(command, self._queue)
+                self._building.carry_out(command, self.commands.queue)
             case _:
                 raise TypeError(f"a constructor host does not carry out {type(command).__name__}")
 

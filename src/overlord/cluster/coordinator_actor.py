@@ -8,18 +8,20 @@ of this actor and is answered by its pump.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
-from overlord.cluster.takeover import PlannerHost, RemoteWorkerFactory
+from overlord.cluster.takeover import RemoteWorkerFactory, Takeover, first_coordinator
 from overlord.cluster.worker import EventQueue
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
 from overlord.concurrency.event_loop import EventLoop
@@ -31,6 +33,7 @@ from overlord.planning.events import lost
 from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.process.memory import pss_bytes
+from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.sample import Buffer
 from overlord.transport.codec import register
@@ -70,6 +73,34 @@ class Counted:
         return self
 
 
+class SessionNews:
+    """Changes that the launching process keeps, since they would be lost with this process."""
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+        # a planner's ledger, and how many of its quarantined and undecodable rows were sent
+        self._listed: tuple[Any, int, int] = (None, 0, 0)
+        self._n_recoveries = 0
+        self._worker_of = coordinator.placement.worker_of.copy()
+
+    def collect(self) -> Iterator[tuple[Any, ...]]:
+        """Return the events for the launching process since the last call."""
+        ledger, recoveries = self._coordinator.planner.ledger, self._coordinator.recoveries
+        of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
+        if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
+            rows = list(itertools.islice(ledger.quarantine, bad, None))
+            late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
+            yield ("bad", rows, late)
+        self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
+        if len(recoveries) > self._n_recoveries:
+            yield from (("recovered", row) for row in recoveries[self._n_recoveries :])
+            self._n_recoveries = len(recoveries)
+        worker_of = self._coordinator.placement.worker_of
+        if not np.array_equal(worker_of, self._worker_of):
+            self._worker_of = worker_of.copy()
+            yield ("hosting", worker_of.tolist())
+
+
 class CoordinatorActor:
     """Its methods are called by the launching process; those that look or change are carried out by
     the pump, in order.
@@ -84,7 +115,9 @@ class CoordinatorActor:
             machine=kit.machine,
         )
         self._starter = RemoteWorkerFactory(self._peers, self._say, kit.hosting, kit.token)
-        self._host: PlannerHost
+        self._coordinator: Coordinator
+        self._takeover: Takeover | None = None
+        self._news: SessionNews
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
@@ -121,10 +154,10 @@ class CoordinatorActor:
         """What the pump is at, of one that does not come to an end: the step, and whose function it
         is in.
         """
-        return f"step {self._host.planner.next_step}, {self._pump.at()}"
+        return f"step {self._coordinator.planner.next_step}, {self._pump.at()}"
 
     def _writes(self) -> bool:
-        return self._opens_journal or self._host.journal.settling
+        return self._opens_journal or self._coordinator.journal.settling
 
     def events(self) -> Future[list[Any]]:
         return self._events.ask()
@@ -153,61 +186,57 @@ class CoordinatorActor:
 
     def _begin(self, begun: Future[int]) -> None:
         try:
-            self._host = self._make_host()
-            self._host.on_stage.append(self._staged)
-            self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
-            self._host.on_taken = self._taken
+            self._coordinator = self._start()
+            self._coordinator.on_stage.append(self._staged)
+            self._coordinator.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._coordinator.on_taken = self._taken
             self._say_found()
-            behind = self._host.past.acked
+            behind = self._coordinator.history.acked
+            self._news = SessionNews(self._coordinator)
             self._pump.start(self._broke, self._after_turn)
             self._beats_pump = True
             begun.set_result(behind)
         except BaseException as fault:
             begun.set_exception(fault)
 
-    def _make_host(self) -> PlannerHost:
-        """The first planner starts its hosts; one that comes later takes over those that live, and
-        goes back.
-        """
+    def _start(self) -> Coordinator:
+        """Start the first coordinator's workers; a later one takes over those that live."""
+        given = (self._kit, self._peers, self._pump, self._starter)
         if not self._kit.incarnation:
-            return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
-        # what the journal says is of a session before this one, or nothing: ``open_journal`` is to
-        # come
+            return first_coordinator(*given, send=self._say)
         if not self._kit.opened:
-            host = PlannerHost(
-                self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say
-            )
-            host.take_over()
-            return host
+            # the journal is empty, or of an earlier session: ``open_journal`` follows
+            self._takeover = Takeover(*given, Recovered(), send=self._say)
+            return self._takeover.roll_back()
         journal, found = JobJournal.resumed(
             self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
         )
         journal.start(self._pump.post)
         self._said = found.events
         try:
-            host = PlannerHost(
-                self._kit, self._peers, self._pump, self._starter, found, say=self._say
-            )
-            host.journal = journal
-            journal.begin(host.planner.state(), host.blueprint)
+            self._takeover = Takeover(*given, found, send=self._say)
+            coordinator = self._takeover.coordinator
+            coordinator.journal = journal
+            journal.begin(coordinator.planner.state(), coordinator.prepared)
         except BaseException:
             journal.close()
             raise
-        host.take_over()
-        return host
+        return self._takeover.roll_back()
 
     def _say_found(self) -> None:
         """What the planner before this one knew, and perhaps died before it was heard: behind which
         step all stand, how far each rank is, which sources left.
         """
-        host = self._host
+        state = self._coordinator.planner.state()
         if self._said:
             self._events.put(("found", list(self._said)))
-        for event in lost(host.planner.state().events) if self._kit.incarnation else ():
+        for event in lost(state.events) if self._kit.incarnation else ():
             self._events.put(("lost", event))
-        if self._watched and host.stood is not None:
-            self._events.put(("staged", host.stood.step - 1, host.stood, True))
-        for rank, step in host.stands.items():
+        if self._takeover is None:
+            return
+        if self._watched and (stood := self._takeover.stood) is not None:
+            self._events.put(("staged", stood.step - 1, stood, True))
+        for rank, step in self._takeover.stands.items():
             self._taken(rank, step)
 
     @property
@@ -224,7 +253,7 @@ class CoordinatorActor:
         """
 
         def act() -> None:
-            host, self._opens_journal = self._host, True
+            host, self._opens_journal = self._coordinator, True
             try:
                 if not isinstance(host.journal, JobJournal):
                     host.journal, _ = JobJournal.resumed(
@@ -232,9 +261,9 @@ class CoordinatorActor:
                     )
                     host.journal.start(self._pump.post)
                 if anew:
-                    host.journal.rewound(host.planner.state(), host.blueprint, floor)
+                    host.journal.rewound(host.planner.state(), host.prepared, floor)
                 else:
-                    host.journal.begin(host.planner.state(), host.blueprint)
+                    host.journal.begin(host.planner.state(), host.prepared)
             finally:
                 self._opens_journal = False
 
@@ -253,17 +282,17 @@ class CoordinatorActor:
         )
 
     def _after_turn(self) -> float | None:
-        host = self._host
+        host = self._coordinator
         if (finished := host.planner.finished) is not self._told:
             self._told = finished
             self._events.put(("finish", finished))
-        if (acked := host.past.acked) != self._acked:
+        if (acked := host.history.acked) != self._acked:
             self._acked = acked
             figures = host.journal.figures()
             self._events.put(
                 ("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
-        for event in host.news():
+        for event in self._news.collect():
             self._events.put(event)
         return self._events.answer()
 
@@ -305,16 +334,16 @@ class CoordinatorActor:
         already.
         """
         return self._in_pump(
-            lambda: self._host.attach(
-                dict.fromkeys(r for r in ranks if r not in self._host.attached)
+            lambda: self._coordinator.attach(
+                dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
             )
         )
 
     def detach(self, rank: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.detach(rank))
+        return self._in_pump(lambda: self._coordinator.detach(rank))
 
     def consumed(self, ranks: list[int], step: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.consumed(ranks, step))
+        return self._in_pump(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
         """It is told of by itself, too: whoever said it may have given up to wait for the
@@ -322,7 +351,7 @@ class CoordinatorActor:
         """
 
         def act() -> None:
-            self._host.event(event)
+            self._coordinator.event(event)
             if isinstance(event, (SetMixture, Skip)):
                 self._took(event)
 
@@ -335,16 +364,17 @@ class CoordinatorActor:
 
         def act() -> bool:
             used = (
-                self._host.planner.in_time(report) or report in self._host.planner.state().reports
+                self._coordinator.planner.in_time(report)
+                or report in self._coordinator.planner.state().reports
             )
-            self._host.event(report)
+            self._coordinator.event(report)
             return used
 
         return self._in_pump(act)
 
     def all_reported(self, mark: int) -> Future[None]:
         """The launching process has passed on all that it had been told when it was asked."""
-        return self._in_pump(lambda: self._host.all_reported(mark))
+        return self._in_pump(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
         self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
@@ -352,25 +382,34 @@ class CoordinatorActor:
         """A source joins; its host was started where the job was launched, and is there."""
 
         def act() -> None:
-            host, before = self._host, self._host.blueprint
+            coordinator, before = self._coordinator, self._coordinator.prepared
             assert isinstance(before, PlannerJob)
-            loaders = (*host.hosting.loaders, new.source.loaders)
-            host.adopt_source(
-                before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h
+            loaders = (*coordinator.placement.loaders, new.source.loaders)
+            prepared = before.joined_by(new.source, fingerprint)
+            coordinator.adopt_source(
+                prepared.with_loaders(loaders, SIDE_BY_SIDE), h, lambda: self._claim(h)
             )
             try:
-                host.add_source(
-                    new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint)
+                coordinator.add_source(
+                    new,
+                    h,
+                    budget_bytes,
+                    lambda: coordinator.journal.joined(new.event, coordinator.prepared),
                 )
             except JournalError:
-                host.leave_source(h)
+                coordinator.abandon_source(h)
                 raise
             except BaseException:
-                host.give_back_source(before, h)
+                coordinator.refuse_source(before, h)
                 raise
             self._took(new.event)
 
         return self._in_pump(act)
+
+    def _claim(self, h: int) -> ActorHandle:
+        """Return the handle of a worker that the launching process started for a new source."""
+        name = f"loader-host/{h}"
+        return self._starter.living(name) if self._takeover is None else self._takeover.claim(name)
 
     def _took(self, event: Any) -> None:
         self._said.append(event)
@@ -387,13 +426,13 @@ class CoordinatorActor:
         self._watched = True
 
     def move(self, source: int, hosts: list[str]) -> Future[None]:
-        return self._in_pump(lambda: self._host.move(source, hosts))
+        return self._in_pump(lambda: self._coordinator.move(source, hosts))
 
     def spread(self, source: int, n: int) -> Future[bool]:
-        return self._in_pump(lambda: self._host.spread(source, n))
+        return self._in_pump(lambda: self._coordinator.spread(source, n))
 
     def relocate(self, hosts: list[int]) -> Future[bool]:
-        return self._in_pump(lambda: self._host.relocate(hosts))
+        return self._in_pump(lambda: self._coordinator.rebalancer.relocate(hosts))
 
     # what people ask
 
@@ -402,7 +441,7 @@ class CoordinatorActor:
             return (
                 "an event to be written to the journal"  # the pump waits for it, and cannot say so
             )
-        return self._in_pump(lambda: self._host.waiting_for(rank))
+        return self._in_pump(lambda: self._coordinator.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
         me = {
@@ -412,38 +451,44 @@ class CoordinatorActor:
             "state": "planning",
         }
         return self._in_pump(
-            lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()}
+            lambda: {
+                **self._coordinator.figures(),
+                "planner": me,
+                "journal": self._coordinator.journal.figures(),
+            }
         )
 
     def state(self) -> Future[StreamState]:
-        return self._in_pump(lambda: self._host.planner.state())
+        return self._in_pump(lambda: self._coordinator.planner.state())
 
     def open_step(self) -> Future[int]:
-        return self._in_pump(lambda: self._host.planner.open_step)
+        return self._in_pump(lambda: self._coordinator.planner.open_step)
 
     def refuse_planned(self, step: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.planner.refuse_planned(step))
+        return self._in_pump(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
         """The plans that are kept; ``step``: that one alone, if it is."""
         return self._in_pump(
-            lambda: list(self._host.plans) if step is None else self._host.plans.of(step)
+            lambda: (
+                list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
+            )
         )
 
     def steps(self) -> Future[list[int]]:
-        return self._in_pump(lambda: self._host.plans.steps())
+        return self._in_pump(lambda: self._coordinator.plans.steps())
 
     def bad_rows(self) -> Future[list[Quarantined]]:
-        return self._in_pump(lambda: self._host.planner.ledger.bad_rows())
+        return self._in_pump(lambda: self._coordinator.planner.ledger.bad_rows())
 
     def summary_buffer(self) -> Future[Buffer]:
-        return self._in_pump(lambda: self._host.planner.summary_buffer())
+        return self._in_pump(lambda: self._coordinator.planner.summary_buffer())
 
     def counted(self) -> Future[Counted]:
         return self._in_pump(self._counted)
 
     def _counted(self) -> Counted:
-        p = self._host.planner
+        p = self._coordinator.planner
         totals = p.totals
         return Counted(
             next_step=p.next_step,
@@ -462,11 +507,11 @@ class CoordinatorActor:
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "_host"):
+        if hasattr(self, "_coordinator"):
             self._pump.stop()
-            self._host.close()
-            known = self._host.planner.taken
-            self._host.journal.close(taken if known is None else max(known, taken))
+            self._coordinator.close()
+            known = self._coordinator.planner.taken
+            self._coordinator.journal.close(taken if known is None else max(known, taken))
 
     def close(self) -> None:
         self.leave()

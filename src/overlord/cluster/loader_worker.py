@@ -203,15 +203,15 @@ class LoaderWorker(Worker):
             case LoaderStart():
                 self._open(message)
             case ("follow", LoaderStart() as opening):
-                self._queue.extend(self._loading.follow(opening, self._open))
+                self.commands.queue.extend(self._loading.follow(opening, self._open))
             case ("stand", int(step), LoaderStart() as opening):
-                self._queue.extend(self._loading.stand(opening, self._open, step))
+                self.commands.queue.extend(self._loading.stand(opening, self._open, step))
             case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
                 if must:  # the draw waits: perhaps for what is ready, and was not told yet
                     self._events.hurry()
-                self._queue.append(message)
+                self.commands.queue.append(message)
             case ("drop", int(number)):
                 self._drop(number)
             case ("constructor", int(constructor), str(address), str(token)):
@@ -222,10 +222,10 @@ class LoaderWorker(Worker):
             case _:
                 raise TypeError(f"a loader host does not know {type(message).__name__}")
 
-    def _carry_out(self, command: Any) -> None:
+    def _execute(self, command: Any) -> None:
         match command:
             case Refill() | Read() | Evaluate():
-                self._queue.extend(self._loading.carry_out(command))
+                self.commands.queue.extend(self._loading.carry_out(command))
             case Announce(loader=loader, found=found):
                 hosted = self._loading.hosted.get(loader)
                 if hosted is not None and hosted.shadow:
@@ -241,7 +241,7 @@ class LoaderWorker(Worker):
         if back.generation > self._loading.generation:
             self._done = back.step
         self._events.hurry()  # everybody waits for what is said again
-        self._queue.extend(self._loading.back(back, self._open))
+        self.commands.queue.extend(self._loading.back(back, self._open))
 
     def _part(self, part: LoaderPlan) -> None:
         """A part planned before the last Back leads to nothing, nor does one that comes twice."""
@@ -250,12 +250,12 @@ class LoaderWorker(Worker):
             return
         pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
         pops, commands = self._loading.pop_shadows(part.step, pops)
-        self._queue.extend(commands)
+        self.commands.queue.extend(commands)
         if part.step <= self._done or not (pops or part.to or part.kept is not None):
             return
         self._done = part.step
         pieces, commands = self._loading.pop(part.step, pops, part.kept)
-        self._queue.extend(commands)
+        self.commands.queue.extend(commands)
         if part.to:
             size = max(1, sum(p.nbytes for p in pieces))
             self._executor.submit(

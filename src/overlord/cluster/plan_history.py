@@ -68,7 +68,7 @@ class PlanHistory:
         }
         return True
 
-    def go_back(self, names: Sequence[str]) -> StreamState:
+    def rollback(self, names: Sequence[str]) -> StreamState:
         """The state behind the last step that all took, with what was said since it was planned:
         from there all is planned again.
         """

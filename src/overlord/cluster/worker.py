@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -99,20 +100,35 @@ class EventQueue:
         return None
 
 
-class Worker(CommandLoop):
-    """A pump, threads that work for it, and what happened in it."""
+class Worker(ABC):
+    """An event loop, threads that work for it, and the events for the coordinator."""
 
     BACKGROUND = False  # it reads ahead, so others may go before it
 
     def __init__(self, name: str, settings: WorkerConfig, links: int = 0):
         """``links``: connections that get a thread each."""
-        super().__init__(check=settings.check)
+        self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
         self.name, self._machine = name, settings.machine
         self._machine.prepare(settings.workers, links=links, background=self.BACKGROUND)
         self._events = EventQueue(self._machine.now)
         self._pump = self._machine.pump(name)
         self._executor = self._machine.executor(settings.workers, self._pump)
         self._sibling = RpcEndpoint(name, self, dial=self._machine.dial, leave=self._machine.end)
+
+    @abstractmethod
+    def _execute(self, command: Any) -> None:
+        """Execute a command of this worker's cores."""
+
+    @abstractmethod
+    def _take(self, message: Any) -> None:
+        """Handle a message of the coordinator."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check invariants, for tests."""
+
+    def run(self, commands: Sequence[Any] = ()) -> None:
+        self.commands.run(commands)
 
     def _start(self) -> None:
         self._pump.start(self._broke, self._after_turn)
@@ -134,9 +150,6 @@ class Worker(CommandLoop):
         for message in messages:
             self._take(message)
         self.run()
-
-    def _take(self, message: Any) -> None:
-        raise NotImplementedError
 
     def at(self) -> str:
         """The node of a cluster that this is on; asked of a host that was started, to know that it

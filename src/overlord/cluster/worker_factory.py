@@ -123,6 +123,9 @@ class WorkerStarter(Protocol):
     hosting: LoaderPlacement
     token: str
 
+    @property
+    def placement(self) -> NodePlacement | None: ...  # on the nodes of a cluster, if known here
+
     def constructor(self, c: int) -> ActorHandle: ...
     def loader_host(
         self,
