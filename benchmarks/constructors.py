@@ -1,6 +1,6 @@
-"""How to reproduce the measurement of what constructors save (the Overlord paper's appendix B).
+"""Print the commands that measure what constructors save (the Overlord paper's appendix B).
 
-    python benchmarks/constructors.py             # prints the commands
+    python benchmarks/constructors.py
 
 The measurement compared loader hosts that send to one constructor per data-parallel group with
 loader hosts that send to every client. The second mode, ``launch(constructors=False)``, is removed

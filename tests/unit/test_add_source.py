@@ -24,6 +24,7 @@ from overlord.errors import (
     TransformError,
 )
 from overlord.messages.control import AddSource, Cursor, SetMixture
+from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.processes import until
 from tests.worlds import Rows
@@ -189,7 +190,7 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
             PreparedJob(made, Options(prefetch=20, read_ahead=1)),
             VirtualExecutor(seed, Delays()),
         )
-        host = blueprint.host(executor)
+        host = local_runtime(blueprint, executor)
         boxes = {0: _Rank(0)}
         host.attach(boxes)
         while host.planner.next_step < 5 or host.planner.open_step == host.planner.next_step:
@@ -369,7 +370,7 @@ def test_a_state_is_refused_where_the_source_is_missing_or_another() -> None:
         take(client, 4)
         state = client.state_dict()
     with pytest.raises(
-        StateMismatch, match=r"source c: added: saved at step 0, found not among the job's sources"
+        StateMismatch, match=r"source c: added: saved at step 0, got not among the job's sources"
     ) as caught:
         ov.launch(made, resume=state)
     assert "list what was added in mid-run (c) last in Job.sources" in str(caught.value)

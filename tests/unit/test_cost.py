@@ -209,8 +209,8 @@ def test_a_fit_has_no_negative_coefficients() -> None:
 @pytest.mark.parametrize(
     ("batches", "seconds", "said"),
     [
-        ([[8], [9], [10]], [1.0, 1.1, 1.2], "at least 4 different microbatches, found 3"),
-        ([[8]] * 9, [1.0] * 9, "at least 4 different microbatches, found 1"),
+        ([[8], [9], [10]], [1.0, 1.1, 1.2], "at least 4 different microbatches, got 3"),
+        ([[8]] * 9, [1.0] * 9, "at least 4 different microbatches, got 1"),
         ([[64] * k for k in range(1, 9)], [0.1 * k for k in range(1, 9)], "cannot be told apart"),
         (
             [[4096], [2048] * 2, [1024] * 4, [512] * 8],

@@ -379,10 +379,10 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
     ("fn", "said"),
     [
         (lambda s: s.tokens.values, "expected a Ragged of token ids, got ndarray"),
-        (lambda s: ov.Ragged(s.tokens.values / 2, s.tokens.offsets), "found Ragged of float64"),
+        (lambda s: ov.Ragged(s.tokens.values / 2, s.tokens.offsets), "got Ragged of float64"),
         (
             lambda s: ov.Ragged(np.stack([s.tokens.values] * 2, 1), s.tokens.offsets),
-            r"found Ragged of \w+ \(\d+, 2\)",
+            r"got Ragged of \w+ \(\d+, 2\)",
         ),
         (
             lambda s: s.tokens.slice(0, len(s) - 1),
@@ -509,7 +509,7 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
     ("fn", "said"),
     [
         (lambda a: a.default()[:1], "expected a list of 2 microbatches, got 1 of them"),
-        (lambda a: None, "found NoneType"),
+        (lambda a: None, "got NoneType"),
         (lambda a: [1, 2], "expected a mapping, got int"),
         (changed("tokens", lambda t: t.astype(np.int32)), "expected int64 for 'tokens', got int32"),
         (changed("loss_mask", lambda t: t[:-1]), "differ in shape"),
@@ -531,7 +531,7 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
             changed("note", lambda t: "hello"),
             "expected a numpy array of numbers for 'note', got str",
         ),
-        (changed("note", lambda t: np.array([{}])), "found object"),
+        (changed("note", lambda t: np.array([{}])), "got object"),
         (changed("tokens", lambda t: t.sort()), "raised ValueError: .*read-only"),
         (lambda a: a.pixels, r"constructor_do_plan\(<lambda>\) raised AttributeError"),
         *((without(key), f"{key} missing") for key in CONTRACT),
@@ -579,7 +579,7 @@ def test_what_is_no_hook_is_refused() -> None:
         match=r"hooks\[0\]: expected ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), got add_one",
     ):
         job(hooks=[add_one])
-    with pytest.raises(ov.JobError, match=r"found plan_raw\(by_row\) \(it goes in as strategy=\)"):
+    with pytest.raises(ov.JobError, match=r"got plan_raw\(by_row\) \(it goes in as strategy=\)"):
         job(hooks=[ov.plan_raw(by_row)])
     with pytest.raises(ov.JobError, match="hooks: expected a list"):
         job(hooks="add_one")

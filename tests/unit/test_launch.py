@@ -84,7 +84,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
             {"shadows": "hevy"},
             "shadows: expected whose loaders have a stand-by, got 'hevy'; did you mean 'heavy'",
         ),
-        ({"shadows": 3}, "found 3; there are none, heavy, all"),
+        ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
             {"shadows": "all", "failover": False},
             "shadows: 'all' takes the place of what is lost, and without failover nothing does",

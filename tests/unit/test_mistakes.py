@@ -72,7 +72,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: buffer({"web": [1, 2]}),
         "source 'web': expected a mapping of metadata name to column",
     ),
-    "one number for all samples": (lambda: buffer({"web": {"tokens": 5}}), "found 5"),
+    "one number for all samples": (lambda: buffer({"web": {"tokens": 5}}), "got 5"),
     "text as metadata": (
         lambda: buffer({"web": {"tokens": [1], "kind": ["a"]}}),
         "'kind' of source 'web': expected a number for each sample",
@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "an axis in a list": (lambda: drawn().distribute(["DP"]), "unknown axis"),  # type: ignore[arg-type]
     "groups in words": (
         lambda: drawn().distribute("DP", group_size="2").balance(),
-        "group_size: .* found '2'",
+        "group_size: .* got '2'",
     ),  # type: ignore[arg-type]
     "a cost by unknown metadata": (
         lambda: texts().cost(lambda c: c["length"]),

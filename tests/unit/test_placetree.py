@@ -100,7 +100,7 @@ def test_replicas_come_and_go_but_for_the_last() -> None:
     assert tree.dp == 2
     with pytest.raises(JobError, match="2 of 2 replicas cannot go"):
         tree.remove_replicas(2)
-    with pytest.raises(JobError, match="at least 0, found -1"):
+    with pytest.raises(JobError, match="at least 0, got -1"):
         tree.add_replicas(-1)
 
 
@@ -144,7 +144,7 @@ def test_a_meshs_own_numbering_decides_the_order() -> None:
     )
     swapped = ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), ranks.reshape(4, 2).T))
     assert (swapped.dp, swapped.tp, swapped.rank(dp=1), swapped.rank(tp=1)) == (2, 4, 1, 2)
-    with pytest.raises(JobError, match="the whole job, ranks 0 to 7, found ranks 8-15"):
+    with pytest.raises(JobError, match="the whole job, ranks 0 to 7, got ranks 8-15"):
         ClientPlaceTree.from_device_mesh(mesh(("tp",), np.arange(8, 16)))
     with pytest.raises(JobError, match="2 names"):
         ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), np.arange(8)))

@@ -79,7 +79,7 @@ def test_a_profile_in_which_anything_was_changed_is_refused(
 )
 @examples(60)
 def test_what_is_no_profile_at_all_is_refused_in_words(value: Any) -> None:
-    with pytest.raises(BadProfile, match="wanted"):
+    with pytest.raises(BadProfile, match="expected"):
         JobProfile.from_plain(value)
 
 

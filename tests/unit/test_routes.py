@@ -184,7 +184,7 @@ def test_routes_whose_orders_were_changed_are_refused() -> None:
     for changes, said in (
         ({"sent": routes.sent[::-1].copy()}, "sent by another rank"),
         ({"received": np.array([2, 1, 0])}, "disagree about the order"),
-        ({"wanted": np.zeros(3, np.int64)}, "not every item is expected exactly once"),
+        ({"wanted": np.zeros(3, np.int64)}, "not every item is wanted exactly once"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(routes, **changes).validate()

@@ -417,8 +417,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.constant({"web": -1, 3: 1, "code": math.nan}),
             [
                 "weights: expected the name of a source, got 3",
-                "weights: the weight of 'web' must be a finite number of at least 0, found -1",
-                "weights: the weight of 'code' must be a finite number of at least 0, found nan",
+                "weights: the weight of 'web' must be a finite number of at least 0, got -1",
+                "weights: the weight of 'code' must be a finite number of at least 0, got nan",
             ],
         ),
         (
@@ -467,8 +467,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.temperature(0, {"web": -1, "code": "x"}),
             [
                 "tau: expected a number above 0 (infinity: all sources alike), got 0",
-                "sizes: the size of 'web' must be a finite number of at least 0, found -1",
-                "sizes: the size of 'code' must be a finite number of at least 0, found 'x'",
+                "sizes: the size of 'web' must be a finite number of at least 0, got -1",
+                "sizes: the size of 'code' must be a finite number of at least 0, got 'x'",
             ],
         ),
         (
@@ -489,15 +489,12 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.curriculum("", 2, 1, 0, weights={}),
             [
                 "column: expected a name, got ''",
-                "low, high: the ramp goes up, found 2 above 1; reverse the column in ov.Meta",
+                "low, high: the ramp goes up, got 2 above 1; reverse the column in ov.Meta",
                 "steps: expected a whole number of at least 1, got 0",
                 "weights: all weights are zero, so no sample would ever be drawn",
             ],
         ),
-        (
-            lambda: S.length_warmup(9, 3, 1),
-            ["start, end: lengths go up from start, found 9 above 3"],
-        ),
+        (lambda: S.length_warmup(9, 3, 1), ["start, end: lengths go up from start, got 9 above 3"]),
         (
             lambda: S.odm(
                 ["a", "b", "c"], warmup=-1, floor=0.4, scale=0, decay=2, rate=-1, metric=""
@@ -717,7 +714,7 @@ def test_names_are_kept(registry: None):
 
 def written_and_read(made: Job, folder: Path) -> Job:
     (folder / "job.yaml").write_text(made.to_yaml())
-    return Job.from_yaml(folder / "job.yaml")
+    return ov.Job.from_yaml(folder / "job.yaml")
 
 
 def look(schedule: Any) -> int:
@@ -747,7 +744,7 @@ def test_a_registered_schedule_in_a_file_is_the_same_schedule(registry: None, tm
 def read(mixture: str, folder: Path) -> Job:
     head = "name: x\nsources: {web: {uri: /w}, code: {uri: /c}}\nbatch: {samples: 8, context: 16}\n"
     (folder / "job.yaml").write_text(head + mixture)
-    return Job.from_yaml(folder / "job.yaml")
+    return ov.Job.from_yaml(folder / "job.yaml")
 
 
 def test_a_file_says_what_python_says(tmp_path: Path):
@@ -785,8 +782,7 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             [
                 "mixture.ends: unknown; did you mean 'end'?",
                 "mixture.end: missing",
-                "mixture.start: the weight of 'web' must be a finite number of at least "
-                "0, found -1",
+                "mixture.start: the weight of 'web' must be a finite number of at least 0, got -1",
                 "mixture.steps: expected a whole number of at least 1, got 0",
             ],
         ),

@@ -101,7 +101,7 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-host/%d for step %d is for no step that is wanted",
+                "payload of loader-host/%d for step %d is for no step that is expected",
                 payload.origin,
                 step,
             )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from overlord.batch import Batch
 from overlord.checks import did_you_mean, is_int, is_real, one_of
@@ -240,8 +240,11 @@ class Job:
     ] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
 
     # ``overlord/__init__.py`` binds both to ``jobfile``, which lies above this package.
-    from_yaml: ClassVar[Callable[[str | PathLike[str]], Job]]
-    to_yaml: ClassVar[Callable[[Job], str]]
+    if TYPE_CHECKING:
+
+        @staticmethod
+        def from_yaml(path: str | PathLike[str]) -> Job: ...
+        def to_yaml(self) -> str: ...
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (list, tuple)):
@@ -450,7 +453,7 @@ class Job:
                 )
                 found.append(
                     "sources: images of all sources go to one encoder and need one "
-                    f"{name}, found {words}"
+                    f"{name}, got {words}"
                 )
         sliced = (
             isinstance(self.place, ClientPlaceTree)
@@ -482,7 +485,7 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
             found.append(
                 f"mixture: the weight of {name!r} must be a finite number of at least 0, "
-                f"found {weight!r}"
+                f"got {weight!r}"
             )
     if not found and not any(weights.values()):
         found.append("mixture: all weights are zero, so no sample would ever be drawn")

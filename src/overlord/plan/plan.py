@@ -171,7 +171,7 @@ class LoadingPlan:
         if any(column.shape != (n,) for column in columns.values()):
             raise PlanError("the sample columns differ in length", self.step)
         if wrong := [
-            f"{label}, found {column.dtype}"
+            f"{label}, got {column.dtype}"
             for label, column in columns.items()
             if not _is_whole(column)
         ]:

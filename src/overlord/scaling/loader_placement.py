@@ -52,7 +52,7 @@ class SourceLoad:
         ):
             raise ValueError(
                 f"{self.name}: share, cost and memory are at least 0 and finite, "
-                f"max_loaders at least 1; found {self}"
+                f"max_loaders at least 1; got {self}"
             )
 
     @property

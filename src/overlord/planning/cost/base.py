@@ -95,7 +95,7 @@ class Scaled(Cost):
 
     def __post_init__(self) -> None:
         if not 0 <= self.factor < float("inf"):
-            raise PlanError(f"a cost is scaled by a number from 0 on, found {self.factor!r}")
+            raise PlanError(f"a cost is scaled by a number from 0 on, got {self.factor!r}")
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         return self.factor * np.asarray(self.of(columns), np.float64)

@@ -34,7 +34,7 @@ class Curriculum(Base):
         check.text("column")
         if check.real("a finite number", math.isfinite, "low", "high") and self.low > self.high:
             check.found.append(
-                f"low, high: the ramp goes up, found {self.low:g} above {self.high:g}; "
+                f"low, high: the ramp goes up, got {self.low:g} above {self.high:g}; "
                 "reverse the column in ov.Meta"
             )
         check.whole(1, "steps")
@@ -75,7 +75,7 @@ class LengthWarmup(Base):
         check.whole(1, "start", "end", "steps")
         if not check.found and self.start > self.end:
             check.found.append(
-                f"start, end: lengths go up from start, found {self.start} above {self.end}"
+                f"start, end: lengths go up from start, got {self.start} above {self.end}"
             )
         check.text("column")
         _take_weights(self, check)

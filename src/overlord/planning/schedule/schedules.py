@@ -245,7 +245,7 @@ def _size_problems(sizes: Mapping[Any, Any]) -> list[str]:
         name: size for name, size in sizes.items() if not is_real(size) or not 0 <= size < math.inf
     }
     found += [
-        f"sizes: the size of {name!r} must be a finite number of at least 0, found {size!r}"
+        f"sizes: the size of {name!r} must be a finite number of at least 0, got {size!r}"
         for name, size in wrong.items()
     ]
     return (
