@@ -127,7 +127,9 @@ def test_before_anyone_has_asked_for_a_step(
     with launch(job(until=STEPS), **APART) as session:
         killing(*names)(session)
         assert play(session) == calm
-    assert any(r.message.startswith("back to the beginning: ") for r in caplog.records), caplog.text
+    assert any(r.message.startswith("rolled back to the beginning: ") for r in caplog.records), (
+        caplog.text
+    )
 
 
 def test_when_the_last_step_was_planned_the_end_is_found_again(calm: Played) -> None:
@@ -184,7 +186,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        session._pump.ask(engine._beat, "the pump")
+        session._pump.ask(engine.recovery._beat, "the pump")
         until(answered)
 
 

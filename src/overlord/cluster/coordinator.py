@@ -1,4 +1,4 @@
-"""The coordinator of a job in several processes: it plans steps, routes them to workers, and recovers.
+"""The coordinator of a job in several processes: it plans, routes steps to workers, and recovers.
 
 The planner core lives here, on one event loop. Loader workers and constructor workers are actors;
 each receives one list of messages per turn and answers with its events. The stream does not depend
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from overlord.client.local_queue import LaunchedStepQueue
-from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.autoscale import Autoscaler, scaler_of
+from overlord.cluster.client_endpoints import ClientEndpoints
+from overlord.cluster.job_sources import JobSources
 from overlord.cluster.loader_starts import LoaderStarts
 from overlord.cluster.node_placement import watch
 from overlord.cluster.placement import Placement
@@ -30,24 +31,14 @@ from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.report_barrier import ReportBarrier
 from overlord.cluster.standby import StandbyManager, standby_sizes
 from overlord.cluster.status import StatusReporter
-from overlord.cluster.supervisor import (
-    TICKS,
-    Command,
-    GiveUp,
-    KillWorker,
-    RollBack,
-    StandbyReady,
-    StartWorker,
-)
 from overlord.cluster.worker_factory import (
-    SIDE_BY_SIDE,
     WorkerFactory,
     WorkerStarter,
     constructors_of,
     read_ahead_of,
     settings_of,
 )
-from overlord.cluster.worker_pool import START_S, WorkerHandle, WorkerPool
+from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.concurrency.command_loop import CommandLoop
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
@@ -58,7 +49,6 @@ from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     Attach,
     Consumed,
-    Cursor,
     Detach,
     DropHeldSamples,
     EndOfJob,
@@ -79,14 +69,13 @@ from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.process.pickle_check import sendable
-from overlord.rpc.actors import ActorHandle, ActorSystem
+from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import hosting_of, loads_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
 from overlord.transport.state_codec import seal
 
 log = logging.getLogger("overlord")
 
-TAKEN_S = 2.0  # for a constructor worker to answer the last step that a rank took
 PLANNERS = 2**40  # generations between two coordinators: each may roll back a million times
 
 
@@ -114,9 +103,9 @@ class Coordinator:
     ):
         hosting = hosting_of(prepared) if starter is None else starter.hosting
         read_ahead = read_ahead_of(hosting, scales(prepared))
-        prepared = self.prepared = prepared.with_loaders(hosting.loaders, read_ahead)
+        prepared = prepared.with_loaders(hosting.loaders, read_ahead)
         self._first = prepared  # the job whose schedule the planner has
-        self._options, self._session = prepared.options, session
+        self._options = prepared.options
         self._control, self._event_loop = control, event_loop
         self._platform = platform or Platform()
         self.planner = prepared.planner(state)
@@ -126,11 +115,9 @@ class Coordinator:
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._queues: list[RemoteStepQueue] = []  # of clients in this process
         groups = list(prepared.job.place.buckets("DP"))
         self._served = np.zeros(len(groups), np.int64)  # attached ranks of every group
         self._attached: set[int] = set()
-        self._n_launched = hosting.n_hosts  # loader workers of the launch
 
         self.placement = Placement(
             hosting.loaders, hosting.host_of, constructors_of(prepared), groups
@@ -158,23 +145,33 @@ class Coordinator:
             lost_after_s=options.lost_after_s,
             on_events=self._worker_events,
             on_lost=self._worker_lost,
-            on_started=self._worker_started,
-            on_start_failed=self._start_failed,
+            on_started=lambda worker: self.recovery.started(worker),
+            on_start_failed=lambda *failed: self.recovery.start_failed(*failed),
         )
         self.commands = CommandLoop(
             self._execute, check=self.check if options.check else None, after=self.pool.flush
         )
         self.gate = WriteAheadGate(self.commands, lambda: self.planner)
         self.history = PlanHistory(self.planner.state(), prepared.job.feedback_lag, planned)
+        sizes = standby_sizes(options.shadows, loads_of(prepared), hosting.loaders)
+        self.standby = StandbyManager(self.placement, *sizes)
         self.recovery = RecoveryManager(
+            pool=self.pool,
+            standby=self.standby,
+            event_loop=event_loop,
+            platform=self._platform,
             lost_after_s=options.lost_after_s,
             max_restarts=options.max_restarts,
             fails_over=options.failover,
-            now=self._platform.now,
             generation=incarnation * PLANNERS,
+            roll_back=self.rollback,
+            use_as_standby=lambda name: self.rebalancer.use_as_standby(name),
+            give_up=self._give_up,
         )
-        sizes = standby_sizes(options.shadows, loads_of(prepared), hosting.loaders)
-        self.standby = StandbyManager(self.placement, *sizes)
+        self.endpoints = ClientEndpoints(
+            self.pool, self.placement, self.recovery, session=session, prefetch=options.prefetch
+        )
+        self.sources = JobSources(prepared, self.pool, self.placement, hosting.n_hosts)
         self.starts = LoaderStarts(lambda: self.prepared, self.placement)
         self.rebalancer = Rebalancer(
             placement=self.placement,
@@ -198,8 +195,6 @@ class Coordinator:
             self._platform,
             lambda: self.prepared.job.names,
         )
-        self._ticking = False
-        self._stop_ticking: Callable[[], None] = lambda: None
         self._stop_reviews: Callable[[], None] = lambda: None
         if options.shadows != "none" and hosting.n_hosts == 1:
             log.warning(
@@ -252,13 +247,11 @@ class Coordinator:
     def begin(self) -> None:
         """Supervise the workers, all of which have started, and place standbys and statistics."""
         for worker in self.pool.workers():
-            self.recovery.ready(worker)
+            self.recovery.joined(worker)
         self.standby.fill(self.pool.living(), self.pool.nodes())
         self._follow(self.starts.at(self.planner.state()))
         self.commands.run()
-        if self.recovery.fails_over:
-            every = self._options.lost_after_s / TICKS
-            self._stop_ticking = self._platform.every(every, self._tick, "overlord heartbeats")
+        self.recovery.start()
         if self.autoscaler is not None:
             self.autoscaler.start()
         if self._starter.placement is not None:
@@ -321,7 +314,7 @@ class Coordinator:
         """Plan for the clients of these ranks; they receive steps from their constructor worker."""
         for rank in queues:
             self._count_rank(rank)
-            self._constructor(rank).out.append(Attach(rank))
+            self.endpoints.constructor(rank).out.append(Attach(rank))
         self.run([command for rank in queues for command in self.planner.handle(Attach(rank))])
 
     def take_over_rank(self, rank: int) -> None:
@@ -337,7 +330,7 @@ class Coordinator:
         if rank in self._attached:
             self._attached.discard(rank)
             self._served[self.placement.bucket_of[rank]] -= 1
-            self._constructor(rank).out.append(Detach(rank))
+            self.endpoints.constructor(rank).out.append(Detach(rank))
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
@@ -371,7 +364,7 @@ class Coordinator:
                     for rank, step in zip(ranks, steps, strict=True):
                         self._took(rank, step)
                 case ("cut", str(name), str(reason), str(address)):
-                    self._unreachable(name, reason, address)
+                    self.recovery.unreachable(name, reason, address)
                 case EndOfJob(error=ActorLost(name=name)) if (
                     lost := self.pool.named(name)
                 ) is not None:
@@ -420,83 +413,23 @@ class Coordinator:
         self.pool.call(lost, "do", []).add_done_callback(answered)
 
     def _worker_lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Restart a lost worker; without failover the job ends after the steps that are complete."""
-        if not self.recovery.fails_over:
+        """Have a lost worker restarted; without failover the job ends after the complete steps."""
+        if self.recovery.fails_over:
+            self.recovery.lost(worker, reason)
+        else:
             log.error("%s is lost: %s", worker.name, reason)
-            error = ActorLost(worker.name, reason)
-            self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
-            return
-        living = self.pool.living()
-        gone = {h: w for h, w in list(self.pool.loaders.items()) if w.lost and w.joined}
-        covered = {h for h in gone if self.standby.covers(h, living)}
-        spare = any(w is worker and h in covered for h, w in gone.items())
-        needed = [f"loader-host/{h}" for h in gone if h not in covered]
-        self._obey(self.recovery.lost(worker, reason, spare=spare, needed=needed))
+            self._end_with(ActorLost(worker.name, reason))
 
-    def _worker_started(self, worker: WorkerHandle) -> None:
-        self._obey(self.recovery.ready(worker))
+    def _give_up(self, error: ActorLost) -> None:
+        """End the job: a worker cannot be kept alive."""
+        error = self.recovery.worn_out(error, self._duty_of(error.name))
+        log.error("%s", error)
+        self._end_with(error)
 
-    def _start_failed(self, name: str, incarnation: int, reason: str) -> None:
-        self._obey(self.recovery.start_failed(name, incarnation, reason))
-
-    def _unreachable(self, name: str, reason: str, address: str) -> None:
-        """A loader worker cannot connect to a constructor worker.
-
-        If that has died, its launcher reports it. If it answers a heartbeat, it is killed, since it
-        is of no use. If it does not answer, the next heartbeats find out.
-        """
-        c = int(name.rpartition("/")[2])
-        if self.pool.addresses.get(c) != address:
-            return  # it has been replaced
-        worker = self.pool.restarted.get(name, self.pool.constructors[c])
-
-        def answered(future: Future[Any]) -> None:
-            if future.exception() is None:
-                self._event_loop.post(act)
-
-        def act() -> None:
-            if not self.pool.closed and self.pool.addresses.get(c) == address:
-                self._obey(self.recovery.unreachable(name, reason))
-
-        self.pool.call(worker, "beat").add_done_callback(answered)
-
-    # heartbeats
-
-    def _tick(self) -> None:
-        """Post a round of heartbeats unless one is waiting. Runs on: timer thread."""
-        if not self._ticking:
-            self._ticking = True
-            self._event_loop.post(self._beat)
-
-    def _beat(self) -> None:
-        self._ticking = False
-        if self.pool.closed:
-            return
-        self.pool.kill_stopped()
-        for worker in self.pool.joined():
-            if worker.answered:
-                self._obey(self.recovery.heartbeat(worker))
-            self.pool.ask_heartbeat(worker)
-        self._obey(self.recovery.tick())
+    def _end_with(self, error: ActorLost) -> None:
+        self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     # recovery
-
-    def _obey(self, commands: Sequence[Command]) -> None:
-        """Execute the commands of the supervisor."""
-        for command in commands:
-            match command:
-                case StartWorker(name=name, incarnation=incarnation):
-                    self.pool.restart(name, incarnation)
-                case KillWorker(name=name, incarnation=incarnation, reason=reason):
-                    self.pool.kill_incarnation(name, incarnation, reason)
-                case RollBack(reason=reason):
-                    self.rollback(reason)
-                case StandbyReady(name=name):
-                    self._use_as_standby(name)
-                case GiveUp(error=error):
-                    error = self.recovery.give_up(error, self._duty_of(error.name))
-                    log.error("%s", error)
-                    self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     def rollback(self, reason: str) -> None:
         """Replan everything after the last step that every rank acknowledged.
@@ -535,7 +468,7 @@ class Coordinator:
     def _send_rollback(
         self, state: StreamState, step: int, afresh: bool, restarted: Mapping[str, WorkerHandle]
     ) -> None:
-        """Queue the rollback for all workers: constructors attach ranks, loaders open at a state."""
+        """Queue the rollback for all workers: loaders open at it, constructors attach ranks."""
         generation = self.recovery.generation
         for c, worker in self.pool.constructors.items():
             worker.out.append(Rollback(generation, step))
@@ -566,26 +499,6 @@ class Coordinator:
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
         return Planner(spec, state, generation=self.recovery.generation, floor=floor)
-
-    def _use_as_standby(self, name: str) -> None:
-        """Let a restarted loader worker, which standbys have replaced, follow their loaders.
-
-        Where they have not replaced it yet, since another worker without standbys is missing, it
-        waits for the rollback.
-        """
-        h = int(name.partition("/")[2])
-        reads = self.placement.loaders_on(h) or h in self.standby.workers()
-        if name not in self.pool.restarted or reads:
-            return  # or it started in time for the rollback
-        worker = self.pool.restarted.pop(name)
-        self.recovery.adopted(worker)
-        self.pool.adopt(worker)
-        self.pool.link(worker)
-        worker.out.append(Rollback(self.recovery.generation, self.planner.next_step - 1))
-        made = self.standby.fill(self.pool.living() & {h}, self.pool.nodes())
-        self.rebalancer.follow_from_here(made)
-        log.warning("%s restarted; standby for %d loaders", name, len(made))
-        self.run()
 
     def _duty_of(self, name: str) -> str:
         """Describe what a worker is there for."""
@@ -676,82 +589,40 @@ class Coordinator:
 
     # where clients get their steps
 
-    def _constructor(self, rank: int) -> WorkerHandle:
-        return self.pool.constructors[self.placement.constructor(rank)]
-
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Return the address and token of a rank's constructor worker. Runs on: any thread."""
-        worker = self._constructor(rank)
-        if worker.lost:
-            raise self.recovery.error_of(worker)
-        return self.pool.address_of(self.placement.constructor(rank))
+        """Return the address and the token for a client of this process. Runs on: any thread."""
+        return self.endpoints.address(rank)
 
     def listen(self, host: str, token: str) -> None:
         """Accept clients of other processes at this interface, if they present the token."""
-        fails_over = self.recovery.fails_over
-        workers = {c: w for c, w in self.pool.constructors.items() if not (w.lost and fails_over)}
-        self.pool.listen(host, token, workers)
+        self.endpoints.listen(host, token)
 
     def outside(self, rank: int) -> tuple[str, str]:
         """Return the address for a client of another process, which has the token."""
-        self.address_for(rank)
-        found = self.pool.outside_of(self.placement.constructor(rank))
-        if found is None:
-            raise self.recovery.error_of(self._constructor(rank))
-        return found, ""
+        return self.endpoints.outside(rank)
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a client took. Runs on: any thread but the event loop.
-
-        Its constructor worker reports steps only when the slowest rank has moved on, so it is asked.
-        None: it is being replaced, and the step is not known. ``DataStall``: it does not answer.
-        """
-        worker = self._constructor(rank)
-        if worker.lost:
-            return None
-        try:
-            return int(self.pool.get(self.pool.call(worker, "taken", rank), TAKEN_S))
-        except ActorLost:
-            return None
+        """Return the last step that a client took. Runs on: any thread but the event loop."""
+        return self.endpoints.taken(rank)
 
     def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
         """Return the step queue of a client in this process."""
-        return LaunchedStepQueue(
-            rank,
-            lambda: self.address_for(rank),
-            next_step=next_step,
-            generation=self._session,
-            prefetch=self._options.prefetch,
-            beside=self._queues,
-        )
+        return self.endpoints.queue(rank, next_step)
 
     # sources
 
-    def prepare_source(self, prepared: PreparedJob) -> int:
-        """Start a worker for a new source and return its number. Runs on: any thread.
+    @property
+    def prepared(self) -> PreparedJob:
+        """The job with all sources so far."""
+        return self.sources.prepared
 
-        Code is sent only when a process starts, so a new source needs a new process.
-        """
-        # A number is used once: a worker that was dropped counts as lost.
-        known = [h for h in self.placement.sources_of if h < SCALED]
-        i, h = len(prepared.job.sources) - 1, max([self._n_launched - 1, *known]) + 1
-        loaders = (*self.placement.loaders, prepared.loaders_of(i))
-        before, self.prepared = self.prepared, prepared.with_loaders(loaders, SIDE_BY_SIDE)
-        try:
-            starts = self.prepared.openings(i, Cursor())
-            worker = self.pool.start_loader(h, [i], starts, joined=False)
-            self.pool.get(self.pool.call(worker, "do", []), START_S)
-        except BaseException:
-            self.prepared = before
-            self.drop_prepared(h)
-            raise
-        return h
+    def prepare_source(self, prepared: PreparedJob) -> int:
+        """Start a worker for a new source and return its number. Runs on: any thread."""
+        return self.sources.prepare(prepared)
 
     def drop_prepared(self, h: int) -> None:
         """End the worker of a source that is not added. Runs on: any thread."""
-        if (worker := self.pool.loaders.pop(h, None)) is not None:
-            worker.lost = "not needed"
-            self.pool.end(h, worker)
+        self.sources.drop(h)
 
     def add_source(
         self,
@@ -771,7 +642,7 @@ class Coordinator:
         self._note(new.event)
         worker.joined = True
         self.pool.link(worker)  # a constructor worker may have been restarted since its start
-        self.recovery.ready(worker)
+        self.recovery.joined(worker)
         self.placement.add_source(new.source.loaders, prepared)
         for other in list(self.pool.loaders.values()):
             other.out.append(("budget", budget_bytes))
@@ -782,23 +653,6 @@ class Coordinator:
                 new.source.name,
             )
         self.run(commands)
-
-    def adopt_source(
-        self, prepared: PreparedJob, h: int, handle: Callable[[], ActorHandle]
-    ) -> None:
-        """Use a worker that another process started for a new source. Undone by ``refuse_source``."""
-        self.prepared = prepared
-        self.placement.sources_of[h] = frozenset([len(prepared.job.sources) - 1])
-        if (worker := self.pool.refused.pop(h, None)) is None:
-            worker = self.pool.watch(handle(), joined=False)
-        self.pool.loaders[h] = worker
-        self.pool.link(worker)  # a constructor worker may have been restarted since its start
-
-    def refuse_source(self, prepared: PreparedJob, h: int) -> None:
-        """Undo ``adopt_source``: the planner refused the source, and may be asked again later."""
-        self.prepared = prepared
-        self.placement.sources_of.pop(h)
-        self.pool.refused[h] = self.pool.loaders.pop(h)
 
     def abandon_source(self, h: int) -> None:
         """Forget the worker of a source that was added and not written: the job is about to end."""
@@ -822,7 +676,7 @@ class Coordinator:
 
     def waiting_for(self, rank: int) -> str:
         """Describe what a rank's next step waits for."""
-        waits = self.status.constructor_waits_for(self._constructor(rank), rank)
+        waits = self.status.constructor_waits_for(self.endpoints.constructor(rank), rank)
         if words := waits or self.gate.waiting_for():
             return words
         answers = self.status.poll()
@@ -868,7 +722,6 @@ class Coordinator:
     def close(self) -> None:
         self.pool.closed = True
         self.recovery.close()
-        self._stop_ticking()
         if self.autoscaler is not None:
             self.autoscaler.close()
         self._stop_reviews()

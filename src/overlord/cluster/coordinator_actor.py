@@ -1,9 +1,8 @@
-"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job
-whose planner may die.
+"""The coordinator in its own process, for a job whose coordinator may die: its RPC interface.
 
-Hosts are started, ended and sent here by the launching process, which it asks for that by name
-(``RemoteWorkerFactory``). They are called directly (``peers.py``). What people ask of the planner comes as calls
-of this actor and is answered by its pump.
+The launching process starts and ends workers, and redirects them here; this process asks for that by
+name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of the
+session arrive as calls of this actor and are answered on its event loop.
 """
 
 from __future__ import annotations
@@ -386,7 +385,7 @@ class CoordinatorActor:
             assert isinstance(before, PlannerJob)
             loaders = (*coordinator.placement.loaders, new.source.loaders)
             prepared = before.joined_by(new.source, fingerprint)
-            coordinator.adopt_source(
+            coordinator.sources.adopt(
                 prepared.with_loaders(loaders, SIDE_BY_SIDE), h, lambda: self._claim(h)
             )
             try:
@@ -400,7 +399,7 @@ class CoordinatorActor:
                 coordinator.abandon_source(h)
                 raise
             except BaseException:
-                coordinator.refuse_source(before, h)
+                coordinator.sources.refuse(before, h)
                 raise
             self._took(new.event)
 

@@ -1,4 +1,4 @@
-"""Loader and trainer statistics between two polls, passed to ``scaling/scaler.py``, and its decisions.
+"""Loader and trainer statistics between two polls, and what ``scaling/scaler.py`` decides.
 
 Every runtime has an observer; only the cluster runtime can move loaders.
 """

@@ -73,7 +73,7 @@ class Placement:
         self.worker_of[loader] = worker
 
     def follow(self, standbys: Mapping[int, int]) -> None:
-        """Set the workers that follow loaders: samples popped from a loader are popped there too."""
+        """Set the workers that follow loaders: they pop the same samples as the loader's worker."""
         self.standby_of = dict(standbys)
 
     def add_source(self, loaders: int, worker: int) -> None:

@@ -227,7 +227,7 @@ class Rebalancer:
             self._not_started(migration, h, worker.lost or "the job is over", worker)
             return
         self._pool.loaders[h], worker.joined = worker, True
-        self._recovery.ready(worker)
+        self._recovery.joined(worker)
         self._pool.link(worker)  # a constructor worker may have been restarted since
         worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
         self._one_less(migration)
@@ -357,6 +357,26 @@ class Rebalancer:
         for loader in loaders:
             messages = self._starts.follow(loader, self._planner())
             self._pool.send(self._standby.worker_of[loader], *messages)
+
+    def use_as_standby(self, name: str) -> None:
+        """Let a restarted worker, which standbys have replaced, follow their loaders.
+
+        Where they have not replaced it yet, since another worker without standbys is missing, it
+        waits for the rollback.
+        """
+        h = int(name.partition("/")[2])
+        reads = self._placement.loaders_on(h) or h in self._standby.workers()
+        if name not in self._pool.restarted or reads:
+            return  # or it started in time for the rollback
+        worker = self._pool.restarted.pop(name)
+        self._recovery.adopted(worker)
+        self._pool.adopt(worker)
+        self._pool.link(worker)
+        worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
+        made = self._standby.fill(self._pool.living() & {h}, self._pool.nodes())
+        self.follow_from_here(made)
+        log.warning("%s restarted; standby for %d loaders", name, len(made))
+        self._commands.run()
 
     def settle(self, dead: Sequence[int]) -> None:
         """Complete or cancel moves at a rollback, which opens every loader where it is read then.

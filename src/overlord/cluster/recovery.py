@@ -1,4 +1,4 @@
-"""Lost workers: which are missed, what each loss cost, and the generation of the last rollback.
+"""Supervision of workers: heartbeats, losses, restarts, and the generation of the last rollback.
 
 ``cluster/supervisor.py`` decides what is to be done; ``Coordinator.rollback`` does it.
 """
@@ -6,17 +6,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+from overlord.cluster.standby import StandbyManager
 from overlord.cluster.supervisor import (
+    TICKS,
     Closing,
     Command,
+    Event,
+    GiveUp,
     Heartbeat,
+    KillWorker,
     Loss,
     Needed,
     Progress,
     Retired,
+    RollBack,
+    StandbyReady,
+    StartWorker,
     Supervisor,
     Tick,
     Unreachable,
@@ -24,7 +33,9 @@ from overlord.cluster.supervisor import (
     WorkerReady,
     worn_out,
 )
-from overlord.cluster.worker_pool import WorkerHandle
+from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall
 from overlord.messages.control import STRIDE
 
@@ -34,84 +45,159 @@ KEPT_RECOVERIES = 1000  # rows in ``metrics()``
 
 
 class RecoveryManager:
-    """Follows losses and recoveries of workers. Runs on: event loop.
+    """Supervises workers and has lost ones restarted. Runs on: event loop.
 
     ``generation`` is the generation of the last rollback. With ``fails_over`` a lost worker is
-    restarted, else the job ends.
+    restarted, else the job ends. ``roll_back(reason)`` is called once all lost workers are back,
+    ``use_as_standby(name)`` when one is back whose loaders its standbys read, and
+    ``give_up(error)`` when a worker cannot be kept alive.
     """
 
     def __init__(
         self,
         *,
+        pool: WorkerPool,
+        standby: StandbyManager,
+        event_loop: EventLoop,
+        platform: Platform,
         lost_after_s: float,
         max_restarts: int,
         fails_over: bool,
-        now: Callable[[], float],
-        generation: int = 0,
+        generation: int,
+        roll_back: Callable[[str], None],
+        use_as_standby: Callable[[str], None],
+        give_up: Callable[[ActorLost], None],
     ):
+        self._pool, self._standby = pool, standby
+        self._event_loop, self._platform, self._now = event_loop, platform, platform.now
+        self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
+        self._roll_back, self._use_as_standby, self._give_up = roll_back, use_as_standby, give_up
         self._supervisor = Supervisor(lost_after_s=lost_after_s, max_restarts=max_restarts)
-        self._max_restarts, self._now = max_restarts, now
         self.fails_over, self.generation = fails_over, generation
         self.recoveries: list[dict[str, Any]] = []
         self._lost_at: dict[str, float] = {}
         # by worker: the step that planning was rolled back to for it
         self._losses: dict[str, tuple[int, Loss]] = {}
+        self._ticking = False
+        self._stop: Callable[[], None] = lambda: None
 
     @property
     def given_up(self) -> ActorLost | None:
         """The error of the worker that is not restarted any more."""
         return self._supervisor.given_up
 
-    # events of workers; each returns the supervisor's commands
+    def start(self) -> None:
+        """Poll heartbeats from now on, if lost workers are restarted."""
+        if self.fails_over:
+            every_s = self._lost_after_s / TICKS
+            self._stop = self._platform.every(every_s, self._tick, "overlord heartbeats")
 
-    def ready(self, worker: WorkerHandle) -> list[Command]:
-        return self._supervisor.handle(WorkerReady(worker.name, worker.incarnation), self._now())
+    def close(self) -> None:
+        """Ignore losses from now on: the job ends."""
+        self._supervisor.handle(Closing(), self._now())
+        self._stop()
 
-    def heartbeat(self, worker: WorkerHandle) -> list[Command]:
-        return self._supervisor.handle(Heartbeat(worker.name, worker.incarnation), self._now())
+    # heartbeats
 
-    def tick(self) -> list[Command]:
-        return self._supervisor.handle(Tick(), self._now())
+    def _tick(self) -> None:
+        """Post a round of heartbeats unless one is waiting. Runs on: timer thread."""
+        if not self._ticking:
+            self._ticking = True
+            self._event_loop.post(self._beat)
 
-    def lost(
-        self, worker: WorkerHandle, reason: str, *, spare: bool, needed: Iterable[str]
-    ) -> list[Command]:
-        """Note the loss of a worker.
+    def _beat(self) -> None:
+        self._ticking = False
+        if self._pool.closed:
+            return
+        now = self._now()
+        self._pool.kill_stopped()
+        for worker in self._pool.joined():
+            if worker.answered:
+                self._handle(Heartbeat(worker.name, worker.incarnation), now)
+            self._pool.ask_heartbeat(worker)
+        self._handle(Tick(), now)
 
-        ``spare``: standbys have all that it read. ``needed`` are lost workers without standbys.
-        """
-        now, name = self._now(), worker.name
-        self._lost_at.setdefault(name, now)
-        for other in needed:
-            self._supervisor.handle(Needed(other), now)
-        died = WorkerDied(name, worker.incarnation, reason, spare)
-        commands = self._supervisor.handle(died, now)
-        restarts = "; restarting it, trainers continue with the steps they have"
-        log.warning("%s is lost: %s%s", name, reason, restarts if self.given_up is None else "")
-        return commands
+    # events of workers
 
-    def start_failed(self, name: str, incarnation: int, reason: str) -> list[Command]:
-        return self._supervisor.handle(WorkerDied(name, incarnation, reason), self._now())
-
-    def unreachable(self, name: str, reason: str) -> list[Command]:
-        """Note that other workers cannot connect to a worker that answers heartbeats."""
-        event = Unreachable(name, f"others cannot reach it: {reason}")
-        return self._supervisor.handle(event, self._now())
+    def joined(self, worker: WorkerHandle) -> None:
+        """Supervise a worker that is part of the job from now on."""
+        self._supervisor.handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def retired(self, worker: WorkerHandle) -> None:
-        """Note that a worker is not needed any more."""
+        """Stop supervising a worker that is not needed any more."""
         self._supervisor.handle(Retired(worker.name), self._now())
 
     def acked(self, step: int) -> None:
         """Note that every rank acknowledged the steps up to this one."""
         self._supervisor.handle(Progress(step), self._now())
 
-    def close(self) -> None:
-        self._supervisor.handle(Closing(), self._now())
+    def started(self, worker: WorkerHandle) -> None:
+        """Note that a restarted worker is ready."""
+        self._handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
-    def give_up(self, error: ActorLost, role: str) -> ActorLost:
-        """Return the error of a worker that is not restarted any more; ``role`` says its duty."""
-        self._supervisor.given_up = worn_out(error, self._max_restarts, role)
+    def start_failed(self, name: str, incarnation: int, reason: str) -> None:
+        self._handle(WorkerDied(name, incarnation, reason), self._now())
+
+    def lost(self, worker: WorkerHandle, reason: str) -> None:
+        """Have a lost worker restarted. It is not waited for if standbys have all that it read."""
+        now, name = self._now(), worker.name
+        self._lost_at.setdefault(name, now)
+        living = self._pool.living()
+        gone = {h: w for h, w in list(self._pool.loaders.items()) if w.lost and w.joined}
+        covered = {h for h in gone if self._standby.covers(h, living)}
+        for h in gone:
+            if h not in covered:
+                self._handle(Needed(f"loader-host/{h}"), now)
+        spare = any(w is worker and h in covered for h, w in gone.items())
+        died = WorkerDied(name, worker.incarnation, reason, spare)
+        commands = self._supervisor.handle(died, now)
+        restarts = "; restarting it, trainers continue with the steps they have"
+        log.warning("%s is lost: %s%s", name, reason, restarts if self.given_up is None else "")
+        self._execute(commands)
+
+    def unreachable(self, name: str, reason: str, address: str) -> None:
+        """Handle a constructor worker that a loader worker cannot connect to.
+
+        If that has died, its launcher reports it. If it answers a heartbeat, it is killed, since it
+        is of no use. If it does not answer, the next heartbeats find out.
+        """
+        c = int(name.rpartition("/")[2])
+        if self._pool.addresses.get(c) != address:
+            return  # it has been replaced
+        worker = self._pool.restarted.get(name, self._pool.constructors[c])
+
+        def answered(future: Future[Any]) -> None:
+            if future.exception() is None:
+                self._event_loop.post(act)
+
+        def act() -> None:
+            if not self._pool.closed and self._pool.addresses.get(c) == address:
+                event = Unreachable(name, f"others cannot reach it: {reason}")
+                self._handle(event, self._now())
+
+        self._pool.call(worker, "beat").add_done_callback(answered)
+
+    def _handle(self, event: Event, now: float) -> None:
+        self._execute(self._supervisor.handle(event, now))
+
+    def _execute(self, commands: Sequence[Command]) -> None:
+        """Execute the commands of the supervisor."""
+        for command in commands:
+            match command:
+                case StartWorker(name=name, incarnation=incarnation):
+                    self._pool.restart(name, incarnation)
+                case KillWorker(name=name, incarnation=incarnation, reason=reason):
+                    self._pool.kill_incarnation(name, incarnation, reason)
+                case RollBack(reason=reason):
+                    self._roll_back(reason)
+                case StandbyReady(name=name):
+                    self._use_as_standby(name)
+                case GiveUp(error=error):
+                    self._give_up(error)
+
+    def worn_out(self, error: ActorLost, duty: str) -> ActorLost:
+        """Return the error of a worker that is not restarted any more; ``duty`` says its task."""
+        self._supervisor.given_up = worn_out(error, self._max_restarts, duty)
         return self._supervisor.given_up
 
     # rollbacks

@@ -1,8 +1,8 @@
 """Acknowledgements that wait for reports, where the mixture learns from what trainers report.
 
 Reports arrive through the launching process, acknowledgements directly from constructor workers. A
-step counts as acknowledged once all earlier reports are here: otherwise a plan could be made without
-a report that was sent in time.
+step counts as acknowledged once all earlier reports are here: otherwise a plan could be made
+without a report that was sent in time.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class StandbyManager:
 def standby_sizes(
     kind: str, loads: Sequence[SourceLoad], loaders: Sequence[int]
 ) -> tuple[dict[int, float], list[int]]:
-    """Return the bytes of every loader, and the loaders that the option ``shadows`` gives a standby.
+    """Return the bytes of every loader, and the loaders to which ``shadows`` gives a standby.
 
     These are the loaders of all sources ("all"), of sources that cost more than the mean ("heavy"),
     or of none ("none").

@@ -65,7 +65,7 @@ class StatusReporter:
             return f"{worker.name}, which {what}"
 
     def busy(self, answers: Answers) -> list[str]:
-        """Describe what loader workers do; of one that does not answer, what it may be busy with."""
+        """Describe what loader workers do, or, without an answer, what they may be busy with."""
         return [
             words
             for h, worker in list(self._pool.loaders.items())

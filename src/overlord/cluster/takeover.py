@@ -219,7 +219,7 @@ class Takeover:
         return self._peers.call(handle, ANSWERS[handle.name.partition("/")[0]])
 
     def _answer_by(self, name: str, future: Future[Any], deadline: float) -> Any:
-        """Return a worker's answer. A busy event loop may refuse it before the deadline: ask again."""
+        """Return a worker's answer. A busy event loop may refuse before the deadline: ask again."""
         while True:
             try:
                 return self._peers.get(future, max(0.0, deadline - self._platform.now()))
@@ -229,7 +229,7 @@ class Takeover:
                 future = self._ask(self._handles[name])
 
     def _taken_since(self) -> list[int | None]:
-        """Return the last step of each attached rank, as its constructor worker answers, or None."""
+        """Return the last step of each attached rank, None where no constructor answers."""
         groups = self._config.blueprint.job.place.buckets("DP")
         group_of = {rank: b for b, ranks in enumerate(groups) for rank in ranks}
         asked = []

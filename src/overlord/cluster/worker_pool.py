@@ -91,7 +91,6 @@ class WorkerPool:
         self.loaders: dict[int, WorkerHandle] = {}
         self.constructors: dict[int, WorkerHandle] = {}
         self.restarted: dict[str, WorkerHandle] = {}  # they know no step until the next rollback
-        self.refused: dict[int, WorkerHandle] = {}  # of sources that could not be added
         self.addresses: dict[int, str] = {}  # of constructor workers
         self._outside: dict[int, str] = {}  # the same for clients of other processes
         self._listening: tuple[str, str] | None = None  # interface and token of those clients
@@ -432,7 +431,10 @@ class WorkerPool:
     def poll(
         self, workers: Iterable[WorkerHandle], method: str, answered: Callable[[str, Any], None]
     ) -> None:
-        """Call a method of workers; ``answered`` gets each answer on the event loop, None for an error."""
+        """Call a method of workers and pass answers to ``answered``, None in place of an error.
+
+        ``answered`` runs on the event loop.
+        """
         for worker in workers:
             self.call(worker, method).add_done_callback(
                 lambda future, name=worker.name: self._polled(name, future, answered)  # type: ignore[misc]

@@ -127,8 +127,8 @@ class Durable:
 class WriteAheadGate:
     """Admits planner commands in order, and no plan before its journal record is durable.
 
-    A plan that is not durable is held, and with it every later planner command. Other commands pass.
-    Runs on: event loop.
+    A plan that is not durable is held, and with it every later planner command. Other commands
+    pass. Runs on: event loop.
     """
 
     def __init__(self, commands: CommandLoop, planner: Callable[[], Planner]):
@@ -214,7 +214,7 @@ class WriteAheadGate:
         self._commands.run()
 
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
-        """End the job before this step. Plans of earlier steps are executed once they are durable."""
+        """End the job before this step; plans of earlier steps are executed once durable."""
 
         def is_later(command: Any) -> bool:
             return isinstance(command, PlannedStep) and command.plan.step >= step

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 
-__all__ = ["Done", "Executor", "LocalRuntime", "RecentPlans", "RankQueue"]
+__all__ = ["Done", "Executor", "LocalRuntime", "RankQueue", "RecentPlans"]
 
 
 class LocalRuntime:
