@@ -22,7 +22,9 @@ from overlord.messages.control import (
     Consumed,
     Cursor,
     DropHeldSamples,
+    DropLoader,
     EndOfJob,
+    FollowLoader,
     LoaderPlan,
     LoaderStart,
     PlannedStep,
@@ -31,6 +33,7 @@ from overlord.messages.control import (
     RestartSource,
     Rollback,
     StreamState,
+    TakeOverLoader,
 )
 from overlord.messages.loader import Announce
 from overlord.sample import Content
@@ -93,11 +96,11 @@ class Reading:
                 self._run(self.loading.back(message, self.open))
             case LoaderStart():
                 self.open(message)
-            case ("follow", LoaderStart() as opening):
+            case FollowLoader(start=opening):
                 self._run(self.loading.follow(opening, self.open))
-            case ("stand", int(step), LoaderStart() as opening):
+            case TakeOverLoader(step=step, start=opening):
                 self._run(self.loading.stand(opening, self.open, step))
-            case ("drop", int(number)):
+            case DropLoader(loader=number):
                 self.loading.close(number)
             case DropHeldSamples(loaders=loaders):
                 self.loading.forget(loaders)
@@ -254,7 +257,7 @@ class Fleet:
             self.placement.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)
-                self.hosts[h].inbox += [("follow", self._opening(k, cursor, generation)), refill]
+                self.hosts[h].inbox += [FollowLoader(self._opening(k, cursor, generation)), refill]
 
     def _switch(self) -> None:
         assert self._change is not None
@@ -273,11 +276,11 @@ class Fleet:
         loader, was = command.loader, self.placement.worker(command.loader)
         host = self._moves.pop(loader, was)
         if host != was:
-            self.hosts[was].inbox.append(("drop", loader))
+            self.hosts[was].inbox.append(DropLoader(loader))
             self.placement.move(loader, host)
         opening = self._opening(loader, command.cursor, command.generation)
         self.hosts[host].inbox.append(
-            opening if self.planner.holds_over else ("stand", command.step, opening)
+            opening if self.planner.holds_over else TakeOverLoader(command.step, opening)
         )
 
     # what the planner says

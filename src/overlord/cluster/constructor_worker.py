@@ -18,7 +18,14 @@ from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
 from overlord.messages.constructor import Build, Deliver, EndRank, Release, Unfinish
-from overlord.messages.control import Attach, ConstructorPlan, Detach, EndOfJob, Rollback
+from overlord.messages.control import (
+    Attach,
+    ConstructorPlan,
+    Detach,
+    EndOfJob,
+    Rollback,
+    StepsAcked,
+)
 from overlord.messages.loader import StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
@@ -163,7 +170,7 @@ class ConstructorWorker(Worker):
                 if rank not in self._taken:
                     self._taken[rank] = self._floor
                     if self._floor > self._behind:
-                        self._events.put(("taken", [rank], [self._floor]))
+                        self._events.put(StepsAcked([rank], [self._floor]))
                 self.commands.queue.extend(
                     self._building.attach({rank: self._delivery.box(rank, self._session)})
                 )
@@ -214,7 +221,7 @@ class ConstructorWorker(Worker):
                 rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)
             }
             self._said |= news
-            self._events.put(("taken", list(news), list(news.values())))
+            self._events.put(StepsAcked(list(news), list(news.values())))
 
     def _execute(self, command: Any) -> None:
         match command:

@@ -48,20 +48,24 @@ from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_sourc
 from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     Attach,
+    ConnectionLost,
     Consumed,
     Detach,
     DropHeldSamples,
     EndOfJob,
+    FollowLoader,
     LoaderStart,
     PlannedStep,
     Refill,
     Report,
     RestartLoader,
     Rollback,
+    SetBufferBudget,
     SetMixture,
     SetReadAhead,
     Skip,
     SourceLost,
+    StepsAcked,
     StreamState,
 )
 from overlord.messages.loader import Announce
@@ -360,11 +364,11 @@ class Coordinator:
     def _worker_events(self, events: Sequence[Any]) -> None:
         for event in events:
             match event:
-                case ("taken", list(ranks), list(steps)):
+                case StepsAcked(ranks=ranks, steps=steps):
                     for rank, step in zip(ranks, steps, strict=True):
                         self._took(rank, step)
-                case ("cut", str(name), str(reason), str(address)):
-                    self.recovery.unreachable(name, reason, address)
+                case ConnectionLost():
+                    self.recovery.unreachable(event.worker, event.reason, event.address)
                 case EndOfJob(error=ActorLost(name=name)) if (
                     lost := self.pool.named(name)
                 ) is not None:
@@ -491,7 +495,7 @@ class Coordinator:
         start_of = {start.loader: start for start in starts}
         for loader, h in self.standby.worker_of.items():
             if loader in start_of:
-                self.pool.send(h, ("follow", start_of[loader]))
+                self.pool.send(h, FollowLoader(start_of[loader]))
 
     def _planner_at(self, state: StreamState) -> Planner:
         """Return a planner at a state, with a new schedule that has not learned anything since."""
@@ -645,7 +649,7 @@ class Coordinator:
         self.recovery.joined(worker)
         self.placement.add_source(new.source.loaders, prepared)
         for other in list(self.pool.loaders.values()):
-            other.out.append(("budget", budget_bytes))
+            other.out.append(SetBufferBudget(budget_bytes))
         joined()
         if self._options.shadows == "all":
             log.warning(

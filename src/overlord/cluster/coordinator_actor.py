@@ -1,8 +1,8 @@
 """The coordinator in its own process, for a job whose coordinator may die: its RPC interface.
 
-The launching process starts and ends workers, and redirects them here; this process asks for that by
-name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of the
-session arrive as calls of this actor and are answered on its event loop.
+The launching process starts and ends workers, and redirects them here; this process asks for that
+by name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of
+the session arrive as calls of this actor and are answered on its event loop.
 """
 
 from __future__ import annotations

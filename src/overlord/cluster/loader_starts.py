@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.cluster.placement import Placement
-from overlord.messages.control import Cursor, LoaderStart, StreamState
+from overlord.messages.control import Cursor, FollowLoader, LoaderStart, StreamState
 from overlord.planning.planner import Planner
 from overlord.setup.prepared_job import PreparedJob
 
@@ -34,4 +34,4 @@ class LoaderStarts:
     def follow(self, loader: int, planner: Planner) -> list[Any]:
         """Return the messages to a worker that follows a loader from the next planned step on."""
         cursor, generation, refill = planner.opening(loader)
-        return [("follow", self.of(loader, cursor, generation)), refill]
+        return [FollowLoader(self.of(loader, cursor, generation)), refill]

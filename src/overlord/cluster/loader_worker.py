@@ -20,12 +20,18 @@ from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, popped_by
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
+    ConnectConstructor,
+    ConnectionLost,
     DropHeldSamples,
+    DropLoader,
     EndOfJob,
+    FollowLoader,
     LoaderPlan,
     LoaderStart,
     Refill,
     Rollback,
+    SetBufferBudget,
+    TakeOverLoader,
 )
 from overlord.messages.loader import Announce, Evaluate, Read, StepPayload
 from overlord.process.memory import pss_bytes
@@ -122,7 +128,7 @@ class LoaderWorker(Worker):
             name = f"constructor-host/{constructor}"
             log.warning("%s: %s: %s", self.name, name, fault)
             if self._failover:
-                self._events.put(("cut", name, str(fault), address))
+                self._events.put(ConnectionLost(name, str(fault), address))
 
     def _leave(self, constructor: int) -> None:
         if (link := self._links.pop(constructor, None)) is not None:
@@ -146,7 +152,9 @@ class LoaderWorker(Worker):
         if self._links.get(constructor) is link:
             self._leave(constructor)
             self._events.put(
-                ("cut", f"constructor-host/{constructor}", reason, self._where.get(constructor, ""))
+                ConnectionLost(
+                    f"constructor-host/{constructor}", reason, self._where.get(constructor, "")
+                )
             )
 
     def _open(self, opening: LoaderStart) -> None:
@@ -202,9 +210,9 @@ class LoaderWorker(Worker):
                 self._back(message)
             case LoaderStart():
                 self._open(message)
-            case ("follow", LoaderStart() as opening):
+            case FollowLoader(start=opening):
                 self.commands.queue.extend(self._loading.follow(opening, self._open))
-            case ("stand", int(step), LoaderStart() as opening):
+            case TakeOverLoader(step=step, start=opening):
                 self.commands.queue.extend(self._loading.stand(opening, self._open, step))
             case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
@@ -212,11 +220,11 @@ class LoaderWorker(Worker):
                 if must:  # the draw waits: perhaps for what is ready, and was not told yet
                     self._events.hurry()
                 self.commands.queue.append(message)
-            case ("drop", int(number)):
+            case DropLoader(loader=number):
                 self._drop(number)
-            case ("constructor", int(constructor), str(address), str(token)):
+            case ConnectConstructor(constructor=constructor, address=address, token=token):
                 self._reach(constructor, address, token)
-            case ("budget", int(nbytes)):
+            case SetBufferBudget(nbytes=nbytes):
                 for hosted in self._loading.hosted.values():
                     hosted.loader.set_budget(nbytes)
             case _:

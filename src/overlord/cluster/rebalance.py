@@ -26,7 +26,14 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import JobError, OverlordError
 from overlord.job.hooks import LOADER, of_kind
 from overlord.job.job import Job
-from overlord.messages.control import RestartLoader, RestartSource, Rollback
+from overlord.messages.control import (
+    DropLoader,
+    FollowLoader,
+    RestartLoader,
+    RestartSource,
+    Rollback,
+    TakeOverLoader,
+)
 from overlord.planning.planner import Planner
 from overlord.scaling.shards import kept, spread
 
@@ -325,7 +332,7 @@ class Rebalancer:
         }
         for loader, h in migration.moves.items():
             if loader not in moves and h in every:
-                self._pool.send(h, ("drop", loader))
+                self._pool.send(h, DropLoader(loader))
         # until the planner restarts them, which may wait for the journal
         self._placement.pending |= moves
         self._finish([worker(loader) for loader in moves])
@@ -338,19 +345,19 @@ class Rebalancer:
         loader, was = command.loader, self._placement.worker(command.loader)
         worker = self._placement.pending.pop(loader, was)
         if worker != was:
-            self._pool.send(was, ("drop", loader))
+            self._pool.send(was, DropLoader(loader))
             self._placement.move(loader, worker)
         start = self._starts.of(loader, command.cursor, command.generation)
         # A worker keeps what it holds, unless look-ahead passed over samples: those were dropped
         # together with what the loader held of them.
         afresh = self._planner().holds_over or not self._recovery.fails_over
-        self._pool.send(worker, start if afresh else ("stand", command.step, start))
+        self._pool.send(worker, start if afresh else TakeOverLoader(command.step, start))
         if self._standby.worker_of.get(loader) == worker:  # it moved to where it was followed
             self._standby.drop(loader)
             made = self._standby.fill(self._pool.living(), self._pool.nodes())
             self.follow_from_here([other for other in made if other != loader])
         if loader in self._standby.worker_of:
-            self._pool.send(self._standby.worker_of[loader], ("follow", start))
+            self._pool.send(self._standby.worker_of[loader], FollowLoader(start))
 
     def follow_from_here(self, loaders: Iterable[int]) -> None:
         """Let standbys follow these loaders from the next planned step on."""
@@ -393,7 +400,7 @@ class Rebalancer:
             if h in living and was != h:
                 self._placement.move(loader, h)
                 if was in self._pool.loaders:
-                    self._pool.send(was, ("drop", loader))
+                    self._pool.send(was, DropLoader(loader))
                 if self._standby.worker_of.get(loader) == h:
                     self._standby.drop(loader)
         self._placement.follow(self._standby.worker_of)

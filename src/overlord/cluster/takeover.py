@@ -21,7 +21,7 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Attach, Consumed, Detach, LoaderStart, StreamState
+from overlord.messages.control import Attach, Consumed, Detach, DropLoader, LoaderStart, StreamState
 from overlord.planning.schedule.base import learns
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
@@ -345,7 +345,7 @@ class Takeover:
         for h, had in self._had.items():  # some loaders have moved since, or were followed there
             follows = {k for k, w in coordinator.standby.worker_of.items() if w == h}
             unused = sorted(had - {*placement.loaders_on(h)} - follows)
-            pool.send(h, *(("drop", loader) for loader in unused))
+            pool.send(h, *map(DropLoader, unused))
         coordinator.rebalancer.retire_idle(h for h in pool.loaders if h >= SCALED)
         self._barrier.ask()
         coordinator.run()

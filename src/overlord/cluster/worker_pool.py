@@ -14,7 +14,7 @@ from overlord.cluster.worker_factory import WorkerStarter
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages.control import LoaderStart
+from overlord.messages.control import ConnectConstructor, LoaderStart
 from overlord.rpc.actors import ActorHandle, ActorSystem
 
 log = logging.getLogger("overlord")
@@ -361,7 +361,7 @@ class WorkerPool:
         for c, address in self.addresses.items():
             if worker.linked.get(c) != address:
                 worker.linked[c] = address
-                worker.out.append(("constructor", c, address, self._starter.token))
+                worker.out.append(ConnectConstructor(c, address, self._starter.token))
 
     # ending
 

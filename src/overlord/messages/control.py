@@ -369,3 +369,64 @@ GROUPS_AHEAD = 8
 STRIDE = (
     2**20
 )  # generations between two recoveries: between them a source may be opened again so often
+
+
+# from the coordinator to loader workers
+
+
+@dataclass(frozen=True, slots=True)
+class FollowLoader:
+    """Open a standby of a loader that another worker reads."""
+
+    start: LoaderStart
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOverLoader:
+    """Read a loader from ``step`` on with the samples that its standby holds, or open it."""
+
+    step: int
+    start: LoaderStart
+
+
+@dataclass(frozen=True, slots=True)
+class DropLoader:
+    """Close a loader that another worker reads from now on."""
+
+    loader: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectConstructor:
+    """Connect to a constructor worker, in place of an earlier connection."""
+
+    constructor: int
+    address: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SetBufferBudget:
+    """Bound the bytes that each loader may buffer."""
+
+    nbytes: int
+
+
+# from workers to the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class StepsAcked:
+    """The last steps that ranks of a constructor worker took: ``steps[i]`` of ``ranks[i]``."""
+
+    ranks: list[int]
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """A loader worker cannot reach a constructor worker at an address."""
+
+    worker: str
+    reason: str
+    address: str
