@@ -27,7 +27,19 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
-from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
+from overlord.messages.control import (
+    CoordinatorFailed,
+    EndOfJob,
+    KillProcess,
+    PlacementChanged,
+    PlannedStep,
+    Report,
+    SetMixture,
+    Skip,
+    StepProgress,
+    StreamState,
+    WorkerDisconnected,
+)
 from overlord.planning.events import lost
 from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
@@ -82,7 +94,7 @@ class SessionNews:
         self._n_recoveries = 0
         self._worker_of = coordinator.placement.worker_of.copy()
 
-    def collect(self) -> Iterator[tuple[Any, ...]]:
+    def collect(self) -> Iterator[Any]:
         """Return the events for the launching process since the last call."""
         ledger, recoveries = self._coordinator.planner.ledger, self._coordinator.recoveries
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
@@ -97,7 +109,7 @@ class SessionNews:
         worker_of = self._coordinator.placement.worker_of
         if not np.array_equal(worker_of, self._worker_of):
             self._worker_of = worker_of.copy()
-            yield ("hosting", worker_of.tolist())
+            yield PlacementChanged(worker_of.tolist())
 
 
 class CoordinatorActor:
@@ -109,11 +121,11 @@ class CoordinatorActor:
         self._kit, self._events = kit, EventQueue()
         self._pump = EventLoop("planner")
         self._peers = RpcServer(
-            end=lambda name, ticket, why: self._say("kill", ticket, name),
+            end=lambda name, ticket, why: self._send(KillProcess(ticket, name)),
             cut=self._cut,
             machine=kit.machine,
         )
-        self._starter = RemoteWorkerFactory(self._peers, self._say, kit.hosting, kit.token)
+        self._starter = RemoteWorkerFactory(self._peers, self._send, kit.hosting, kit.token)
         self._coordinator: Coordinator
         self._takeover: Takeover | None = None
         self._news: SessionNews
@@ -161,14 +173,14 @@ class CoordinatorActor:
     def events(self) -> Future[list[Any]]:
         return self._events.ask()
 
-    def _say(self, *message: Any) -> None:
-        """From any thread."""
+    def _send(self, message: Any) -> None:
+        """Send a message to the launching process. Runs on: any thread."""
         self._events.put(message)
         self._events.answer()
 
     def _cut(self, name: str, ticket: int, why: str) -> None:
         if not self._closed:
-            self._say("cut", ticket, name, why)
+            self._send(WorkerDisconnected(ticket, name, why))
 
     def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
         self._peers.died(ticket, reason, fault)
@@ -202,10 +214,10 @@ class CoordinatorActor:
         """Start the first coordinator's workers; a later one takes over those that live."""
         given = (self._kit, self._peers, self._pump, self._starter)
         if not self._kit.incarnation:
-            return first_coordinator(*given, send=self._say)
+            return first_coordinator(*given, send=self._send)
         if not self._kit.opened:
             # the journal is empty, or of an earlier session: ``open_journal`` follows
-            self._takeover = Takeover(*given, Recovered(), send=self._say)
+            self._takeover = Takeover(*given, Recovered(), send=self._send)
             return self._takeover.roll_back()
         journal, found = JobJournal.resumed(
             self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
@@ -213,7 +225,7 @@ class CoordinatorActor:
         journal.start(self._pump.post)
         self._said = found.events
         try:
-            self._takeover = Takeover(*given, found, send=self._say)
+            self._takeover = Takeover(*given, found, send=self._send)
             coordinator = self._takeover.coordinator
             coordinator.journal = journal
             journal.begin(coordinator.planner.state(), coordinator.prepared)
@@ -273,12 +285,9 @@ class CoordinatorActor:
         this.
         """
         log.critical("the planner stops: %s: %s", type(error).__name__, error)
-        self._say(
-            "broke",
-            error
-            if isinstance(error, Exception)
-            else OverlordError(f"{type(error).__name__}: {error}"),
-        )
+        fault = error if isinstance(error, Exception) else None
+        fault = fault or OverlordError(f"{type(error).__name__}: {error}")
+        self._send(CoordinatorFailed(fault))
 
     def _after_turn(self) -> float | None:
         host = self._coordinator
@@ -289,7 +298,7 @@ class CoordinatorActor:
             self._acked = acked
             figures = host.journal.figures()
             self._events.put(
-                ("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
+                StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
         for event in self._news.collect():
             self._events.put(event)

@@ -21,7 +21,20 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Attach, Consumed, Detach, DropLoader, LoaderStart, StreamState
+from overlord.messages.control import (
+    Attach,
+    Consumed,
+    Detach,
+    DropLoader,
+    LoaderStart,
+    RedirectWorker,
+    RetireWorker,
+    StartConstructorWorker,
+    StartLoaderWorker,
+    StreamState,
+    WaitingForWorkers,
+    WorkerGivenUp,
+)
 from overlord.planning.schedule.base import learns
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
@@ -34,7 +47,7 @@ AWAITED_S = 1.0  # after which the workers that did not answer are reported
 # the method that a worker is called with when it is taken over
 ANSWERS = {"constructor-host": "address", "loader-host": "figures"}
 
-Send = Callable[..., None]  # a message to the launching process
+Send = Callable[[Any], None]  # a message to the launching process
 
 
 class RemoteWorkerFactory:
@@ -48,7 +61,7 @@ class RemoteWorkerFactory:
 
     def constructor(self, c: int) -> ActorHandle:
         handle, ticket = self._peers.expect(f"constructor-host/{c}")
-        self._send("constructor", ticket, c)
+        self._send(StartConstructorWorker(ticket, c))
         return handle
 
     def loader_host(
@@ -60,24 +73,19 @@ class RemoteWorkerFactory:
         instead_of: int | None = None,
     ) -> ActorHandle:
         handle, ticket = self._peers.expect(f"loader-host/{h}")
-        self._send(
-            "loader-host",
-            ticket,
-            h,
-            sorted(sources),
-            list(openings),
-            dict(constructors),
-            instead_of,
+        message = StartLoaderWorker(
+            ticket, h, sorted(sources), list(openings), dict(constructors), instead_of
         )
+        self._send(message)
         return handle
 
     def end(self, h: int, handle: ActorHandle) -> None:
-        self._send("ended", h)
+        self._send(RetireWorker(h))
 
     def living(self, name: str) -> ActorHandle:
         """Return the handle of a worker that was started for another coordinator, or in advance."""
         handle, ticket = self._peers.expect(name)
-        self._send("meet", ticket, name)
+        self._send(RedirectWorker(ticket, name))
         return handle
 
 
@@ -95,7 +103,7 @@ def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     """Return the barrier of a coordinator in its own process."""
     return ReportBarrier(
         learns(config.blueprint.job.mixture),
-        lambda mark: send("reports", mark),
+        lambda mark: send(("reports", mark)),
         config.incarnation * PLANNERS,
     )
 
@@ -202,18 +210,18 @@ class Takeover:
                     continue
                 except OverlordError:  # it died meanwhile, or cannot answer
                     del asked[name]
-            self._send("awaits", [name for name in asked if name not in self._answers])
+            self._send(WaitingForWorkers([name for name in asked if name not in self._answers]))
         silent = {
             name: self._handles.pop(name)
             for name in list(self._handles)
             if name not in self._answers
         }
         for name in [name for name in silent if name in asked]:
-            self._send("gave up", name, f"it answered nothing for {lost_after_s:g} s")
+            self._send(WorkerGivenUp(name, f"it answered nothing for {lost_after_s:g} s"))
         # a name stays taken until its process is gone: the start of another one reports that
         with contextlib.suppress(OverlordError):
             peers.kill_all([handle for handle in silent.values() if handle.alive])
-        self._send("awaits", [])
+        self._send(WaitingForWorkers([]))
 
     def _ask(self, handle: ActorHandle) -> Future[Any]:
         return self._peers.call(handle, ANSWERS[handle.name.partition("/")[0]])
@@ -266,7 +274,7 @@ class Takeover:
         for h in list(placement.sources_of):
             if self._is_spare(h):
                 del placement.sources_of[h]
-                self._send("ended", h)
+                self._send(RetireWorker(h))
         wanted = {
             h: (h, sources, (), pool.addresses)
             for h, sources in sorted(placement.sources_of.items())

@@ -430,3 +430,99 @@ class ConnectionLost:
     worker: str
     reason: str
     address: str
+
+
+# from a coordinator in its own process to the launching process; ``ticket`` names the worker's lease
+
+
+@dataclass(frozen=True, slots=True)
+class StartConstructorWorker:
+    """Start a constructor worker and redirect it to the coordinator."""
+
+    ticket: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoaderWorker:
+    """Start a loader worker and redirect it to the coordinator.
+
+    ``sources`` are the sources that it can open, ``constructors`` the addresses it connects to.
+    ``instead_of`` is the worker whose loaders it is to read.
+    """
+
+    ticket: int
+    number: int
+    sources: list[int]
+    starts: list[LoaderStart]
+    constructors: dict[int, str]
+    instead_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedirectWorker:
+    """Redirect a worker that lives to the coordinator."""
+
+    ticket: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireWorker:
+    """End a loader worker that is not needed any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """Kill a worker and report its death to the coordinator."""
+
+    ticket: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected:
+    """The connection between the coordinator and a worker has ended."""
+
+    ticket: int
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForWorkers:
+    """Living workers that have not answered a coordinator that takes over."""
+
+    workers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGivenUp:
+    """A coordinator that takes over kills a living worker that does not answer."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChanged:
+    """The worker of every loader."""
+
+    worker_of: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """The last step that every rank took, and the counts of this coordinator's journal."""
+
+    acked: int
+    written: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorFailed:
+    """The event loop of the coordinator has stopped."""
+
+    error: Exception

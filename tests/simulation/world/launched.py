@@ -267,12 +267,12 @@ class Launched:
         )
         return self.kit, self.control, self.pump, starter
 
-    def _hears(self, what: str, *words: Any) -> None:
+    def _hears(self, message: Any) -> None:
         """What the planner says. It asks for all that was reported by a message, which is answered
         behind what was reported before.
         """
-        if what == "reports":
-            mark: int = words[0]
+        if isinstance(message, tuple):
+            mark: int = message[1]
             self.world.at(
                 0.0005, lambda: self._send(lambda host: host.all_reported(mark)), self.process
             )
