@@ -51,13 +51,7 @@ from overlord.transport.codec import register
 
 log = logging.getLogger("overlord")
 
-WRITTEN = (
-    "appends",
-    "bytes",
-    "plans",
-    "snapshots",
-    "seconds",
-)  # that a journal counts, of the whole job
+WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # counts of a journal
 
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
     register(_cls)
@@ -113,8 +107,10 @@ class SessionNews:
 
 
 class CoordinatorActor:
-    """Its methods are called by the launching process; those that look or change are carried out by
-    the pump, in order.
+    """The RPC interface of a coordinator.
+
+    The launching process calls its methods. Those that read or change the coordinator run on its
+    event loop, in order.
     """
 
     def __init__(self, kit: CoordinatorConfig):
@@ -132,27 +128,25 @@ class CoordinatorActor:
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
-        self._told: EndOfJob | str | None = (
-            "nothing yet"  # what a planner before this one said of the end counts no more
-        )
+        # the end of the job as it was last sent; what an earlier coordinator sent does not count
+        self._told: EndOfJob | str | None = "nothing yet"
         self._acked = -2
-        self._said: list[
-            Any
-            # events in the journal of planners before this one, that it went on from, and its own
-        ] = []
+        # events of earlier coordinators in the journal, then those that this one applied
+        self._said: list[Any] = []
         self._watched = kit.watched
         self._losses = TokenLosses()
 
     # the launching process
 
     def where(self) -> tuple[str, str]:
-        """Where hosts are to come, and the token they show."""
+        """Return the address that workers connect to, and the token they present."""
         return self._peers.address, self._peers.token
 
     def beat(self) -> bool:
-        """Whether the pump has run since this was asked last: a planner whose pump stands is of no
-        use, though its process lives. One that waits for its journal is not to be killed for it:
-        another would wait for the same disk, and trainers are told what it is.
+        """Return whether the event loop has run since the last call.
+
+        A coordinator whose loop is blocked is of no use. One that waits for its journal is not to
+        be killed: its successor would wait for the same disk, and trainers see the reason.
         """
         if not self._ran.is_set():
             return self._writes()
@@ -162,9 +156,7 @@ class CoordinatorActor:
         return True
 
     def doing(self) -> str:
-        """What the pump is at, of one that does not come to an end: the step, and whose function it
-        is in.
-        """
+        """Describe what a blocked event loop executes: the step and the function."""
         return f"step {self._coordinator.planner.next_step}, {self._pump.at()}"
 
     def _writes(self) -> bool:
@@ -186,9 +178,7 @@ class CoordinatorActor:
         self._peers.died(ticket, reason, fault)
 
     def begin(self) -> Future[int]:
-        """Start the hosts, or take over those that live; answered with the step behind which
-        planning begins.
-        """
+        """Start the workers, or take over those that live; answer with the last complete step."""
         begun = Future[int]()
         threading.Thread(
             target=self._begin, args=(begun,), name="overlord-begin", daemon=True
@@ -235,8 +225,9 @@ class CoordinatorActor:
         return self._takeover.roll_back()
 
     def _say_found(self) -> None:
-        """What the planner before this one knew, and perhaps died before it was heard: behind which
-        step all stand, how far each rank is, which sources left.
+        """Send what an earlier coordinator may not have sent before it died.
+
+        That is the last complete step, the step of each rank, and the removed sources.
         """
         state = self._coordinator.planner.state()
         if self._said:
@@ -254,13 +245,14 @@ class CoordinatorActor:
     def _where_journal(self) -> str:
         where = self._kit.blueprint.job.journal
         assert where is not None, (
-            "a planner has a process of its own where there is a journal to come back from"
+            "a coordinator has its own process only with a journal to recover from"
         )
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
-        """Before anything is planned: where the stream begins is written down. Nobody held the
-        journal for a moment: another launch may have gone on with it.
+        """Write the start of the stream, before anything is planned.
+
+        The journal was closed for a moment: another launch may have continued it.
         """
 
         def act() -> None:
@@ -281,10 +273,8 @@ class CoordinatorActor:
         return self._in_pump(act)
 
     def _broke(self, error: BaseException) -> None:
-        """Nothing this process holds can be trusted: another takes its place, or the job ends with
-        this.
-        """
-        log.critical("the planner stops: %s: %s", type(error).__name__, error)
+        """Report a failed event loop: this process is replaced, or the job ends with the error."""
+        log.critical("the coordinator stops: %s: %s", type(error).__name__, error)
         fault = error if isinstance(error, Exception) else None
         fault = fault or OverlordError(f"{type(error).__name__}: {error}")
         self._send(CoordinatorFailed(fault))
@@ -306,19 +296,18 @@ class CoordinatorActor:
 
     def _staged(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
-        if (
-            self._losses.found(stage.after.counts) or self._watched
-        ):  # the launching process warns of losses
+        # the launching process warns of lost tokens
+        if self._losses.found(stage.after.counts) or self._watched:
             self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
             self._events.put(("taken", rank, step))
 
-    # what happens to the job
+    # requests of the session
 
     def _in_pump(self, act: Callable[[], Any]) -> Future[Any]:
-        """The caller is answered by the pump: this process hears others meanwhile."""
+        """Run a call on the event loop and answer with its result."""
         answer = Future[Any]()
 
         def run() -> None:
@@ -338,9 +327,7 @@ class CoordinatorActor:
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
-        """Those that the launching process knew of when this planner was started are attached
-        already.
-        """
+        """Attach ranks; those that were attached when this coordinator started already are."""
         return self._in_pump(
             lambda: self._coordinator.attach(
                 dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
@@ -354,9 +341,7 @@ class CoordinatorActor:
         return self._in_pump(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        """It is told of by itself, too: whoever said it may have given up to wait for the
-        answer.
-        """
+        """Apply an event and confirm it by a message: the caller may have given up waiting."""
 
         def act() -> None:
             self._coordinator.event(event)
@@ -366,8 +351,9 @@ class CoordinatorActor:
         return self._in_pump(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Whether it came in time for a plan; of one that the planner before this had, whether it
-        did there.
+        """Apply a report and return whether it came in time for a plan.
+
+        A report that an earlier coordinator had counts if it came in time there.
         """
 
         def act() -> bool:
@@ -381,13 +367,13 @@ class CoordinatorActor:
         return self._in_pump(act)
 
     def all_reported(self, mark: int) -> Future[None]:
-        """The launching process has passed on all that it had been told when it was asked."""
+        """Note that the launching process has forwarded all reports that it had when asked."""
         return self._in_pump(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
         self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
     ) -> Future[None]:
-        """A source joins; its host was started where the job was launched, and is there."""
+        """Add a source whose worker the launching process has started."""
 
         def act() -> None:
             coordinator, before = self._coordinator, self._coordinator.prepared
@@ -424,13 +410,11 @@ class CoordinatorActor:
         self._events.put(("said", event))
 
     def said(self) -> Future[list[Any]]:
-        """Events that this planner has taken, behind those that it found in the journal; in force
-        or not.
-        """
+        """Return the events of the journal and then those applied here, in force or not."""
         return self._in_pump(lambda: list(self._said))
 
     def watch(self) -> None:
-        """Somebody serves clients from here on."""
+        """Report planned and taken steps from now on: clients are served."""
         self._watched = True
 
     def move(self, source: int, hosts: list[str]) -> Future[None]:
@@ -442,13 +426,11 @@ class CoordinatorActor:
     def relocate(self, hosts: list[int]) -> Future[bool]:
         return self._in_pump(lambda: self._coordinator.rebalancer.relocate(hosts))
 
-    # what people ask
+    # status
 
     def waiting_for(self, rank: int) -> str | Future[str]:
         if self._writes():
-            return (
-                "an event to be written to the journal"  # the pump waits for it, and cannot say so
-            )
+            return "an event to be written to the journal"  # it blocks the event loop
         return self._in_pump(lambda: self._coordinator.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
@@ -476,7 +458,7 @@ class CoordinatorActor:
         return self._in_pump(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
-        """The plans that are kept; ``step``: that one alone, if it is."""
+        """Return the kept plans, or that of one step."""
         return self._in_pump(
             lambda: (
                 list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
@@ -509,8 +491,9 @@ class CoordinatorActor:
     # the end
 
     def leave(self, taken: int = -1) -> None:
-        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks
-        took, as is known elsewhere.
+        """Stop supervising workers, which are about to exit, and close the journal.
+
+        ``taken`` is the last step that all ranks took, as the launching process knows it.
         """
         if self._closed:
             return

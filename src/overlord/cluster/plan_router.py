@@ -86,9 +86,8 @@ class PlanRouter:
         goes_to = np.where(served & (not stage.skipped), constructor_of, -1)
         bucket = np.empty(len(stage.plan), np.int64)
         bucket[main.sample] = main.bucket
-        sends: dict[
-            int, dict[int, np.ndarray]
-        ] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
+        # loader worker -> constructor worker -> rows of the plan, in the order they are sent
+        sends: dict[int, dict[int, np.ndarray]] = {}
         images = (
             None
             if self._images is None or stage.skipped
@@ -99,8 +98,8 @@ class PlanRouter:
             _RowsByConstructor(stage.plan, bucket, goes_to),
             np.full(len(stage.plan), -1, np.int64),
         )
-        # Whoever serves anyone hears of the step: buckets without a document in it get empty
-        # microbatches.
+        # Every constructor with attached ranks gets a plan: buckets without a sample in it get
+        # empty microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
             rows, items = of(c)
             order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
@@ -127,7 +126,7 @@ class PlanRouter:
         where: np.ndarray,
     ) -> PlannedStep:
         nothing = np.zeros(0, np.int64)
-        if self._whole:  # a hook of the user sees the whole plan, whoever runs it
+        if self._whole:  # a user hook sees the whole plan in every process
             wide = np.full(len(stage.plan), -1, np.int64)
             wide[rows] = doc
             return replace(stage, pops=nothing, doc=wide, after=after, kept=None, loader=None)
@@ -161,7 +160,7 @@ class PlanRouter:
                 c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})
             }
         hosts = {*np.unique(self._placement.worker_of[popped]).tolist(), *sends}
-        if stage.kept is not None:  # who holds payload must hear what stays
+        if stage.kept is not None:  # workers with held samples need the list of those that stay
             hosts |= set(np.unique(host).tolist())
         kept_by = None if stage.kept is None else host[stage.kept]
         parts = {}
@@ -218,7 +217,7 @@ class PlanRouter:
         h: int,
         to: dict[int, np.ndarray],
     ) -> LoaderPlan:
-        """A loader hook is shown all that a step takes from a source, in the order of the draw."""
+        """Add the plan for loader hooks: all that a step takes from a source, in draw order."""
         rows = np.flatnonzero(host[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
@@ -232,26 +231,25 @@ class PlanRouter:
 
 
 class ImageContext(NamedTuple):
-    """What a cutter must know of a job with images."""
+    """The facts about a job with images that routing needs."""
 
     batch: Batch
-    multiple: int  # that documents are padded to
+    multiple: int  # documents are padded to a multiple of it
     ranks: Sequence[Sequence[int]]  # of every bucket
 
 
 class _StepImages:
-    """The images of one step: from which host, to the constructor of which rank."""
+    """The images of one step: their loader workers, and the constructors that encode them."""
 
     def __init__(self, stage: PlannedStep, host: np.ndarray, number: np.ndarray, job: ImageContext):
         self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
         self._doc = stage.doc[self._made.sample]
         self._host, self._number = host[self._doc], number[self._doc]
-        self.sends: dict[
-            int, dict[int, np.ndarray]
-        ] = {}  # loader host -> constructor host -> document of the host and number inside it
+        # loader worker -> constructor worker -> document of the worker and number inside it
+        self.sends: dict[int, dict[int, np.ndarray]] = {}
 
     def send(self, c: int, buckets: np.ndarray) -> EncoderPlan:
-        """What the ranks of these buckets, which live at constructor host c, encode."""
+        """Return what the ranks of these buckets, served by constructor worker ``c``, encode."""
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
         order = np.lexsort((inside[items], self._doc[items], self._host[items]))
@@ -263,9 +261,7 @@ class _StepImages:
         return self._made.of(ranks, at)
 
     def sends_all(self, h: int) -> bool:
-        """Whether all images of the host's documents are wanted, in the order in which the host has
-        them.
-        """
+        """Return whether all images of a worker's documents are sent, in the worker's order."""
         to = self.sends.get(h, {})
         return sum(found.shape[1] for found in to.values()) == int((self._host == h).sum())
 
@@ -275,8 +271,9 @@ class _StepImages:
 
 
 def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
-    """Buckets of the plan that have a rank in one of these data-parallel groups: bool, as
-    ``groups`` is.
+    """Return which buckets of a plan have a rank in these data-parallel groups.
+
+    Both ``groups`` and the result are boolean masks.
     """
     if plan.main.axis == "DP" or plan.place is None:
         return groups
@@ -292,9 +289,7 @@ def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
 
 
 def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
-    """These samples of a plan, and of its backbone the items that ``items`` marks, which must be of
-    them.
-    """
+    """Return a plan of some samples, and of those backbone items that ``items`` marks."""
     if not len(items):
         columns, substep = _columns(plan, rows)
         return replace(plan, substep=substep, **columns)
@@ -304,8 +299,9 @@ def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> Loading
 def _plan_rows(
     plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray
 ) -> LoadingPlan:
-    """The same with the numbers of the items. ``where``: as long as the plan, to be written to,
-    what is in it does not matter.
+    """Return a plan of some samples and items, by number.
+
+    ``where`` is scratch memory as long as the plan.
     """
     columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
@@ -323,8 +319,10 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
 
 
 class _RowsByConstructor:
-    """Rows and items of a plan by constructor host, rising. Sorted once: there may be a thousand
-    hosts, and a look at the whole plan for each of them took ten times what planning takes.
+    """Rows and items of a plan by constructor worker, rising.
+
+    They are sorted once: there may be a thousand workers, and a scan of the whole plan for each
+    took ten times as long as planning.
     """
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
@@ -336,16 +334,15 @@ class _RowsByConstructor:
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
         if self._sorted:
             return self._rows(c), self._items(c)
-        buckets = _buckets_of(
-            self._plan, self._goes_to == c
-        )  # along other axes a bucket may have ranks of several groups
+        # along other axes a bucket may have ranks of several groups
+        buckets = _buckets_of(self._plan, self._goes_to == c)
         return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(
             buckets[self._plan.main.bucket]
         )
 
 
 class _Sorted:
-    """Where a key stands in an array, for many keys."""
+    """Positions of a key in an array, for many keys."""
 
     def __init__(self, keys: np.ndarray):
         self._order = np.argsort(keys, kind="stable")
@@ -365,7 +362,7 @@ def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment
 
 
 def _numbers(host: np.ndarray) -> np.ndarray:
-    """The number of each document within its host, in the documents' order."""
+    """Return the number of each document within its worker, in the documents' order."""
     order = np.argsort(host, kind="stable")
     starts = np.searchsorted(host[order], host[order], side="left")
     number = np.empty(len(host), np.int64)

@@ -215,7 +215,7 @@ class RecoveryManager:
         """Note the step that planning was rolled back to for all losses so far."""
         for loss in self._supervisor.back():
             # a worker that was lost again meanwhile is missed since the first time
-            self._losses.setdefault(loss.part, (step, loss))
+            self._losses.setdefault(loss.worker, (step, loss))
 
     def planned(self, step: int, floor: int) -> None:
         """Report losses as recovered once all steps before ``floor`` are planned again."""
@@ -225,13 +225,13 @@ class RecoveryManager:
         for rolled_back_to, loss in losses.values():
             log.warning(
                 "%s %s after %.2f s: %s, nothing was lost",
-                loss.part,
+                loss.worker,
                 "replaced by its standbys" if loss.spare else "recovered",
                 now - loss.since,
                 _planned_again(rolled_back_to + 1, floor - 1),
             )
             row = {
-                "part": loss.part,
+                "part": loss.worker,
                 "reason": loss.reason,
                 "seconds": now - loss.since,
                 "step": rolled_back_to,
