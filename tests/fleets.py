@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import PlanRouter
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
@@ -22,7 +23,9 @@ from overlord.messages.control import (
     Consumed,
     Cursor,
     DropHeldSamples,
+    DropLoader,
     EndOfJob,
+    FollowLoader,
     LoaderPlan,
     LoaderStart,
     PlannedStep,
@@ -31,6 +34,7 @@ from overlord.messages.control import (
     RestartSource,
     Rollback,
     StreamState,
+    TakeOverLoader,
 )
 from overlord.messages.loader import Announce
 from overlord.sample import Content
@@ -92,11 +96,11 @@ class Reading:
                 self._run(self.loading.back(message, self.open))
             case LoaderStart():
                 self.open(message)
-            case ("follow", LoaderStart() as opening):
+            case FollowLoader(start=opening):
                 self._run(self.loading.follow(opening, self.open))
-            case ("stand", int(step), LoaderStart() as opening):
+            case TakeOverLoader(step=step, start=opening):
                 self._run(self.loading.stand(opening, self.open, step))
-            case ("drop", int(number)):
+            case DropLoader(loader=number):
                 self.loading.close(number)
             case DropHeldSamples(loaders=loaders):
                 self.loading.forget(loaders)
@@ -150,7 +154,8 @@ class Fleet:
         self.shares = [blueprint.loaders_of(i) for i in range(n)]
         self._first = [sum(self.shares[:i]) for i in range(n)]
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
-        self.cutter = PlanRouter([0] * sum(self.shares), [0] * self._buckets)
+        self.placement = Placement(self.shares, [0] * sum(self.shares), [0] * self._buckets)
+        self.cutter = PlanRouter(self.placement)
         self.hosts = {0: Reading(blueprint)}
         self._change: tuple[int, dict[int, int]] | None = (
             None  # a source that is on its way, and where its loaders go
@@ -212,7 +217,7 @@ class Fleet:
     # resharding
 
     def hosts_of(self, source: int) -> list[int]:
-        return sorted({self.cutter.host(k) for k in self._numbers(source)})
+        return sorted({self.placement.worker(k) for k in self._numbers(source)})
 
     def _numbers(self, source: int) -> range:
         return range(self._first[source], self._first[source] + self.shares[source])
@@ -229,7 +234,9 @@ class Fleet:
         """Scale a source as ``cluster/rebalance.py`` does, with workers that start at once."""
         now, n = self.hosts_of(source), min(n, self.shares[source])
         others = Counter(
-            self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source)
+            self.placement.worker(k)
+            for k in range(sum(self.shares))
+            if k not in self._numbers(source)
         )
         hosts = kept(now, n, others, lambda h: h == 0)
         for _ in range(n - len(now)):
@@ -237,7 +244,7 @@ class Fleet:
             self.hosts[h] = Reading(self.blueprint)
             self.hosts[h].inbox.append(Rollback(0, self.planner.next_step - 1))
             hosts.append(h)
-        where = [self.cutter.host(k) for k in self._numbers(source)]
+        where = [self.placement.worker(k) for k in self._numbers(source)]
         to = spread(where, hosts, others)
         moves = {
             k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was
@@ -247,15 +254,15 @@ class Fleet:
         if (
             self._random.random() < 0.7 and not self.planner.holds_over
         ):  # a host that follows first; else they are opened there
-            self.cutter.follow(moves)
+            self.placement.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)
-                self.hosts[h].inbox += [("follow", self._opening(k, cursor, generation)), refill]
+                self.hosts[h].inbox += [FollowLoader(self._opening(k, cursor, generation)), refill]
 
     def _switch(self) -> None:
         assert self._change is not None
         (source, self._moves), self._change = self._change, None
-        self.cutter.follow({})
+        self.placement.follow({})
         self._do(self.planner.handle(RestartSource(source)))
 
     def _opening(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
@@ -266,14 +273,14 @@ class Fleet:
         )
 
     def _open(self, command: RestartLoader) -> None:
-        loader, was = command.loader, self.cutter.host(command.loader)
+        loader, was = command.loader, self.placement.worker(command.loader)
         host = self._moves.pop(loader, was)
         if host != was:
-            self.hosts[was].inbox.append(("drop", loader))
-            self.cutter.move(loader, host)
+            self.hosts[was].inbox.append(DropLoader(loader))
+            self.placement.move(loader, host)
         opening = self._opening(loader, command.cursor, command.generation)
         self.hosts[host].inbox.append(
-            opening if self.planner.holds_over else ("stand", command.step, opening)
+            opening if self.planner.holds_over else TakeOverLoader(command.step, opening)
         )
 
     # commands of the planner
@@ -282,7 +289,10 @@ class Fleet:
         for command in commands:
             match command:
                 case Refill(loader=loader):
-                    for h in {self.cutter.host(loader), self.cutter.shadow(loader)} - {None}:
+                    for h in {
+                        self.placement.worker(loader),
+                        self.placement.standby_of.get(loader),
+                    } - {None}:
                         self.hosts[h].inbox.append(command)  # type: ignore[index]
                 case PlannedStep():
                     self._stage(command)
@@ -299,7 +309,7 @@ class Fleet:
         assert isinstance(stage.after, StreamState)
         self.states[stage.plan.step] = stage.after
         acked = -1 if self.planner.taken is None else self.planner.taken
-        cuts = self.cutter.cut(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
+        cuts = self.cutter.route(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
         self.placed[stage.plan.step] = cuts.placed[0]
         for h, part in cuts.parts.items():
             self.hosts[h].inbox.append(part)

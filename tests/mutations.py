@@ -789,8 +789,8 @@ MUTATIONS = [
         ),
         (
             "samples nobody waits for are sent",
-            "np.where(served & (not stage.skipped), self._constructor_of, -1)",
-            "self._constructor_of",
+            "np.where(served & (not stage.skipped), constructor_of, -1)",
+            "constructor_of",
         ),
         (
             "a constructor without documents is not told",

@@ -265,7 +265,7 @@ def sizes(held: Held) -> dict[str, int]:
         "staged": len(host.building._staged),
         "holders": len(host.building._holders),
         "built": len(host.building._built),
-        "queue": len(host._queue),
+        "queue": len(host.commands.queue),
         "plans": len(host.plans),
         "slabs": len(host.slabs._buffers),
         "slab bytes": host.slabs.nbytes,

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import PlanRouter, RoutedPlan
 from overlord.messages.control import ConstructorPlan, EncodedState, LoaderPlan, PlannedStep
 from overlord.plan.plan import Assignment, LoadingPlan
@@ -57,9 +58,9 @@ class Scene:
             self.add_source()
         n_constructors = rng.randint(1, 3)
         self.constructor_of = [rng.randrange(n_constructors) for _ in range(rng.randint(1, 5))]
-        self.cutter = PlanRouter(
-            self.host_of, self.constructor_of, whole_plans=self.whole, loader_hooks=self.hooks
-        )
+        loaders = [len(mine) for mine in self.sources]
+        self.placement = Placement(loaders, self.host_of, self.constructor_of)
+        self.cutter = PlanRouter(self.placement, whole_plans=self.whole, loader_hooks=self.hooks)
 
     def add_source(self) -> list[int]:
         loaders = [len(self.queue) + k for k in range(self.rng.choice((1, 1, 2, 3)))]
@@ -77,7 +78,7 @@ class Scene:
         loaders = self.add_source()
         for loader in loaders:
             self.host_of[loader] = self.n_hosts - 1
-        self.cutter.add_loaders([self.n_hosts - 1] * len(loaders))
+        self.placement.add_source(len(loaders), self.n_hosts - 1)
 
     def read_anew(self, move: bool) -> None:
         """Held payload of a source is forgotten, and read again; its loaders may move."""
@@ -93,7 +94,7 @@ class Scene:
         together = self.rng.randrange(self.n_hosts)
         for loader in loaders if move else ():
             self.host_of[loader] = together if self.hooks else self.rng.randrange(self.n_hosts)
-            self.cutter.move(loader, self.host_of[loader])
+            self.placement.move(loader, self.host_of[loader])
 
     # a step, as a planner would make it
 
@@ -246,7 +247,7 @@ def built(placed: ConstructorPlan, payload: list[int], bucket: int) -> list[list
 
 def check_step(scene: Scene, step: int, served: list[bool]) -> None:
     stage, rows, kept = scene.stage(step)
-    cuts = scene.cutter.cut(stage, AFTER, np.array(served))
+    cuts = scene.cutter.route(stage, AFTER, np.array(served))
     sent = {h: scene.carry_out(part, h) for h, part in cuts.parts.items()}
     check_hooks(scene, stage, rows, cuts)
     for c, placed in cuts.placed.items():
@@ -341,8 +342,12 @@ def test_hosts_do_with_their_shares_what_one_process_does_with_the_whole(
         check_step(scene, step, [rng.random() >= absent for _ in scene.constructor_of])
 
 
+def placed_on(*, host_of: list[int], constructor_of: list[int]) -> Placement:
+    return Placement([1] * len(host_of), host_of, constructor_of)
+
+
 def cutter_for(*, host_of: list[int], constructor_of: list[int]) -> PlanRouter:
-    return PlanRouter(host_of, constructor_of)
+    return PlanRouter(placed_on(host_of=host_of, constructor_of=constructor_of))
 
 
 def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) -> PlannedStep:
@@ -374,14 +379,14 @@ def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) ->
 
 
 def test_a_host_all_of_whose_documents_go_to_one_constructor_is_told_no_numbers() -> None:
-    cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).cut(
+    cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).route(
         stage_of([0, 1, 0, 1], [2, 2], 2), AFTER, np.array([True, True])
     )
     assert [(p.to, p.take) for p in cuts.parts.values()] == [((0,), ()), ((0,), ())]
 
 
 def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_host() -> None:
-    cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).cut(
+    cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).route(
         stage_of([0], [1], 2), AFTER, np.array([True, True])
     )
     assert set(cuts.placed) == {0, 1}
@@ -390,26 +395,29 @@ def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_host
 
 
 def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
-    cutter = cutter_for(host_of=[0, 0], constructor_of=[0])
-    cutter.cut(stage_of([0], [1, 1], 1, kept=np.array([1])), AFTER, np.array([True]))
-    cutter.move(0, 1)
-    with pytest.raises(AssertionError, match="forget it first"):
-        cutter.move(1, 1)
+    placement = placed_on(host_of=[0, 0], constructor_of=[0])
+    cutter, served = PlanRouter(placement), np.array([True])
+    cutter.route(stage_of([0], [1, 1], 1, kept=np.array([1])), AFTER, served)
+    placement.move(0, 1)
+    cutter.route(stage_of([0], [1, 0], 1, kept=np.array([0])), AFTER, served)
+    placement.move(1, 1)
+    with pytest.raises(AssertionError, match="drop them first"):
+        cutter.route(stage_of([0], [1, 0], 1), AFTER, served)
     cutter.forget([1])
-    cutter.move(1, 1)
-    assert [cutter.host(0), cutter.host(1)] == [1, 1]
+    cutter.route(stage_of([0], [1, 0], 1), AFTER, served)
 
 
 def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_host_alone() -> (
     None
 ):
-    cutter = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1])
-    cutter.follow({0: 1, 2: 2})
+    placement = placed_on(host_of=[0, 1, 1], constructor_of=[0, 1])
+    placement.follow({0: 1, 2: 2})
+    cutter = PlanRouter(placement)
     stage = stage_of([0, 1, 0, 1, 0], [2, 0, 3], 2)
-    plain = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1]).cut(
+    plain = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1]).route(
         stage, AFTER, np.array([True, True])
     )
-    cuts = cutter.cut(stage, AFTER, np.array([True, True]), acked=7)
+    cuts = cutter.route(stage, AFTER, np.array([True, True]), acked=7)
     assert {h: (p.loaders.tolist(), p.pops.tolist(), p.to) for h, p in cuts.parts.items()} == {
         0: ([0], [2], (0, 1)),
         1: ([0, 2], [2, 3], (0, 1)),
@@ -424,8 +432,10 @@ def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own
 
 def test_parts_and_plans_carry_the_generation_and_after_going_back_nothing_is_held() -> None:
     cutter = cutter_for(host_of=[0], constructor_of=[0])
-    cutter.cut(stage_of([0, 0], [3], 1, kept=np.array([2])), AFTER, np.array([True]))
-    cutter.go_back(5)
-    cuts = cutter.cut(stage_of([0, 0], [2], 1, kept=np.zeros(0, np.int64)), AFTER, np.array([True]))
+    cutter.route(stage_of([0, 0], [3], 1, kept=np.array([2])), AFTER, np.array([True]))
+    cutter.rollback(5)
+    cuts = cutter.route(
+        stage_of([0, 0], [2], 1, kept=np.zeros(0, np.int64)), AFTER, np.array([True])
+    )
     assert (cuts.parts[0].generation, cuts.placed[0].generation) == (5, 5)
     assert cuts.parts[0].take[0].tolist() == [0, 1], "numbered from the start"

@@ -11,6 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import ImageContext, PlanRouter, RoutedPlan
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.images import PixelForm, encoder_inputs
@@ -138,8 +139,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
         f"{ahead}, hooks {hooks}"
     )
     cutter = PlanRouter(
-        host_of,
-        constructor_of,
+        Placement([len(host_of)], host_of, constructor_of),
         loader_hooks=hooks,
         images=ImageContext(batch_of(plan), 1, place.buckets("DP")),
     )
@@ -157,7 +157,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
     )
     counts = np.full(n, 2, np.int64)  # those passed over have images too
     counts[doc] = np.bincount(plan.module("encoder").sample, minlength=len(plan))
-    cuts = cutter.cut(stage, AFTER, served)
+    cuts = cutter.route(stage, AFTER, served)
     arrived = send(cuts, np.array(host_of)[by], counts)
     for c, placed in cuts.placed.items():
         staged = [image for h in placed.origins for image in arrived.get((h, c), [])]
@@ -196,11 +196,13 @@ def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encode
     plan = replace(
         plan, modules={**plan.modules, "encoder": replace(encoder, bucket=1 - encoder.bucket)}
     )  # each at the other rank
-    cutter = PlanRouter([0, 1], [0, 1], images=ImageContext(batch_of(plan), 1, place.buckets("DP")))
+    cutter = PlanRouter(
+        Placement([2], [0, 1], [0, 1]), images=ImageContext(batch_of(plan), 1, place.buckets("DP"))
+    )
     stage = PlannedStep(plan, np.array([1, 1]), np.array([0, 1]), "", AFTER)
-    alone = cutter.cut(stage, AFTER, np.array([True, False]))
+    alone = cutter.route(stage, AFTER, np.array([True, False]))
     assert send(alone, np.array([0, 1]), np.array([1, 1])) == {(0, 0): [], (1, 0): [named(1, 0)]}
-    both = cutter.cut(stage, AFTER, np.array([True, True]))
+    both = cutter.route(stage, AFTER, np.array([True, True]))
     assert send(both, np.array([0, 1]), np.array([1, 1])) == {
         (0, 0): [],
         (0, 1): [named(0, 0)],

@@ -110,7 +110,7 @@ class Drive:
     def go_back(self) -> None:
         self.backs -= 1
         old, self.base = self.planner, self.base + STRIDE
-        state = self.past.go_back(old.spec.names)
+        state = self.past.rollback(old.spec.names)
         schedule = schedule_of(self.first.job, self.first.added)
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         self.planner = Planner(
@@ -373,6 +373,6 @@ def test_a_strategy_that_is_no_function_is_told_of() -> None:
 
     with pytest.raises(
         PlanError,
-        match="step 0: after a part was lost the step was planned again, and came out different",
+        match="step 0: after a worker was lost the step was planned again, and came out different",
     ):
         go_on()

@@ -19,7 +19,7 @@ from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteStepQueue
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback
+from overlord.messages.control import Attach, Detach, EndOfJob, Rollback, STRIDE, StepsAcked
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial
@@ -85,10 +85,8 @@ class Started:
         if self._asked.done():
             self.told += self._asked.result()
             self._asked = self.host.events()
-        said = [e for e in self.told if isinstance(e, tuple)]
-        return {
-            rank: step for _, ranks, steps in said for rank, step in zip(ranks, steps, strict=True)
-        }
+        said = [e for e in self.told if isinstance(e, StepsAcked)]
+        return {rank: step for e in said for rank, step in zip(e.ranks, e.steps, strict=True)}
 
     def took(self, rank: int) -> int:
         return self.host.taken(rank)
@@ -130,7 +128,7 @@ def test_clients_that_are_at_different_steps_go_on_where_they_are(anew: Started)
         assert take(behind, 5) == [5, 6, 7, 8, 9]
         until(lambda: anew.heard() == {0: 9, 1: 9})
     assert anew.host.figures()["memory"]["assembled"] == 0
-    assert [e for e in anew.told if not isinstance(e, tuple)] == []
+    assert [e for e in anew.told if not isinstance(e, StepsAcked)] == []
 
 
 def closing_all(*boxes: RemoteStepQueue) -> Any:

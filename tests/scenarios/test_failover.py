@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.supervisor import TICKS
+from overlord.cluster.worker_pool import WorkerPool
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
@@ -126,7 +127,9 @@ def test_before_anyone_has_asked_for_a_step(
     with launch(job(until=STEPS), **APART) as session:
         killing(*names)(session)
         assert play(session) == calm
-    assert any(r.message.startswith("back to the beginning: ") for r in caplog.records), caplog.text
+    assert any(r.message.startswith("rolled back to the beginning: ") for r in caplog.records), (
+        caplog.text
+    )
 
 
 def test_when_the_last_step_was_planned_the_end_is_found_again(calm: Played) -> None:
@@ -170,19 +173,20 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
     engine: Any = session._host
-    engine._machine = clock = Later()
+    clock = Later()
+    engine.recovery._now = clock.now
 
     def answered() -> bool:
         there = [
             r
-            for r in (*engine._processes(), *engine._fresh.values())
-            if not r.lost and r.beat is not None
+            for r in (*engine.pool.workers(), *engine.pool.restarted.values())
+            if not r.lost and r.heartbeat is not None
         ]
-        return all(r.beat.done() for r in there if r.handle.pid not in but)
+        return all(r.heartbeat.done() for r in there if r.handle.pid not in but)
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        session._pump.ask(engine._beat, "the pump")
+        session._pump.ask(engine.recovery._beat, "the pump")
         until(answered)
 
 
@@ -256,12 +260,15 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
         killing("constructor-host/0", "loader-host/0")(session)
         until(
             lambda: (
-                "constructor-host/0" in engine._fresh
-                and "loader-host/0" in [handle.name for handle in list(engine._starts._there)]
+                "constructor-host/0" in engine.pool.restarted
+                and "loader-host/0"
+                in [handle.name for handle in list(engine.pool._watchdog._there)]
             )
         )
         time_passes(session)
-        assert list(engine._fresh) == ["constructor-host/0"], "the other one is not there yet"
+        assert list(engine.pool.restarted) == ["constructor-host/0"], (
+            "the other one is not there yet"
+        )
         flag.unlink()
 
     calm = run(made, "local")
@@ -399,9 +406,9 @@ def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
             for r in caplog.records
             if r.levelname == "WARNING" and " is lost: " in r.getMessage()
         ]
-        assert ["it is started again" in message for message in lost] == [True] * (
-            len(lost) - 1
-        ) + [False], "the last time it is not"
+        assert ["restarting it" in message for message in lost] == [True] * (len(lost) - 1) + [
+            False
+        ], "the last time it is not"
         assert len(set(map(tuple, got.numbers))) == 1
         with pytest.raises(ActorLost, match=f"loader-host/0 is lost: {EXITED}"):
             next(session.client(1))
@@ -522,23 +529,23 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
 def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
     """Hosts that are started again: who is there, and what those of these names wait for."""
     start, is_there, there, go = (
-        ProcessHost._loader_host_again,
-        ProcessHost._is_there,
+        WorkerPool._restart_loader,
+        WorkerPool._is_restarted,
         list[str](),
         threading.Event(),
     )
 
-    def waits(host: ProcessHost, h: int, incarnation: int) -> Any:
+    def waits(pool: WorkerPool, h: int, incarnation: int) -> Any:
         if f"loader-host/{h}" in names:
             assert go.wait(3 * WAIT_S)
-        return start(host, h, incarnation)
+        return start(pool, h, incarnation)
 
-    def notes(host: ProcessHost, remote: Any) -> None:
-        is_there(host, remote)
-        there.append(remote.handle.name)
+    def notes(pool: WorkerPool, worker: Any) -> None:
+        is_there(pool, worker)
+        there.append(worker.name)
 
-    patch.setattr(ProcessHost, "_loader_host_again", waits)
-    patch.setattr(ProcessHost, "_is_there", notes)
+    patch.setattr(WorkerPool, "_restart_loader", waits)
+    patch.setattr(WorkerPool, "_is_restarted", notes)
     return there, go
 
 
@@ -551,11 +558,11 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
     ) as session:
         until(lambda: session.metrics()["shadows"])
         engine = session._host
-        assert isinstance(engine, ProcessHost)
+        assert isinstance(engine, Coordinator)
         followers = {
-            h: {engine._shadows.where[k] for k in engine._loaders_on(h)}
+            h: {engine.standby.worker_of[k] for k in engine.placement.loaders_on(h)}
             for h in range(3)
-            if engine._covered(h)
+            if engine.standby.covers(h, engine.pool.living())
         }
         alone, covered = next(
             (h, c)
@@ -572,7 +579,7 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
                 lambda: min(len(client._inbox) for client in session._clients.values()) == 4
             )  # all that comes before `on`
             killing(light)(session)
-            until(lambda: engine._loaders[alone].lost)
+            until(lambda: engine.pool.loaders[alone].lost)
             killing(heavy)(session)
             until(lambda: heavy in there)
 
@@ -591,8 +598,8 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
         engine = session._host
-        assert isinstance(engine, ProcessHost)
-        homes, where = engine._cutter.hosts().tolist(), dict(engine._shadows.where)
+        assert isinstance(engine, Coordinator)
+        homes, where = engine.placement.worker_of.tolist(), dict(engine.standby.worker_of)
         away, moved = next(
             (h, loader)
             for h in homes
@@ -607,8 +614,8 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
                 lambda: f"loader-host/{away}" in recovered(session)
             )  # its stand-by has taken over
             session.move(session.job.names[moved], f"loader-host/{where[moved]}")
-            until(lambda: engine._cutter.host(moved) == where[moved])
-            assert len(engine._shadows.where) > 1, "others have one since, too"
+            until(lambda: engine.placement.worker(moved) == where[moved])
+            assert len(engine.standby.worker_of) > 1, "others have one since, too"
 
         def on(session: ov.Session) -> None:
             go.set()

@@ -19,7 +19,7 @@ import overlord as ov
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.coordinator_config import PlannerJob
 from overlord.cluster.launcher import Launcher
-from overlord.cluster.source_moves import SCALED
+from overlord.cluster.rebalance import SCALED
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
 from overlord.messages.control import EndOfJob, SourceLost

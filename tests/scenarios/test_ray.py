@@ -195,7 +195,7 @@ OWN = """
     import json, os, signal, sys, time
     from pathlib import Path
     import overlord as ov
-    from overlord.cluster import coordinator as process
+    from overlord.cluster import worker_pool
     from tests.processes import WAIT_S, hosts_of, launch, written
     from tests.scenarios.test_process import job
 
@@ -240,10 +240,7 @@ OWN = """
 
 
     def main():
-        before, process.LEAVE_S = (
-            dict(os.environ),
-            WAIT_S,
-        )  # a host that takes long to leave on a busy machine is not to be told of
+        before, worker_pool.CLOSE_S = dict(os.environ), WAIT_S  # a host that takes long to leave on a busy machine is not to be told of
         signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
         hosts = hosts_of(session)
@@ -303,7 +300,7 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
             assert [
                 line
                 for line in err.splitlines()
-                if "loader-host/0" not in line and "back behind step" not in line
+                if "loader-host/0" not in line and "rolled back to" not in line
             ] == []
             assert left_after([*tree, *hosts.values()], GONE_S) == []
         assert list(scratch.glob("*ray*")) == []
@@ -618,10 +615,7 @@ NODES = """
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
             print(session._host._control.asked(), flush=True)
-            print(
-                [a.split("/")[2].rpartition(":")[2] for a in session._host._addresses.values()],
-                flush=True,
-            )
+            print([a.split("/")[2].rpartition(":")[2] for a in session._host.pool.addresses.values()], flush=True)
             took = []
 
             def remove(session):

@@ -89,7 +89,7 @@ PLACES = """
             made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked
         ) as session:
             print(where(session), flush=True)
-            print(session._host._constructor_of.tolist(), flush=True)
+            print(session._host.placement.constructor_of.tolist(), flush=True)
             print(session._host._control.asked(), flush=True)
             idle = {n.name: dict(n.idle_resources) for n in ray_cluster.CLUSTER.nodes()}["data-0"]
             print(idle, flush=True)
@@ -170,12 +170,8 @@ STAND_BYS = """
 
     def apart(session):
         host, names = session._host, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
-        at = {h: names[remote.node] for h, remote in host._loaders.items()}
-        return [
-            (at[home], at[host._shadows.where[loader]])
-            for loader, home in enumerate(host._cutter.hosts().tolist())
-        ]
-
+        at = {h: names[remote.node] for h, remote in host.pool.loaders.items()}
+        return [(at[home], at[host.standby.worker_of[loader]]) for loader, home in enumerate(host.placement.worker_of.tolist())]
 
     def main():
         from ray.cluster_utils import Cluster

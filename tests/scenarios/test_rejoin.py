@@ -218,7 +218,7 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was
     lost.
     """
-    monkeypatch.setattr("overlord.cluster.coordinator.TAKEN_S", 0.2)
+    monkeypatch.setattr("overlord.cluster.client_endpoints.TAKEN_S", 0.2)
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(

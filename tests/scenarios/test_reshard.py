@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster import coordinator
+from overlord.cluster import worker_pool
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from overlord.session import reshard
 from tests.processes import WAIT_S, launch, until
@@ -231,7 +231,7 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
     runtime: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        coordinator, "LEAVE_S", WAIT_S
+        worker_pool, "CLOSE_S", WAIT_S
     )  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
     monkeypatch.setattr(reshard, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")

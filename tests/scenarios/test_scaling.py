@@ -160,7 +160,7 @@ def relocate(session: ov.Session, *hosts: int) -> bool:
     engine: Any = session._host
     if hasattr(engine, "_parts"):
         return bool(engine._parts.ask("relocate", list(hosts)))
-    return bool(session._pump.ask(lambda: engine.relocate(hosts), "the planner"))
+    return bool(session._pump.ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])

@@ -18,10 +18,11 @@ from typing import Any
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster import recovery, takeover
 from overlord.cluster.constructor_worker import ConstructorWorker
-from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.plan_history import PlanHistory
+from overlord.cluster.report_barrier import ReportBarrier
 from overlord.constructor.payload_gather import PayloadGatherer
 from overlord.journal.append_thread import AppendThread
 from overlord.journal.job_journal import JobJournal
@@ -141,10 +142,10 @@ def _hear_the_past(real: Any) -> Any:
 
 
 def _lose_reports(real: Any) -> Any:
-    def go_back(self: PlanHistory, names: Any) -> Any:
+    def rollback(self: PlanHistory, names: Any) -> Any:
         return replace(real(self, names), reports=self._states[self.acked].reports)
 
-    return go_back
+    return rollback
 
 
 def _lose_written(real: Any) -> Any:
@@ -232,12 +233,10 @@ def _other_seed(real: Any) -> Any:
 def _forget_members(real: Any) -> Any:
     """A constructor that is started again is not told who takes part."""
 
-    def take_place(self: Any, remote: Any) -> None:
-        real(self, remote)
-        if remote.handle.name.startswith("constructor"):
-            self._attached = {rank for rank in self._attached if rank % 2 == 0}
+    def ranks_at(self: Any, c: int) -> list[int]:
+        return [rank for rank in real(self, c) if rank % 2 == 0]
 
-    return take_place
+    return ranks_at
 
 
 def _hear_old_payload(real: Any) -> Any:
@@ -359,7 +358,7 @@ MUTANTS = (
     Mutant(
         "lose an event on the way back",
         "reports that came since the state are not planned with again",
-        ((PlanHistory, "go_back", _lose_reports),),
+        ((PlanHistory, "rollback", _lose_reports),),
         15,
         _learns,
     ),
@@ -380,7 +379,7 @@ MUTANTS = (
     Mutant(
         "count a step before its reports",
         "a step counts as taken though what was reported before is still on its way to the planner",
-        ((takeover.PlannerHost, "_count", lambda old: ProcessHost._count),),
+        ((ReportBarrier, "hold", lambda old: lambda self, taken: taken),),
         0,
         _learns,
     ),
@@ -418,13 +417,13 @@ MUTANTS = (
     Mutant(
         "forget what is owed",
         "planning again begins with the accounts of the sources mixed up",
-        ((recovery.Recovering, "_planner_at", _other_seed),),
+        ((Coordinator, "_planner_at", _other_seed),),
         1,
     ),
     Mutant(
         "forget who takes part",
         "a constructor that was started again serves every other rank",
-        ((recovery.Recovering, "_take_place", _forget_members),),
+        ((Coordinator, "_ranks_at", _forget_members),),
         6,
     ),
     Mutant(

@@ -20,7 +20,18 @@ from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.replay_buffer import ReplayBuffer
 from overlord.loader.sample_buffer import SampleBuffer
-from overlord.messages.control import Cursor, EndOfJob, LoaderPlan, LoaderStart, Refill, Rollback
+from overlord.messages.control import (
+    ConnectConstructor,
+    ConnectionLost,
+    Cursor,
+    DropLoader,
+    EndOfJob,
+    FollowLoader,
+    LoaderPlan,
+    LoaderStart,
+    Refill,
+    Rollback,
+)
 from overlord.messages.loader import (
     Announce,
     LongDocuments,
@@ -642,14 +653,14 @@ def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_se
         told.constructor.server.close()
         [cut] = [
             e
-            for e in told.events(lambda got: any(isinstance(e, tuple) for e in got))
-            if isinstance(e, tuple)
+            for e in told.events(lambda got: any(isinstance(e, ConnectionLost) for e in got))
+            if isinstance(e, ConnectionLost)
         ]
-        assert cut[:2] == ("cut", "constructor-host/0")
+        assert cut.worker == "constructor-host/0"
         told.part(0, 2)
         told.constructor = Constructor()
         told.host.do(
-            [("constructor", 0, told.constructor.server.address, "t"), told.back(-1, -1, STRIDE)]
+            [ConnectConstructor(0, told.constructor.server.address, "t"), told.back(-1, -1, STRIDE)]
         )
         happened = told.announced(6, STRIDE)
         assert not any(isinstance(e, EndOfJob) for e in happened)
@@ -675,7 +686,9 @@ def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end(
 def test_a_loader_host_follows_and_is_quiet_until_it_is_made_the_primary() -> None:
     with Told(failover=True) as told:
         told.announced(3)
-        told.host.do([("drop", 0), ("follow", told.back(-1, -1, 1).openings[0]), Refill(0, 6, 6)])
+        told.host.do(
+            [DropLoader(0), FollowLoader(told.back(-1, -1, 1).openings[0]), Refill(0, 6, 6)]
+        )
         told.part(0, 4, 1)
         told.host.do([told.back(-1, -1, STRIDE)])
         happened = told.announced(6, STRIDE)

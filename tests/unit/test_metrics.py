@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.status import Asked
+from overlord.cluster.placement import Placement
+from overlord.cluster.status import StatusReporter
 from tests.worlds import Rows
 
 
@@ -42,13 +43,12 @@ def running(tmp_path: Path) -> ov.Session:
 
 def silent(loader: int, source: str) -> dict[str, Any]:
     """The row of a loader whose host does not answer."""
-    host = SimpleNamespace(handle=SimpleNamespace(name="loader-host/0", pid=1), lost="")
-    asked = SimpleNamespace(
-        _loaders={0: host},
-        _cutter=SimpleNamespace(host=lambda loader: 0),
-        _source_of=lambda loader: source,
-    )
-    return Asked._untold(asked, loader)  # type: ignore[arg-type]
+    worker = SimpleNamespace(name="loader-host/0", handle=SimpleNamespace(pid=1), lost="")
+    pool: Any = SimpleNamespace(loaders={0: worker})
+    placement = Placement([1] * (loader + 1), [0] * (loader + 1))
+    nothing: Any = None
+    reporter = StatusReporter(pool, placement, nothing, nothing, lambda: [source] * (loader + 1))
+    return reporter._unanswered(loader)
 
 
 def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(

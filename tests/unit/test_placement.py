@@ -13,7 +13,7 @@ import pytest
 
 import overlord as ov
 from overlord.cluster import node_placement
-from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.node_placement import NodePlacement, watch
 from overlord.cluster.worker_factory import WorkerFactory, settings_of
 from overlord.concurrency.platform import Platform
@@ -232,7 +232,7 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("engine", "journal"),
-    [(ProcessHost, None), (ClusterRuntime, "journal")],
+    [(Coordinator, None), (ClusterRuntime, "journal")],
     ids=["planner here", "planner apart"],
 )
 def test_a_host_whose_source_could_not_join_leaves_no_place_behind(

@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 from overlord.cli import detached_jobs
 from overlord.cli.detached_jobs import Status
 from overlord.cli.main import cli
-from overlord.cluster.loader_stats import KEPT_DECISIONS, Watching
+from overlord.cluster.loader_stats import KEPT_DECISIONS, LoadObserver
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
 from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler
@@ -40,23 +40,26 @@ class Planner:
     next_step = 86
 
 
-class Engine(Watching):
-    """Nothing but what was decided."""
+class Readers:
+    """Every source has one loader."""
 
-    def _numbers(self, source: int) -> range:
-        return range(source, source + 1)
+    def places_of(self, source: int) -> tuple[int, ...]:
+        return (source,)
 
 
 def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_with_what_it_would_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine()
-    engine.planner = Planner()  # type: ignore[assignment]
-    engine._watch(Scaler(Limits(cores=4)))
-    engine._decided.extend((float(k), 85, decision) for k, decision in enumerate(DECIDED))
-    told = engine._watch_figures(10.0)
+    observer = LoadObserver(
+        Scaler(Limits(cores=4)),
+        Planner,  # type: ignore[arg-type]
+        Readers(),  # type: ignore[arg-type]
+        set_read_ahead=lambda command: None,
+    )
+    observer.decided.extend((float(k), 85, decision) for k, decision in enumerate(DECIDED))
+    told = observer.metrics(10.0)
     assert [d["what"] for d in told["decisions"]] == ["Scale", "ReadAhead", "CannotKeepUp"]
-    assert engine._decided.maxlen == KEPT_DECISIONS
+    assert observer.decided.maxlen == KEPT_DECISIONS
     scaling = tuple(f"{what}: {words}" for what, words in scaling_facts(told))
     job = Status(
         name="demo",

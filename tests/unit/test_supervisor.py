@@ -46,7 +46,7 @@ def test_a_part_that_dies_is_started_again_and_planning_goes_back() -> None:
     assert made.lost() == {L: NINE}
     assert told(made, (1.5, WorkerReady(L, 1))) == [RollBack(f"{L}: {NINE}")]
     assert made.lost() == {}
-    assert made.back() == [Loss(part=L, reason=NINE, since=1.0)]
+    assert made.back() == [Loss(worker=L, reason=NINE, since=1.0)]
     assert made.back() == []
 
 
@@ -70,7 +70,7 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
     assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 2))) == [
         RollBack(f"{L}: {NINE}; {M}: {NINE}")
     ]
-    assert [(loss.part, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], (
+    assert [(loss.worker, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], (
         "missed since it was first"
     )
 
@@ -173,7 +173,7 @@ def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
     assert told(made, (18.5, WorkerReady(L, 1))) == [
         RollBack(f"{L}: it answered nothing for 10.0 s")
     ]
-    assert made.back() == [Loss(part=L, reason="it answered nothing for 10.0 s", since=6.0)], (
+    assert made.back() == [Loss(worker=L, reason="it answered nothing for 10.0 s", since=6.0)], (
         "missed since it was last heard"
     )
 
@@ -252,7 +252,7 @@ def test_a_part_whose_stand_bys_live_is_not_waited_for() -> None:
         StartWorker(L, 1),
         RollBack(f"{L}: {NINE}"),
     ]
-    assert made.back() == [Loss(part=L, reason=NINE, since=1.0, spare=True)]
+    assert made.back() == [Loss(worker=L, reason=NINE, since=1.0, spare=True)]
     assert told(made, (1.5, WorkerReady(L, 1))) == [StandbyReady(L)], (
         "nothing is planned again for it"
     )

@@ -1,181 +1,195 @@
-"""The part of ``ProcessHost`` that looks at what loaders and trainers do, asks
-``scaling/scaler.py`` what follows, and has it done.
-"""
+"""Polls loaders and trainers, asks ``scaling/scaler.py`` for decisions, and executes them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from overlord.cluster.loader_stats import Watching, onlooker
-from overlord.cluster.rebalance import Spreading
+from overlord.cluster.loader_stats import LoadObserver, observing_scaler
+from overlord.cluster.placement import Placement
+from overlord.cluster.plan_history import PlanHistory
+from overlord.cluster.rebalance import Rebalancer
 from overlord.cluster.worker_factory import lanes_of
+from overlord.cluster.worker_pool import WorkerPool
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
+from overlord.messages.control import SetReadAhead
+from overlord.planning.planner import Planner
+from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.scaling.scaler import Limits, Observation, Scaler
 from overlord.scaling.threads import worth
 from overlord.setup.options import n_cores
 from overlord.setup.partition import loads_of, scales
+from overlord.setup.prepared_job import PreparedJob
 
 
-class Scaling(Spreading, Watching):
-    """In the pump, but for the clock."""
+def scaler_of(prepared: PreparedJob, hosting: LoaderPlacement, read_ahead: int) -> Scaler | None:
+    """Return the scaler of a job: one that moves loaders, one that observes, or None."""
+    options = prepared.options
+    if not scales(prepared):
+        return observing_scaler(options, read_ahead)
+    cores = max(hosting.n_hosts, options.hosts or n_cores())
+    given = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
+    limits = Limits(**{"cores": cores, "lanes": worth(lanes_of(options, hosting)), **given})
+    return Scaler(limits, options.read_ahead or 1)
 
-    def _plan_scaling(self) -> None:
-        self._gauges: dict[str, Any] = {}  # answers of this look, by host
-        self._asked_hosts = self._looking = 0
-        self._free_seconds: list[
-            float
-        ] = []  # by source: of a sample, known to release the interpreter lock
-        self._full: set[int] = set()  # hosts that may read no other source, at the last look
-        self._weights: dict[str, int] = {}  # bytes that loader hosts hold, where that is bounded
-        self._stop_looking: Callable[[], None] = lambda: None
-        options, threads = self.blueprint.options, lanes_of(self.blueprint.options, self.hosting)
-        if scales(self.blueprint):
-            cores = max(self.hosting.n_hosts, options.hosts or n_cores())
-            said = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-            self._watch(
-                Scaler(
-                    Limits(**{"cores": cores, "lanes": worth(threads), **said}),
-                    options.read_ahead or 1,
-                )
-            )
-        elif options.watch_s:
-            self._watch(onlooker(options, self.planner.spec.read_ahead))
-        else:
-            self._watch(None)
 
-    def _start_scaling(self) -> None:
-        """All parts are there."""
-        if self._scaler is not None:
-            self._stop_looking = self._machine.every(
-                self._scaler.limits.interval_s, self._look, "overlord scaling"
-            )
+class Autoscaler:
+    """Polls the workers and executes the decisions of a scaler. Runs on: event loop.
 
-    # looking
+    ``attached`` returns whether a rank is attached, ``set_read_ahead`` receives a command for the
+    planner. ``prepared`` and ``planner`` return the current ones.
+    """
 
-    def _look(self) -> None:
-        """Beside the pump, which may be busy for longer than an interval: then one look is
-        enough.
-        """
-        if not self._looking:
-            self._looking = 1
-            self._pump.post(self._ask_all)
+    def __init__(
+        self,
+        scaler: Scaler,
+        *,
+        placement: Placement,
+        pool: WorkerPool,
+        rebalancer: Rebalancer,
+        history: PlanHistory,
+        event_loop: EventLoop,
+        platform: Platform,
+        prepared: Callable[[], PreparedJob],
+        planner: Callable[[], Planner],
+        attached: Callable[[], bool],
+        set_read_ahead: Callable[[SetReadAhead], None],
+    ):
+        self._placement, self._pool, self._rebalancer = placement, pool, rebalancer
+        self._history, self._event_loop, self._platform = history, event_loop, platform
+        self._prepared, self._planner, self._attached = prepared, planner, attached
+        self._observer = LoadObserver(
+            scaler, planner, self, set_read_ahead=set_read_ahead, scale=rebalancer.scale
+        )
+        self._scaler = scaler
+        self._answers: dict[str, Any] = {}  # of this poll, by worker
+        self._n_polled = 0
+        self._polling = False
+        self._free_seconds: list[float] = []  # by source, see ``free_s``
+        self._full: set[int] = set()  # workers that may read no other source, at the last poll
+        self._rss: dict[str, int] = {}  # bytes of loader workers, where that is bounded
+        self._stop: Callable[[], None] = lambda: None
 
-    def _ask_all(self) -> None:
-        remotes = [r for r in self._remotes() if r.joined and not r.lost]
-        if self._closed or self.planner.finished is not None or not self._attached or not remotes:
-            self._looking, self._before = 0, None
+    def start(self) -> None:
+        """Poll from now on, once all workers have started."""
+        interval_s = self._scaler.limits.interval_s
+        self._stop = self._platform.every(interval_s, self._tick, "overlord scaling")
+
+    def close(self) -> None:
+        self._stop()
+
+    # polling
+
+    def _tick(self) -> None:
+        """Post a poll unless one is under way. Runs on: timer thread."""
+        if not self._polling:
+            self._polling = True
+            self._event_loop.post(self._poll)
+
+    def _poll(self) -> None:
+        workers = [w for w in self._pool.workers() if w.joined and not w.lost]
+        finished = self._planner().finished is not None
+        if self._pool.closed or finished or not self._attached() or not workers:
+            self._polling = False
+            self._observer.restart()
             return
-        self._gauges, self._asked_hosts = {}, len(remotes)
-        for remote in remotes:
-            name = remote.handle.name
-            remote.call(self._control, "gauge").add_done_callback(
-                lambda f, name=name: self._told_gauge(name, f)  # type: ignore[misc]
-            )
-            if (
-                name.startswith("loader")
-                and self._scaler is not None
-                and self._scaler.limits.memory_bytes is not None
-            ):
-                remote.call(self._control, "weighs").add_done_callback(
-                    lambda f, name=name: self._told_weight(name, f)  # type: ignore[misc]
-                )
+        self._answers, self._n_polled = {}, len(workers)
+        self._pool.poll(workers, "gauge", self._polled)
+        if self._scaler.limits.memory_bytes is not None:
+            loaders = [worker for worker in workers if worker.is_loader]
+            self._pool.poll(loaders, "weighs", self._weighed)
 
-    def _told_weight(self, name: str, future: Future[Any]) -> None:
-        if future.exception() is None:
-            nbytes = int(future.result())
-            self._pump.post(lambda: self._weights.update({name: nbytes}))
+    def _weighed(self, name: str, nbytes: Any) -> None:
+        if nbytes is not None:
+            self._rss[name] = int(nbytes)
 
-    def _told_gauge(self, name: str, future: Future[Any]) -> None:
-        answer = future.result() if future.exception() is None else None
-        self._pump.post(lambda: self._gauged(name, answer))
-
-    def _gauged(self, name: str, answer: Any) -> None:
-        self._gauges[name] = answer
-        if len(self._gauges) < self._asked_hosts or self._closed:
+    def _polled(self, name: str, answer: Any) -> None:
+        self._answers[name] = answer
+        if len(self._answers) < self._n_polled or self._pool.closed:
             return
-        self._looking = 0
-        if any(
-            a is None for a in self._gauges.values()
-        ):  # some part is being lost: what is seen now is no measure
-            self._before = None
+        self._polling = False
+        if any(a is None for a in self._answers.values()):  # a worker is being lost
+            self._observer.restart()
         else:
-            self._conclude(self._looked(), self._machine.now())
+            self._observer.conclude(self._observe(), self._platform.now())
 
-    def _looked(self) -> Observation | None:
-        """All have answered."""
+    def _observe(self) -> Observation | None:
+        """Return the observation of a poll that all workers have answered."""
         waits = [
             row[1]
-            for name, rows in self._gauges.items()
+            for name, rows in self._answers.items()
             if name.startswith("constructor")
             for row in rows
         ]
-        loaders = {
+        stats = {
             int(name.rpartition("/")[2]): rows
-            for name, rows in self._gauges.items()
+            for name, rows in self._answers.items()
             if name.startswith("loader")
         }
-        hosts = [h for h in self._loaders if h in self._living()]
-        weights = [self._weights.get(self._loaders[h].handle.name, 0) for h in hosts]
-        self._full = self._full_hosts()
-        return self._observed(
-            self._machine.now(),
-            loaders,
-            self.past.acked,
+        living = self._pool.living()
+        loaders = [self._pool.loaders[h] for h in list(self._pool.loaders) if h in living]
+        self._full = self._full_workers()
+        return self._observer.observe(
+            self._platform.now(),
+            stats,
+            self._history.acked,
             math.fsum(waits) / len(waits) if waits else 0.0,
-            hosts=len(hosts),
-            changing=self.changing,
-            host_bytes=max(weights, default=0),
+            hosts=len(loaders),
+            changing=self._rebalancer.changing,
+            host_bytes=max((self._rss.get(worker.name, 0) for worker in loaders), default=0),
         )
 
-    def _places(self, source: int) -> tuple[int, ...]:
-        return (
-            super()._places(source)
-            if self._scaler is None or self._scaler.fixed
-            else tuple(self.hosts_of(source))
-        )
+    def _full_workers(self) -> set[int]:
+        """Return the workers that may read no other source."""
+        if not (bound := self._prepared().options.sources_per_host):
+            return set()
+        sources = range(len(self._placement.loaders))
+        reads = Counter(h for i in sources for h in self._placement.workers_of(i))
+        return {h for h, n in reads.items() if n >= bound}
 
-    def _n_processes(self, source: int) -> int:
-        return len(self.hosts_of(source))
+    # where sources are read
 
-    def _free_s(self, source: int) -> float:
-        """Return what its load says; a planner apart is not told of code in sources that joined,
-        and assumes that it holds the lock.
+    def loaders_of(self, source: int) -> range:
+        return self._placement.loaders_of(source)
+
+    def places_of(self, source: int) -> tuple[int, ...]:
+        """Return a source's workers; where nothing is moved, its loaders."""
+        if self._scaler.fixed:
+            return tuple(self._placement.loaders_of(source))
+        return tuple(self._placement.workers_of(source))
+
+    def n_processes(self, source: int) -> int:
+        return len(self._placement.workers_of(source))
+
+    def able(self, source: int) -> tuple[int, ...]:
+        """Return the workers that have a source's code, within ``sources_per_host``."""
+        readers = set(self._placement.workers_of(source))
+        workers = sorted(self._pool.living() - self._full - readers)
+        return tuple(h for h in workers if self._placement.can_open(h, source))
+
+    def free_s(self, source: int) -> float:
+        """Return core seconds per sample that are known to release the interpreter lock.
+
+        A coordinator in its own process does not have the code of added sources, and assumes that
+        it holds the lock.
         """
-        n = len(self.planner.spec.names)
+        n = len(self._planner().spec.names)
         if len(self._free_seconds) != n:
-            known = [load.free_s for load in loads_of(self.blueprint)][:n]
+            known = [load.free_s for load in loads_of(self._prepared())][:n]
             self._free_seconds = known + [0.0] * (n - len(known))
         return self._free_seconds[source]
 
-    def _able(self, source: int) -> tuple[int, ...]:
-        """Return the hosts that have its code, and no more sources than ``sources_per_host``
-        allows.
-        """
-        hosts = sorted(self._living() - self._full - set(self.hosts_of(source)))
-        return tuple(h for h in hosts if source in self._kits.get(h, ()))
-
-    def _full_hosts(self) -> set[int]:
-        """Return the hosts that may read no other source."""
-        if not (bound := self.blueprint.options.sources_per_host):
-            return set()
-        reads = Counter(h for i in range(len(self.hosting.loaders)) for h in self.hosts_of(i))
-        return {h for h, n in reads.items() if n >= bound}
-
-    def _spread(self, source: int, hosts: int, on: Sequence[int]) -> bool:
-        return self.spread(source, hosts, on)
-
-    def _scaling_figures(self) -> dict[str, Any]:
-        told = self._watch_figures(self._machine.now())
-        if self._scaler is None or self._scaler.fixed:
-            return told
-        most, weighs = self._scaler.limits.cores, max(self._weights.values(), default=0)
+    def metrics(self) -> dict[str, Any]:
+        found = self._observer.metrics(self._platform.now())
+        if self._scaler.fixed:
+            return found
         return {
-            "hosts": len(self._living()),
-            "host_bytes": weighs,
-            "most_hosts": most,
-            "changing": self.changing,
-            **told,
+            "hosts": len(self._pool.living()),
+            "host_bytes": max(self._rss.values(), default=0),
+            "most_hosts": self._scaler.limits.cores,
+            "changing": self._rebalancer.changing,
+            **found,
         }

@@ -1,5 +1,6 @@
-"""The process of some constructors: it gathers payload, builds microbatches into shared memory, and
-hands them to clients.
+"""The worker process of some constructors.
+
+It gathers payload, builds microbatches in shared memory, and sends them to clients.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
 from overlord.messages.constructor import Build, Deliver, EndRank, Release, Unfinish
-from overlord.messages.control import Attach, ConstructorPlan, Detach, EndOfJob, Rollback
+from overlord.messages.control import (
+    Attach,
+    ConstructorPlan,
+    Detach,
+    EndOfJob,
+    Rollback,
+    StepsAcked,
+)
 from overlord.messages.loader import StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
 from overlord.transport.connection import Connection
 from overlord.transport.server import Server
 
-HEARD_S = 5.0  # for what clients have said to be read: longer than who asks waits at a time
+HEARD_S = 5.0  # to read the acknowledgements of clients: longer than a caller waits at a time
 
 
 class ConstructorWorker(Worker):
@@ -44,8 +52,8 @@ class ConstructorWorker(Worker):
         super().__init__(f"constructor-host/{number}", settings)
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
-        # Building never waits for a slot: short work is done in the pump, and without the pump no
-        # slot is let go.
+        # Building never waits for a segment: short work runs on the event loop, and only the loop
+        # releases segments.
         self._building = ConstructorService(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()],
             batch=batch,
@@ -61,24 +69,19 @@ class ConstructorWorker(Worker):
             compact=True,
         )
         self._delivery = StepPublisher(took=self._heard)
-        self._news, self._news_lock = (
-            dict[int, int](),
-            threading.Lock(),
-        )  # what clients took and the pump has not seen yet
-        for (
-            rank
-        ) in self._building.bucket_of:  # clients may come before the planner has told of them
+        # acknowledgements that the event loop has not seen yet
+        self._news, self._news_lock = dict[int, int](), threading.Lock()
+        for rank in self._building.bucket_of:  # clients may connect before they are attached
             self._delivery.box(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
         self._loaders: dict[Connection, int] = {}
-        self._incarnations: dict[int, int] = {}  # of loader hosts: the last that came
+        self._incarnations: dict[int, int] = {}  # of loader workers: the last that connected
         self._taken: dict[int, int] = {}
-        self._floor = (
-            -1
-        )  # the last step behind which a planner began, or went back to: all ranks have taken it
-        self._behind = -1  # the one of this planner, which may know of less than the one before it
-        self._told = -1  # the last step all took, as the planner knows
-        self._said: dict[int, int] = {}  # and the last that each took
+        # the last step that any coordinator started after or rolled back to: all ranks took it
+        self._floor = -1
+        self._behind = -1  # the same of this coordinator, which may know less than an earlier one
+        self._told = -1  # the last step that all ranks took, as reported
+        self._said: dict[int, int] = {}  # and the last that each rank took, as reported
         self._servers = [self._serve(settings.token, **self._machine.inside())]
         self._start()
 
@@ -88,16 +91,14 @@ class ConstructorWorker(Worker):
         )
 
     def listen(self, host: str, token: str) -> str:
-        """Take clients of other processes at this interface, who show another token than ours;
-        where they find it.
-        """
+        """Accept clients of other processes, which present another token; return the address."""
         self._servers.append(self._serve(token, **self._machine.outside(host)))
         return self._servers[-1].address
 
     def address(self) -> str:
         return self._servers[0].address
 
-    # links, in the server's thread
+    # connections, on the server thread
 
     def _opened(self, link: Connection, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") == "loader":
@@ -105,8 +106,9 @@ class ConstructorWorker(Worker):
         return self._delivery.opened(link, dict(hello))
 
     def _loader_came(self, link: Connection, host: Any, incarnation: Any) -> dict[str, Any]:
-        """One that comes again, or was started anew, takes the place of the link before it, whose
-        end may not have been seen yet.
+        """Replace the connection of a loader worker that reconnected or was restarted.
+
+        The end of the old connection may not have been detected yet.
         """
         if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
@@ -121,7 +123,7 @@ class ConstructorWorker(Worker):
         self._loaders[link], self._incarnations[host] = host, incarnation
         if former is not None:
             del self._loaders[former]
-            former.close(f"loader-host/{host} has come again: its place is taken")
+            former.close(f"loader-host/{host} has connected again: its place is taken")
         self._pump.post(lambda: self._gathering.found(host))
         return {}
 
@@ -144,8 +146,9 @@ class ConstructorWorker(Worker):
             self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
 
     def _heard(self, rank: int, step: int) -> None:
-        """All ranks of a host take a step at about the same time: the pump is woken once for
-        them.
+        """Note an acknowledgement. Runs on: server thread.
+
+        All ranks take a step at about the same time: the event loop is woken once for them.
         """
         with self._news_lock:
             woken = bool(self._news)
@@ -153,35 +156,38 @@ class ConstructorWorker(Worker):
         if not woken:
             self._pump.post(self._took)
 
-    # what comes in, in the pump
+    # messages, on the event loop
 
     def _take(self, message: Any) -> None:
         match message:
             case ConstructorPlan():
-                self._queue.extend(self._gathering.plan(message))
+                self.commands.queue.extend(self._gathering.plan(message))
             case Attach(rank=rank):
                 if rank not in self._taken:
                     self._taken[rank] = self._floor
                     if self._floor > self._behind:
-                        self._events.put(("taken", [rank], [self._floor]))
-                self._queue.extend(
+                        self._events.put(StepsAcked([rank], [self._floor]))
+                self.commands.queue.extend(
                     self._building.attach({rank: self._delivery.box(rank, self._session)})
                 )
-                self._queue.extend(self._building.consumed([rank], self._taken[rank]))
+                self.commands.queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
                 self._taken.pop(rank, None)
-                self._queue.extend(self._building.detach(rank))
+                self.commands.queue.extend(self._building.detach(rank))
                 self._tell()
-            case EndOfJob():  # what it lets go is gone before a step of that number comes again
+            case EndOfJob():  # releases memory before a step of that number arrives again
                 self.run(self._gathering.finish(message))
             case Rollback():
                 self._back(message)
             case _:
-                raise TypeError(f"a constructor host does not know {type(message).__name__}")
+                raise TypeError(
+                    f"unknown message to a constructor worker: {type(message).__name__}"
+                )
 
     def _back(self, back: Rollback) -> None:
-        """The planner plans again behind a step that all have taken. If it is another one, it must
-        hear what they took since.
+        """Roll back to a step that all ranks have taken.
+
+        A coordinator that takes over must be sent the steps that they took since.
         """
         self.run(self._gathering.back(back))
         self._floor, self._behind = max(back.step, self._floor), back.step
@@ -200,13 +206,13 @@ class ConstructorWorker(Worker):
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
-        # What is let go comes first, so that its memory is used again; buckets of a step stand side
-        # by side, and are built together.
+        # Releases come first, so that their memory is reused; buckets of a step are adjacent, and
+        # built together.
         self.run(sorted(commands, key=lambda c: c.step if isinstance(c, Build) else -1))
         self._tell()
 
     def _tell(self) -> None:
-        """The planner hears when the slowest has moved on: it plans for no one else."""
+        """Report acknowledgements once the slowest rank has moved on: nothing is planned before."""
         slowest = min(self._taken.values(), default=-1)
         if slowest > self._told:
             self._told = slowest
@@ -214,25 +220,25 @@ class ConstructorWorker(Worker):
                 rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)
             }
             self._said |= news
-            self._events.put(("taken", list(news), list(news.values())))
+            self._events.put(StepsAcked(list(news), list(news.values())))
 
-    def _carry_out(self, command: Any) -> None:
+    def _execute(self, command: Any) -> None:
         match command:
             case Build() | Deliver() | EndRank() | Unfinish() | Release():
-                self._building.carry_out(command, self._queue)
+                self._building.carry_out(command, self.commands.queue)
             case _:
-                raise TypeError(f"a constructor host does not carry out {type(command).__name__}")
+                raise TypeError(f"no handler for the command {type(command).__name__}")
 
     def _after_turn(self) -> float | None:
         patience = super()._after_turn()
-        for link in list(self._loaders):  # slots whose payload has been built into microbatches
+        for link in list(self._loaders):  # release segments whose payload is built
             link.flush()
         return patience
 
-    # what people ask
+    # status
 
     def why(self, rank: int) -> str:
-        """What the rank's next step waits for here, in words; empty when it is for a plan."""
+        """Describe what a rank's next step waits for here; empty where it waits for a plan."""
 
         def say() -> str:
             return (
@@ -241,19 +247,20 @@ class ConstructorWorker(Worker):
                 else self._gathering.waiting() or self._building.waiting(rank)
             )
 
-        return self._pump.ask(say, "the constructor host's pump", 1.0)
+        return self._pump.ask(say, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
-        """The last step that the rank's client took; the planner hears of it when the slowest has.
-        One that died may have said so in words that were not read yet, and whoever comes in its
-        place would be told a step that is kept no longer.
+        """Return the last step that a rank's client took, after all received bytes are read.
+
+        The acknowledgement of a client that died may not be read yet, and the client that replaces
+        it would be given a step that is not kept any more.
         """
         for server in self._servers:
             server.caught_up(HEARD_S)
         return self._delivery.taken(rank)
 
     def gauge(self) -> list[tuple[int, float]]:
-        """For scaling: how long the trainer of every rank has waited, in all."""
+        """Return the total seconds that the trainer of every rank has waited, for scaling."""
         return [
             (rank, float(row["waited_s"]))
             for rank, row in self._delivery.figures().items()
@@ -271,7 +278,7 @@ class ConstructorWorker(Worker):
                 "clients": self._delivery.figures(),
                 "links": len([link for server in self._servers for link in server.links]),
             },
-            "the constructor host's pump",
+            "the constructor worker's event loop",
             5.0,
         )
 

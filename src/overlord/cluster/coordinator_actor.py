@@ -1,49 +1,57 @@
-"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job
-whose planner may die.
+"""The coordinator in its own process, for a job whose coordinator may die: its RPC interface.
 
-Hosts are started, ended and sent here by the launching process, which it asks for that by name
-(``RemoteWorkerFactory``). They are called directly (``peers.py``). What people ask of the planner comes as calls
-of this actor and is answered by its pump.
+The launching process starts and ends workers, and redirects them here; this process asks for that
+by name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of
+the session arrive as calls of this actor and are answered on its event loop.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
-from overlord.cluster.takeover import PlannerHost, RemoteWorkerFactory
+from overlord.cluster.takeover import RemoteWorkerFactory, Takeover, first_coordinator
 from overlord.cluster.worker import EventQueue
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
-from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
+from overlord.messages.control import (
+    CoordinatorFailed,
+    EndOfJob,
+    KillProcess,
+    PlacementChanged,
+    PlannedStep,
+    Report,
+    SetMixture,
+    Skip,
+    StepProgress,
+    StreamState,
+    WorkerDisconnected,
+)
 from overlord.planning.events import lost
 from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.process.memory import pss_bytes
+from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.sample import Buffer
 from overlord.transport.codec import register
 
 log = logging.getLogger("overlord")
 
-WRITTEN = (
-    "appends",
-    "bytes",
-    "plans",
-    "snapshots",
-    "seconds",
-)  # that a journal counts, of the whole job
+WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # counts of a journal
 
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
     register(_cls)
@@ -70,45 +78,75 @@ class Counted:
         return self
 
 
+class SessionNews:
+    """Changes that the launching process keeps, since they would be lost with this process."""
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+        # a planner's ledger, and how many of its quarantined and undecodable rows were sent
+        self._listed: tuple[Any, int, int] = (None, 0, 0)
+        self._n_recoveries = 0
+        self._worker_of = coordinator.placement.worker_of.copy()
+
+    def collect(self) -> Iterator[Any]:
+        """Return the events for the launching process since the last call."""
+        ledger, recoveries = self._coordinator.planner.ledger, self._coordinator.recoveries
+        of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
+        if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
+            rows = list(itertools.islice(ledger.quarantine, bad, None))
+            late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
+            yield ("bad", rows, late)
+        self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
+        if len(recoveries) > self._n_recoveries:
+            yield from (("recovered", row) for row in recoveries[self._n_recoveries :])
+            self._n_recoveries = len(recoveries)
+        worker_of = self._coordinator.placement.worker_of
+        if not np.array_equal(worker_of, self._worker_of):
+            self._worker_of = worker_of.copy()
+            yield PlacementChanged(worker_of.tolist())
+
+
 class CoordinatorActor:
-    """Its methods are called by the launching process; those that look or change are carried out by
-    the pump, in order.
+    """The RPC interface of a coordinator.
+
+    The launching process calls its methods. Those that read or change the coordinator run on its
+    event loop, in order.
     """
 
     def __init__(self, kit: CoordinatorConfig):
         self._kit, self._events = kit, EventQueue()
         self._pump = EventLoop("planner")
         self._peers = RpcServer(
-            end=lambda name, ticket, why: self._say("kill", ticket, name),
+            end=lambda name, ticket, why: self._send(KillProcess(ticket, name)),
             cut=self._cut,
             machine=kit.machine,
         )
-        self._starter = RemoteWorkerFactory(self._peers, self._say, kit.hosting, kit.token)
-        self._host: PlannerHost
+        self._starter = RemoteWorkerFactory(self._peers, self._send, kit.hosting, kit.token)
+        self._coordinator: Coordinator
+        self._takeover: Takeover | None = None
+        self._news: SessionNews
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
-        self._told: EndOfJob | str | None = (
-            "nothing yet"  # what a planner before this one said of the end counts no more
-        )
+        # the end of the job as it was last sent; what an earlier coordinator sent does not count
+        self._told: EndOfJob | str | None = "nothing yet"
         self._acked = -2
-        self._said: list[
-            Any
-            # events in the journal of planners before this one, that it went on from, and its own
-        ] = []
+        # events of earlier coordinators in the journal, then those that this one applied
+        self._said: list[Any] = []
         self._watched = kit.watched
         self._losses = TokenLosses()
 
     # the launching process
 
     def where(self) -> tuple[str, str]:
-        """Where hosts are to come, and the token they show."""
+        """Return the address that workers connect to, and the token they present."""
         return self._peers.address, self._peers.token
 
     def beat(self) -> bool:
-        """Whether the pump has run since this was asked last: a planner whose pump stands is of no
-        use, though its process lives. One that waits for its journal is not to be killed for it:
-        another would wait for the same disk, and trainers are told what it is.
+        """Return whether the event loop has run since the last call.
+
+        A coordinator whose loop is blocked is of no use. One that waits for its journal is not to
+        be killed: its successor would wait for the same disk, and trainers see the reason.
         """
         if not self._ran.is_set():
             return self._writes()
@@ -118,33 +156,29 @@ class CoordinatorActor:
         return True
 
     def doing(self) -> str:
-        """What the pump is at, of one that does not come to an end: the step, and whose function it
-        is in.
-        """
-        return f"step {self._host.planner.next_step}, {self._pump.at()}"
+        """Describe what a blocked event loop executes: the step and the function."""
+        return f"step {self._coordinator.planner.next_step}, {self._pump.at()}"
 
     def _writes(self) -> bool:
-        return self._opens_journal or self._host.journal.settling
+        return self._opens_journal or self._coordinator.journal.settling
 
     def events(self) -> Future[list[Any]]:
         return self._events.ask()
 
-    def _say(self, *message: Any) -> None:
-        """From any thread."""
+    def _send(self, message: Any) -> None:
+        """Send a message to the launching process. Runs on: any thread."""
         self._events.put(message)
         self._events.answer()
 
     def _cut(self, name: str, ticket: int, why: str) -> None:
         if not self._closed:
-            self._say("cut", ticket, name, why)
+            self._send(WorkerDisconnected(ticket, name, why))
 
     def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
         self._peers.died(ticket, reason, fault)
 
     def begin(self) -> Future[int]:
-        """Start the hosts, or take over those that live; answered with the step behind which
-        planning begins.
-        """
+        """Start the workers, or take over those that live; answer with the last complete step."""
         begun = Future[int]()
         threading.Thread(
             target=self._begin, args=(begun,), name="overlord-begin", daemon=True
@@ -153,78 +187,76 @@ class CoordinatorActor:
 
     def _begin(self, begun: Future[int]) -> None:
         try:
-            self._host = self._make_host()
-            self._host.on_stage.append(self._staged)
-            self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
-            self._host.on_taken = self._taken
+            self._coordinator = self._start()
+            self._coordinator.on_stage.append(self._staged)
+            self._coordinator.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._coordinator.on_taken = self._taken
             self._say_found()
-            behind = self._host.past.acked
+            behind = self._coordinator.history.acked
+            self._news = SessionNews(self._coordinator)
             self._pump.start(self._broke, self._after_turn)
             self._beats_pump = True
             begun.set_result(behind)
         except BaseException as fault:
             begun.set_exception(fault)
 
-    def _make_host(self) -> PlannerHost:
-        """The first planner starts its hosts; one that comes later takes over those that live, and
-        goes back.
-        """
+    def _start(self) -> Coordinator:
+        """Start the first coordinator's workers; a later one takes over those that live."""
+        given = (self._kit, self._peers, self._pump, self._starter)
         if not self._kit.incarnation:
-            return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
-        # what the journal says is of a session before this one, or nothing: ``open_journal`` is to
-        # come
+            return first_coordinator(*given, send=self._send)
         if not self._kit.opened:
-            host = PlannerHost(
-                self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say
-            )
-            host.take_over()
-            return host
+            # the journal is empty, or of an earlier session: ``open_journal`` follows
+            self._takeover = Takeover(*given, Recovered(), send=self._send)
+            return self._takeover.roll_back()
         journal, found = JobJournal.resumed(
             self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
         )
         journal.start(self._pump.post)
         self._said = found.events
         try:
-            host = PlannerHost(
-                self._kit, self._peers, self._pump, self._starter, found, say=self._say
-            )
-            host.journal = journal
-            journal.begin(host.planner.state(), host.blueprint)
+            self._takeover = Takeover(*given, found, send=self._send)
+            coordinator = self._takeover.coordinator
+            coordinator.journal = journal
+            journal.begin(coordinator.planner.state(), coordinator.prepared)
         except BaseException:
             journal.close()
             raise
-        host.take_over()
-        return host
+        return self._takeover.roll_back()
 
     def _say_found(self) -> None:
-        """What the planner before this one knew, and perhaps died before it was heard: behind which
-        step all stand, how far each rank is, which sources left.
+        """Send what an earlier coordinator may not have sent before it died.
+
+        That is the last complete step, the step of each rank, and the removed sources.
         """
-        host = self._host
+        state = self._coordinator.planner.state()
         if self._said:
             self._events.put(("found", list(self._said)))
-        for event in lost(host.planner.state().events) if self._kit.incarnation else ():
+        for event in lost(state.events) if self._kit.incarnation else ():
             self._events.put(("lost", event))
-        if self._watched and host.stood is not None:
-            self._events.put(("staged", host.stood.step - 1, host.stood, True))
-        for rank, step in host.stands.items():
+        if self._takeover is None:
+            return
+        if self._watched and (stood := self._takeover.stood) is not None:
+            self._events.put(("staged", stood.step - 1, stood, True))
+        for rank, step in self._takeover.stands.items():
             self._taken(rank, step)
 
     @property
     def _where_journal(self) -> str:
         where = self._kit.blueprint.job.journal
         assert where is not None, (
-            "a planner has a process of its own where there is a journal to come back from"
+            "a coordinator has its own process only with a journal to recover from"
         )
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
-        """Before anything is planned: where the stream begins is written down. Nobody held the
-        journal for a moment: another launch may have gone on with it.
+        """Write the start of the stream, before anything is planned.
+
+        The journal was closed for a moment: another launch may have continued it.
         """
 
         def act() -> None:
-            host, self._opens_journal = self._host, True
+            host, self._opens_journal = self._coordinator, True
             try:
                 if not isinstance(host.journal, JobJournal):
                     host.journal, _ = JobJournal.resumed(
@@ -232,56 +264,50 @@ class CoordinatorActor:
                     )
                     host.journal.start(self._pump.post)
                 if anew:
-                    host.journal.rewound(host.planner.state(), host.blueprint, floor)
+                    host.journal.rewound(host.planner.state(), host.prepared, floor)
                 else:
-                    host.journal.begin(host.planner.state(), host.blueprint)
+                    host.journal.begin(host.planner.state(), host.prepared)
             finally:
                 self._opens_journal = False
 
         return self._in_pump(act)
 
     def _broke(self, error: BaseException) -> None:
-        """Nothing this process holds can be trusted: another takes its place, or the job ends with
-        this.
-        """
-        log.critical("the planner stops: %s: %s", type(error).__name__, error)
-        self._say(
-            "broke",
-            error
-            if isinstance(error, Exception)
-            else OverlordError(f"{type(error).__name__}: {error}"),
-        )
+        """Report a failed event loop: this process is replaced, or the job ends with the error."""
+        log.critical("the coordinator stops: %s: %s", type(error).__name__, error)
+        fault = error if isinstance(error, Exception) else None
+        fault = fault or OverlordError(f"{type(error).__name__}: {error}")
+        self._send(CoordinatorFailed(fault))
 
     def _after_turn(self) -> float | None:
-        host = self._host
+        host = self._coordinator
         if (finished := host.planner.finished) is not self._told:
             self._told = finished
             self._events.put(("finish", finished))
-        if (acked := host.past.acked) != self._acked:
+        if (acked := host.history.acked) != self._acked:
             self._acked = acked
             figures = host.journal.figures()
             self._events.put(
-                ("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
+                StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
-        for event in host.news():
+        for event in self._news.collect():
             self._events.put(event)
         return self._events.answer()
 
     def _staged(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
-        if (
-            self._losses.found(stage.after.counts) or self._watched
-        ):  # the launching process warns of losses
+        # the launching process warns of lost tokens
+        if self._losses.found(stage.after.counts) or self._watched:
             self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
             self._events.put(("taken", rank, step))
 
-    # what happens to the job
+    # requests of the session
 
     def _in_pump(self, act: Callable[[], Any]) -> Future[Any]:
-        """The caller is answered by the pump: this process hears others meanwhile."""
+        """Run a call on the event loop and answer with its result."""
         answer = Future[Any]()
 
         def run() -> None:
@@ -301,108 +327,111 @@ class CoordinatorActor:
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
-        """Those that the launching process knew of when this planner was started are attached
-        already.
-        """
+        """Attach ranks; those that were attached when this coordinator started already are."""
         return self._in_pump(
-            lambda: self._host.attach(
-                dict.fromkeys(r for r in ranks if r not in self._host.attached)
+            lambda: self._coordinator.attach(
+                dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
             )
         )
 
     def detach(self, rank: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.detach(rank))
+        return self._in_pump(lambda: self._coordinator.detach(rank))
 
     def consumed(self, ranks: list[int], step: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.consumed(ranks, step))
+        return self._in_pump(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        """It is told of by itself, too: whoever said it may have given up to wait for the
-        answer.
-        """
+        """Apply an event and confirm it by a message: the caller may have given up waiting."""
 
         def act() -> None:
-            self._host.event(event)
+            self._coordinator.event(event)
             if isinstance(event, (SetMixture, Skip)):
                 self._took(event)
 
         return self._in_pump(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Whether it came in time for a plan; of one that the planner before this had, whether it
-        did there.
+        """Apply a report and return whether it came in time for a plan.
+
+        A report that an earlier coordinator had counts if it came in time there.
         """
 
         def act() -> bool:
             used = (
-                self._host.planner.in_time(report) or report in self._host.planner.state().reports
+                self._coordinator.planner.in_time(report)
+                or report in self._coordinator.planner.state().reports
             )
-            self._host.event(report)
+            self._coordinator.event(report)
             return used
 
         return self._in_pump(act)
 
     def all_reported(self, mark: int) -> Future[None]:
-        """The launching process has passed on all that it had been told when it was asked."""
-        return self._in_pump(lambda: self._host.all_reported(mark))
+        """Note that the launching process has forwarded all reports that it had when asked."""
+        return self._in_pump(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
         self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
     ) -> Future[None]:
-        """A source joins; its host was started where the job was launched, and is there."""
+        """Add a source whose worker the launching process has started."""
 
         def act() -> None:
-            host, before = self._host, self._host.blueprint
+            coordinator, before = self._coordinator, self._coordinator.prepared
             assert isinstance(before, PlannerJob)
-            loaders = (*host.hosting.loaders, new.source.loaders)
-            host.adopt_source(
-                before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h
+            loaders = (*coordinator.placement.loaders, new.source.loaders)
+            prepared = before.joined_by(new.source, fingerprint)
+            coordinator.sources.adopt(
+                prepared.with_loaders(loaders, SIDE_BY_SIDE), h, lambda: self._claim(h)
             )
             try:
-                host.add_source(
-                    new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint)
+                coordinator.add_source(
+                    new,
+                    h,
+                    budget_bytes,
+                    lambda: coordinator.journal.joined(new.event, coordinator.prepared),
                 )
             except JournalError:
-                host.leave_source(h)
+                coordinator.abandon_source(h)
                 raise
             except BaseException:
-                host.give_back_source(before, h)
+                coordinator.sources.refuse(before, h)
                 raise
             self._took(new.event)
 
         return self._in_pump(act)
+
+    def _claim(self, h: int) -> ActorHandle:
+        """Return the handle of a worker that the launching process started for a new source."""
+        name = f"loader-host/{h}"
+        return self._starter.living(name) if self._takeover is None else self._takeover.claim(name)
 
     def _took(self, event: Any) -> None:
         self._said.append(event)
         self._events.put(("said", event))
 
     def said(self) -> Future[list[Any]]:
-        """Events that this planner has taken, behind those that it found in the journal; in force
-        or not.
-        """
+        """Return the events of the journal and then those applied here, in force or not."""
         return self._in_pump(lambda: list(self._said))
 
     def watch(self) -> None:
-        """Somebody serves clients from here on."""
+        """Report planned and taken steps from now on: clients are served."""
         self._watched = True
 
     def move(self, source: int, hosts: list[str]) -> Future[None]:
-        return self._in_pump(lambda: self._host.move(source, hosts))
+        return self._in_pump(lambda: self._coordinator.move(source, hosts))
 
     def spread(self, source: int, n: int) -> Future[bool]:
-        return self._in_pump(lambda: self._host.spread(source, n))
+        return self._in_pump(lambda: self._coordinator.spread(source, n))
 
     def relocate(self, hosts: list[int]) -> Future[bool]:
-        return self._in_pump(lambda: self._host.relocate(hosts))
+        return self._in_pump(lambda: self._coordinator.rebalancer.relocate(hosts))
 
-    # what people ask
+    # status
 
     def waiting_for(self, rank: int) -> str | Future[str]:
         if self._writes():
-            return (
-                "an event to be written to the journal"  # the pump waits for it, and cannot say so
-            )
-        return self._in_pump(lambda: self._host.waiting_for(rank))
+            return "an event to be written to the journal"  # it blocks the event loop
+        return self._in_pump(lambda: self._coordinator.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
         me = {
@@ -412,38 +441,44 @@ class CoordinatorActor:
             "state": "planning",
         }
         return self._in_pump(
-            lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()}
+            lambda: {
+                **self._coordinator.figures(),
+                "planner": me,
+                "journal": self._coordinator.journal.figures(),
+            }
         )
 
     def state(self) -> Future[StreamState]:
-        return self._in_pump(lambda: self._host.planner.state())
+        return self._in_pump(lambda: self._coordinator.planner.state())
 
     def open_step(self) -> Future[int]:
-        return self._in_pump(lambda: self._host.planner.open_step)
+        return self._in_pump(lambda: self._coordinator.planner.open_step)
 
     def refuse_planned(self, step: int) -> Future[None]:
-        return self._in_pump(lambda: self._host.planner.refuse_planned(step))
+        return self._in_pump(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
-        """The plans that are kept; ``step``: that one alone, if it is."""
+        """Return the kept plans, or that of one step."""
         return self._in_pump(
-            lambda: list(self._host.plans) if step is None else self._host.plans.of(step)
+            lambda: (
+                list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
+            )
         )
 
     def steps(self) -> Future[list[int]]:
-        return self._in_pump(lambda: self._host.plans.steps())
+        return self._in_pump(lambda: self._coordinator.plans.steps())
 
     def bad_rows(self) -> Future[list[Quarantined]]:
-        return self._in_pump(lambda: self._host.planner.ledger.bad_rows())
+        return self._in_pump(lambda: self._coordinator.planner.ledger.bad_rows())
 
     def summary_buffer(self) -> Future[Buffer]:
-        return self._in_pump(lambda: self._host.planner.summary_buffer())
+        return self._in_pump(lambda: self._coordinator.planner.summary_buffer())
 
     def counted(self) -> Future[Counted]:
         return self._in_pump(self._counted)
 
     def _counted(self) -> Counted:
-        p = self._host.planner
+        p = self._coordinator.planner
         totals = p.totals
         return Counted(
             next_step=p.next_step,
@@ -456,17 +491,18 @@ class CoordinatorActor:
     # the end
 
     def leave(self, taken: int = -1) -> None:
-        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks
-        took, as is known elsewhere.
+        """Stop supervising workers, which are about to exit, and close the journal.
+
+        ``taken`` is the last step that all ranks took, as the launching process knows it.
         """
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "_host"):
+        if hasattr(self, "_coordinator"):
             self._pump.stop()
-            self._host.close()
-            known = self._host.planner.taken
-            self._host.journal.close(taken if known is None else max(known, taken))
+            self._coordinator.close()
+            known = self._coordinator.planner.taken
+            self._coordinator.journal.close(taken if known is None else max(known, taken))
 
     def close(self) -> None:
         self.leave()

@@ -1,5 +1,6 @@
-"""What a planner in a process of its own is started with: the job without what reads it. Code
-crosses here, and only here.
+"""The configuration of a coordinator in its own process: the job without its readers.
+
+Code is sent to the process here, and only here.
 """
 
 from __future__ import annotations
@@ -21,21 +22,17 @@ from overlord.setup.prepared_job import PreparedJob
 
 
 class PlannerJob(PreparedJob):
-    """A blueprint that can be planned from and not read from: no files, indexes or transforms,
-    which may be large, or not to be sent.
-    """
+    """A prepared job for planning without reading.
 
-    specs: tuple[SourceSpec, ...]
-    loads: tuple[SourceLoad, ...]
-    form: PixelForm | None
+    It has no files, indexes or transforms, which may be large or impossible to send.
+    """
 
     def __init__(self, of: PreparedJob):
         self.__dict__.update(of.__dict__)
-        self.specs, self.form = (
-            tuple(of._source_spec(i) for i in range(len(of.job.sources))),
-            of.images,
-        )
-        self.loads = tuple(loads_of(of))
+        sources = range(len(of.job.sources))
+        self.specs: tuple[SourceSpec, ...] = tuple(of._source_spec(i) for i in sources)
+        self.form: PixelForm | None = of.images
+        self.loads: tuple[SourceLoad, ...] = tuple(loads_of(of))
         self.options = replace(of.options, progress=None, on_stall=None)
         self.job, self.given = _light(of.job), _light(of.given)
         self.indexes, self.pipelines, self.orders, self._workers = [], [], [], []
@@ -49,7 +46,7 @@ class PlannerJob(PreparedJob):
         return replace(self.specs[i], loaders=self.loaders_of(i))
 
     def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:
-        """One source more, of which only what a planner must know has come."""
+        """Return this job with one more source, of which only planning facts are known."""
         more = copy.copy(self)
         more.specs, more.added, more.fingerprint = (
             (*self.specs, source),
@@ -71,8 +68,9 @@ class PlannerJob(PreparedJob):
         return more
 
     def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerJob:
-        """Without sources that were to join when a planner was lost, and had not: as the journal
-        knows it.
+        """Return the job with its first ``n`` sources, those that the journal has.
+
+        Later ones were being added when a coordinator was lost.
         """
         if n == len(self.specs):
             return self
@@ -89,7 +87,7 @@ class PlannerJob(PreparedJob):
         return less
 
     def close(self) -> None:
-        """It holds nothing open."""
+        """Do nothing: no file is open."""
 
 
 def _light(job: Job) -> Job:
@@ -99,7 +97,7 @@ def _light(job: Job) -> Job:
 
 
 def _with(record: Any, **fields: Any) -> Any:
-    """A frozen record with other fields, not checked again: what was left out would be missed."""
+    """Return a frozen record with other fields, not validated: fields were removed."""
     other = copy.copy(record)
     for name, value in fields.items():
         object.__setattr__(other, name, value)
@@ -108,40 +106,39 @@ def _with(record: Any, **fields: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoordinatorConfig:
-    """All that a planner's process is told when it starts. ``living``: hosts that are there
-    already, by name; then it takes them over.
+    """All that the process of a coordinator is given at its start.
+
+    ``living`` are the names of workers that live already: the coordinator takes them over.
     """
 
     blueprint: PlannerJob
     state: StreamState | None
     hosting: LoaderPlacement
     token: str
-    session: int  # its generation
-    incarnation: int = 0  # how many planners of this session were before it
-    reason: str = ""  # of what the one before it died
-    constructor_of: tuple[int, ...] = ()  # constructor host of every data-parallel group
+    session: int  # generation of the session
+    incarnation: int = 0  # number of coordinators of this session before it
+    reason: str = ""  # of the loss of the one before it
+    constructor_of: tuple[int, ...] = ()  # constructor worker of every data-parallel group
     living: tuple[str, ...] = ()
-    kits: tuple[
-        tuple[int, tuple[int, ...]], ...
-    ] = ()  # sources that loader hosts of joined sources can open
+    kits: tuple[tuple[int, tuple[int, ...]], ...] = ()  # sources that each loader worker can open
     attached: tuple[int, ...] = ()
-    reports: tuple[
-        Report, ...
-    ] = ()  # that the one before it had accepted: the last may have died with it
-    machine: Platform = field(default_factory=Platform, repr=False)  # where it comes to
-    launch: str = ""  # as its journal knows it; known when the journal is opened
-    # the journal says where this session begins; else what it says is of the session before it
+    # accepted by the coordinator before it, which may have died before it wrote the last of them
+    reports: tuple[Report, ...] = ()
+    machine: Platform = field(default_factory=Platform, repr=False)
+    launch: str = ""  # of the journal; known when the journal is opened
+    # the journal has the start of this session; else its content is of an earlier session
     opened: bool = True
-    watched: bool = False  # stages and taken steps are told, for clients that are served
+    watched: bool = False  # planned and taken steps are reported, for clients that are served
 
     def hosting_of(self, n: int) -> LoaderPlacement:
-        """Of so many sources: the last may have joined when a planner was lost, and then the
-        launching process was not told.
+        """Return the placement of ``n`` sources.
+
+        The last source may have been added when a coordinator was lost, before the launching
+        process was informed.
         """
-        hosting, host_of = (
-            self.hosting,
-            {sources: h for h, sources in sorted(self.kits, reverse=True)},
-        )  # scaled ones have higher numbers
+        hosting = self.hosting
+        # workers of the launch win: those that scaling started have higher numbers
+        host_of = {sources: h for h, sources in sorted(self.kits, reverse=True)}
         for i in range(len(hosting.loaders), n):
             loaders = self.blueprint.specs[i].loaders
             hosting = replace(
@@ -154,7 +151,7 @@ class CoordinatorConfig:
 
     @staticmethod
     def of(blueprint: PreparedJob, **fields: Any) -> CoordinatorConfig:
-        """What cannot be sent is told by name."""
+        """Return a configuration; an error names what cannot be sent."""
         light = PlannerJob(blueprint)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
@@ -163,5 +160,5 @@ class CoordinatorConfig:
 
 
 def host_numbers(names: Sequence[str], kind: str) -> list[int]:
-    """Of the hosts of a kind, as in "loader-host/3"."""
+    """Return the numbers of the workers of a kind, such as "loader-host/3"."""
     return sorted(int(name.rpartition("/")[2]) for name in names if name.startswith(f"{kind}/"))

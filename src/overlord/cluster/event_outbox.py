@@ -1,5 +1,6 @@
-"""What people told a planner elsewhere, and did not see answered in time: it may come to it all the
-same, and then it has happened.
+"""Events sent to a coordinator in another process whose answer did not arrive in time.
+
+The coordinator may still apply such an event: then it has happened.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from overlord.errors import DataStall
 
-KEPT = 64  # events that were taken, to tell one that was said twice from one that was said once
+KEPT = 64  # applied events, to tell an event that was sent twice from one that was sent once
 MAY_STILL = (
     "the planner may still come to it: then it has happened, and is in the states that are "
     "saved from there on"
@@ -20,7 +21,9 @@ MAY_STILL = (
 
 
 @dataclass(slots=True, eq=False)
-class _Saying:
+class _Pending:
+    """An event without an answer."""
+
     event: Any
     late: Callable[[], None]
     taken: bool = False
@@ -28,49 +31,51 @@ class _Saying:
 
 
 class EventOutbox:
-    """Whoever says something waits for the answer, but not for ever. From any thread."""
+    """Sends events, with a deadline for the answer. Runs on: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[_Saying] = []
+        self._open: list[_Pending] = []
         self._taken: deque[Any] = deque(maxlen=KEPT)
-        self._to_hear: deque[Any] = deque(maxlen=KEPT)  # were answered, and will be told of as well
+        self._to_hear: deque[Any] = deque(maxlen=KEPT)  # answered, and still to be confirmed
 
     @property
     def unsettled(self) -> bool:
-        """Of something that was given up it is not known yet whether it happens. Until it is,
-        nothing else is to be said: of two changes for one step the last one counts, and sources
-        have numbers.
+        """Whether the outcome of an event is unknown whose answer was given up.
+
+        Until it is known, no other event is sent: of two changes for one step the last one counts,
+        and sources are numbered.
         """
-        return any(saying.given_up for saying in list(self._open))
+        return any(pending.given_up for pending in list(self._open))
 
     def say(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
-        """``ask`` returns when a planner has taken the event. Where that is given up, ``late`` is
-        called should one take it after all.
+        """Send an event. ``ask`` returns once a coordinator has applied it.
+
+        If the answer is given up, ``late`` is called should the event be applied after all.
         """
-        saying = _Saying(event, late)
+        pending = _Pending(event, late)
         with self._lock:
-            self._open.append(saying)
+            self._open.append(pending)
         try:
             ask()
         except DataStall as stall:
             with self._lock:
-                if not saying.taken:
-                    saying.given_up = True
+                if not pending.taken:
+                    pending.given_up = True
                     stall.add_note(MAY_STILL)
                     raise
         except BaseException:
             with self._lock:
-                self._open.remove(saying)
+                self._open.remove(pending)
             raise
         with self._lock:
-            self._open.remove(saying)
-            if not saying.taken:
+            self._open.remove(pending)
+            if not pending.taken:
                 self._taken.append(event)
                 self._to_hear.append(event)
 
     def heard(self, event: Any) -> None:
-        """A planner has taken an event, and says so beside its answer."""
+        """Note the confirmation of an applied event, which is sent in addition to the answer."""
         with self._lock:
             if event in self._to_hear:
                 self._to_hear.remove(event)
@@ -81,34 +86,33 @@ class EventOutbox:
         late()
 
     def found(self, events: Sequence[Any]) -> None:
-        """A planner found these in the journal of the one before it, which may have died before it
-        could say so.
-        """
-        for saying in list(self._open):
+        """Note events in the journal of an earlier coordinator, which may have died unconfirmed."""
+        for pending in list(self._open):
             with self._lock:
                 new = (
-                    not saying.taken
-                    and saying in self._open
-                    and events.count(saying.event) > self._taken.count(saying.event)
+                    not pending.taken
+                    and pending in self._open
+                    and events.count(pending.event) > self._taken.count(pending.event)
                 )
-                late = self._take(saying if new else None)
+                late = self._take(pending if new else None)
             late()
 
     def settle(self, events: Sequence[Any]) -> None:
-        """All that the planner has taken, asked of it behind what was given up: what is not among
-        it has not happened, and will not.
+        """Settle given-up events by all applied ones, which were asked for after them.
+
+        An event that is not among these has not happened, and will not.
         """
         self.found(events)
         with self._lock:
-            self._open = [saying for saying in self._open if not saying.given_up]
+            self._open = [pending for pending in self._open if not pending.given_up]
 
-    def _take(self, saying: _Saying | None) -> Callable[[], None]:
-        """Under the lock; what is to be called outside it."""
-        if saying is None:
+    def _take(self, pending: _Pending | None) -> Callable[[], None]:
+        """Mark an event as applied, under the lock; return the call to make outside it."""
+        if pending is None:
             return lambda: None
-        saying.taken = True
-        self._taken.append(saying.event)
-        if not saying.given_up:
+        pending.taken = True
+        self._taken.append(pending.event)
+        if not pending.given_up:
             return lambda: None
-        self._open.remove(saying)
-        return saying.late
+        self._open.remove(pending)
+        return pending.late

@@ -31,7 +31,21 @@ from overlord.cluster.worker_factory import (
 from overlord.concurrency.platform import Platform
 from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
-from overlord.messages.control import Report, StreamState
+from overlord.messages.control import (
+    CoordinatorFailed,
+    KillProcess,
+    PlacementChanged,
+    RedirectWorker,
+    Report,
+    RetireWorker,
+    StartConstructorWorker,
+    StartLoaderWorker,
+    StepProgress,
+    StreamState,
+    WaitingForWorkers,
+    WorkerDisconnected,
+    WorkerGivenUp,
+)
 from overlord.process.shutdown import CloseOnce
 from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.peers import fault_of
@@ -485,7 +499,7 @@ class Launcher:
 
         self.control.call(planner, "events").add_done_callback(heard)
 
-    def _hear(self, planner: ActorHandle, events: Sequence[tuple[Any, ...]]) -> None:
+    def _hear(self, planner: ActorHandle, events: Sequence[Any]) -> None:
         for event in events:
             if self._closed or planner is not self.planner:
                 return
@@ -494,65 +508,55 @@ class Launcher:
             except Exception:
                 log.exception("what the planner asked for could not be done: %.200r", event)
 
-    def _do(self, planner: ActorHandle, event: tuple[Any, ...]) -> None:
+    def _do(self, planner: ActorHandle, event: Any) -> None:
         match event:
-            case ("constructor", int(ticket), int(c)):
+            case StartConstructorWorker(ticket=ticket, number=c):
                 self._start(planner, ticket, lambda: self.recipes.constructor(c))
-            case (
-                "loader-host",
-                int(ticket),
-                int(h),
-                list(sources),
-                list(openings),
-                dict(constructors),
-                instead_of,
-            ):
-                self.kits.setdefault(
-                    h, tuple(sources)
-                )  # one that is new: a planner that comes later takes it over
-                self._start(
-                    planner,
-                    ticket,
-                    lambda: self.recipes.loader_host(
-                        h, sources, openings, constructors, instead_of
-                    ),
-                )
-            case (
-                "hosting",
-                list(host_of),
-            ):  # here, and not where others hear: hosts that are not named any more may end next
-                with self._lock:  # of sources that join, ``joined`` tells
-                    self.hosting = replace(
-                        self.hosting, host_of=tuple(host_of[: sum(self.hosting.loaders)])
-                    )
-            case ("ended", int(h)):
+            case StartLoaderWorker():
+                self._start_loader(planner, event)
+            case PlacementChanged(worker_of=worker_of):
+                # on this queue: workers that are not named any more may be retired next
+                with self._lock:  # ``joined`` reports the loaders of added sources
+                    n = sum(self.hosting.loaders)
+                    self.hosting = replace(self.hosting, host_of=tuple(worker_of[:n]))
+            case RetireWorker(number=h):
                 self._end_host(h)
-            case ("meet", int(ticket), str(name)):
+            case RedirectWorker(ticket=ticket, worker=name):
                 self._start(planner, ticket, lambda: self._living(name))
-            case ("kill", int(ticket), str(name)):
+            case KillProcess(ticket=ticket, worker=name):
                 self._kill_for(planner, ticket, name)
-            case ("cut", int(ticket), str(name), str(why)) if self._tickets.get(name) == ticket:
-                host = self.hosts.get(name)
-                self._beside(lambda: self._cut_off(host, why), f"cut {name}")
-            case ("cut", *_):
-                pass  # another has its name by now
-            case ("awaits", list(names)):
+            case WorkerDisconnected(ticket=ticket, worker=name, reason=why):
+                if self._tickets.get(name) == ticket:  # else the name has another worker by now
+                    host = self.hosts.get(name)
+                    self._beside(lambda: self._cut_off(host, why), f"cut {name}")
+            case WaitingForWorkers(workers=names):
                 self._is_awaited(names)
-            case ("gave up", str(name), str(why)):
-                log.warning("%s is killed: %s", name, why)
+            case WorkerGivenUp(worker=name, reason=why):
+                log.warning("%s killed: %s", name, why)
                 self._miss(name, why, self.blueprint.options.lost_after_s)
-            case ("progress", int(acked), list(counts)):
+            case StepProgress(acked=acked, written=counts):
                 self._written[planner] = counts
                 self.acked = max(acked, self.acked)
                 if acked > self._progress:
                     self._progress, self._restarts = acked, 0
-            case ("broke", Exception() as error):
+            case CoordinatorFailed(error=error):
                 log.error("the planner stopped: %s", error)
                 self._end_planner()
             case _:
                 if event[0] == "recovered":
                     self._missed.pop(event[1]["part"], None)
                 self._news.do(lambda: self._told(event))
+
+    def _start_loader(self, planner: ActorHandle, asked: StartLoaderWorker) -> None:
+        # of a new worker: a coordinator that takes over later needs its sources
+        self.kits.setdefault(asked.number, tuple(asked.sources))
+        self._start(
+            planner,
+            asked.ticket,
+            lambda: self.recipes.loader_host(
+                asked.number, asked.sources, asked.starts, asked.constructors, asked.instead_of
+            ),
+        )
 
     def _living(self, name: str) -> ActorHandle:
         if (host := self.hosts.get(name)) is None:

@@ -1,5 +1,6 @@
-"""What loaders and trainers did since the last look, as ``scaling/scaler.py`` is told of it, and
-what it answered: on every runtime.
+"""Loader and trainer statistics between two polls, and what ``scaling/scaler.py`` decides.
+
+Every runtime has an observer; only the cluster runtime can move loaders.
 """
 
 from __future__ import annotations
@@ -7,9 +8,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,15 +32,14 @@ from overlord.setup.options import Options, n_cores
 log = logging.getLogger("overlord")
 
 KEPT_DECISIONS = 200
-POINTS = 4  # of a schedule's future that are looked at
+POINTS = 4  # of a schedule's future that are evaluated
 
-Row = tuple[
-    int, bool, float, float, int, float, float
-]  # loader, whether a shadow, busy and all seconds, samples, a usual and a slow read
+# loader, whether it is a standby, busy seconds, all seconds, samples, median and slow read
+Row = tuple[int, bool, float, float, int, float, float]
 
 
-def onlooker(options: Options, read_ahead: int) -> Scaler | None:
-    """Who looks where nothing is moved; None: nobody is to."""
+def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
+    """Return the scaler of a runtime that moves no loaders, or None where nothing is polled."""
     if not options.watch_s:
         return None
     limits = Limits(
@@ -48,64 +48,75 @@ def onlooker(options: Options, read_ahead: int) -> Scaler | None:
     return Scaler(limits, read_ahead, fixed=True)
 
 
-class Watching:
-    """The part of an engine that looks. In the pump."""
+class SourceReaders(Protocol):
+    """Where and how a runtime reads its sources."""
 
-    planner: Planner
-    _scaler: Scaler | None = None  # None: nobody looks
+    def loaders_of(self, source: int) -> range:
+        """Return the numbers of a source's loaders."""
+        ...
 
-    def _watch(self, scaler: Scaler | None) -> None:
-        self._scaler = scaler
-        self._decided: deque[tuple[float, int, Decision]] = deque(
-            maxlen=KEPT_DECISIONS
-        )  # when, behind which step, what
-        self._last: dict[tuple[int, int], Row] = {}  # by host and loader, of the look before
-        self._before: tuple[float, int, int, float, np.ndarray] | None = (
-            None  # time, planned, taken, waited, drawn
-        )
+    def places_of(self, source: int) -> tuple[int, ...]:
+        """Return the workers that read a source; where nothing is moved, its loaders."""
+        ...
 
-    def run(self, commands: Sequence[Any] = ()) -> None:
-        raise NotImplementedError
-
-    def _numbers(self, source: int) -> range:
-        """Of its loaders."""
-        raise NotImplementedError
-
-    def _places(self, source: int) -> tuple[int, ...]:
-        """Where a source is read: in which hosts, or, where nothing is moved, by which loaders."""
-        return tuple(self._numbers(source))
-
-    def _n_processes(self, source: int) -> int:
+    def n_processes(self, source: int) -> int:
         """Return the number of processes that a source's code runs in."""
-        return 1
+        ...
 
-    def _able(self, source: int) -> tuple[int, ...]:
-        """Return the hosts that do not read a source and could."""
-        return ()
+    def able(self, source: int) -> tuple[int, ...]:
+        """Return the workers that do not read a source and could."""
+        ...
 
-    def _free_s(self, source: int) -> float:
-        """Return the seconds of a core, for a sample of a source, that are known to release the
-        interpreter lock.
-        """
-        return math.inf
+    def free_s(self, source: int) -> float:
+        """Return core seconds per sample that are known to release the interpreter lock."""
+        ...
 
-    # looking
 
-    def _observed(
+class LoadObserver:
+    """Turns loader statistics into observations of a scaler, and executes its decisions.
+
+    ``scale`` changes the number of workers of a source and returns whether it does so.
+    ``set_read_ahead`` receives the command for the planner. Runs on: event loop.
+    """
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        planner: Callable[[], Planner],
+        readers: SourceReaders,
+        *,
+        set_read_ahead: Callable[[SetReadAhead], None],
+        scale: Callable[[int, int, Sequence[int]], bool] = lambda source, n, on: False,
+    ):
+        self.scaler, self._planner, self._readers = scaler, planner, readers
+        self._set_read_ahead, self._scale = set_read_ahead, scale
+        # time, step and decision
+        self.decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)
+        self._last: dict[tuple[int, int], Row] = {}  # of the previous poll, by worker and loader
+        # of the previous poll: time, planned and taken step, seconds waited, samples drawn
+        self._before: tuple[float, int, int, float, np.ndarray] | None = None
+
+    def restart(self) -> None:
+        """Forget the previous poll: what follows is not comparable with it."""
+        self._before = None
+
+    def observe(
         self,
         now: float,
-        gauges: Mapping[int, Iterable[Row]],
+        stats: Mapping[int, Iterable[Row]],
         taken: int,
         waited_s: float,
         **more: Any,
     ) -> Observation | None:
-        """What happened since the last look; None: there was none. ``gauges``: what loaders have
-        done in all, by host; ``taken``: the last step that all trainers took; ``waited_s``: how
-        long they have waited, on average.
+        """Return the changes since the previous poll, or None where there was none.
+
+        ``stats`` has the totals of loaders by worker, ``taken`` is the last step that all trainers
+        took, ``waited_s`` the mean of the seconds they have waited.
         """
-        drawn, planned = self.planner.ledger.samples.astype(float), self.planner.next_step
+        planner = self._planner()
+        drawn, planned = planner.ledger.samples.astype(float), planner.next_step
         was, self._before = self._before, (now, planned, taken, waited_s, drawn)
-        rows = self._rows(gauges)
+        rows = self._rows(stats)
         if was is None or now <= was[0] or len(drawn) != len(was[4]):
             return None
         return Observation(
@@ -113,26 +124,27 @@ class Watching:
             planned=max(0, planned - was[1]),
             taken=max(0, taken - was[2]),
             waited_s=max(0.0, waited_s - was[3]),
-            sources=self._sources_seen(rows, np.maximum(drawn - was[4], 0.0)),
+            sources=self._samples(planner, rows, np.maximum(drawn - was[4], 0.0)),
             **more,
         )
 
-    def _rows(self, gauges: Mapping[int, Iterable[Row]]) -> dict[int, Row]:
-        """What every loader did since the last look, where it is read; shadows are known, so that
-        one of them that takes over is.
+    def _rows(self, stats: Mapping[int, Iterable[Row]]) -> dict[int, Row]:
+        """Return the change of every loader where it is read.
+
+        Totals of standbys are kept, so that a standby that is promoted has a previous poll.
         """
         found, last = dict[int, Row](), dict[tuple[int, int], Row]()
-        for h, rows in gauges.items():
+        for worker, rows in stats.items():
             for row in rows:
-                loader, shadow, busy_s, took_s, samples, usual_s, slow_s = row
-                last[h, loader] = row
-                had = self._last.get((h, loader), row)
-                if samples < had[4]:  # it was opened again, and counts from nothing
-                    had = (loader, shadow, 0.0, 0.0, 0, 0.0, 0.0)
-                if not shadow:
+                loader, standby, busy_s, took_s, samples, usual_s, slow_s = row
+                last[worker, loader] = row
+                had = self._last.get((worker, loader), row)
+                if samples < had[4]:  # the loader was opened again, and counts from zero
+                    had = (loader, standby, 0.0, 0.0, 0, 0.0, 0.0)
+                if not standby:
                     found[loader] = (
                         loader,
-                        shadow,
+                        standby,
                         busy_s - had[2],
                         took_s - had[3],
                         samples - had[4],
@@ -142,21 +154,19 @@ class Watching:
         self._last = last
         return found
 
-    def _sources_seen(self, rows: Mapping[int, Row], drawn: np.ndarray) -> tuple[SourceSample, ...]:
-        assert self._scaler is not None
-        shares, future = self.planner.shares(), list[np.ndarray]()
-        if (
-            not self._scaler.fixed
-        ):  # else nothing could be done for it, and schedules of users need not be asked
-            span = max(1, math.ceil(self._scaler.pace * self._scaler.limits.foresight_s))
+    def _samples(
+        self, planner: Planner, rows: Mapping[int, Row], drawn: np.ndarray
+    ) -> tuple[SourceSample, ...]:
+        shares, future = planner.shares(), list[np.ndarray]()
+        if not self.scaler.fixed:  # a fixed scaler does not act on it: schedules are not called
+            span = max(1, math.ceil(self.scaler.pace * self.scaler.limits.foresight_s))
             future = [
-                self.planner.shares(self.planner.next_step + span * k // POINTS)
-                for k in range(1, POINTS + 1)
+                planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
             ]
-        seen, waited_for = [], self.planner.waits_for()
-        for i, name in enumerate(self.planner.spec.names):
-            mine = [rows[k] for k in self._numbers(i) if k in rows]
-            seen.append(
+        samples, waited_for, readers = [], planner.waits_for(), self._readers
+        for i, name in enumerate(planner.spec.names):
+            mine = [rows[k] for k in readers.loaders_of(i) if k in rows]
+            samples.append(
                 SourceSample(
                     name=name,
                     share=float(shares[i]),
@@ -166,65 +176,55 @@ class Watching:
                     busy_s=math.fsum(r[2] for r in mine),
                     took_s=math.fsum(r[3] for r in mine),
                     waited_for=name in waited_for,
-                    hosts=self._places(i),
-                    most=len(self._numbers(i)),
-                    free_s=self._free_s(i),
-                    processes=self._n_processes(i),
-                    able=self._able(i),
+                    hosts=readers.places_of(i),
+                    most=len(readers.loaders_of(i)),
+                    free_s=readers.free_s(i),
+                    processes=readers.n_processes(i),
+                    able=readers.able(i),
                     read_s=float(np.median([r[5] for r in mine])) if mine else 0.0,
                     slow_read_s=max((r[6] for r in mine), default=0.0),
                 )
             )
-        return tuple(seen)
+        return tuple(samples)
 
-    # deciding
-
-    def _conclude(self, observed: Observation | None, now: float) -> None:
-        """Ask what follows from it, and have it done."""
-        if observed is not None and self._scaler is not None:
-            for decision in self._scaler.handle(observed, now):
+    def conclude(self, observed: Observation | None, now: float) -> None:
+        """Pass an observation to the scaler and execute its decisions."""
+        if observed is not None:
+            for decision in self.scaler.handle(observed, now):
                 self._decide(decision, now)
 
     def _decide(self, decision: Decision, now: float) -> None:
+        names = self._planner().spec.names
         match decision:
-            case Scale(source=source, hosts=hosts, on=on):
-                if not self._spread(self.planner.spec.names.index(source), hosts, on):
+            case Scale(source=source, hosts=n, on=on):
+                if not self._scale(names.index(source), n, on):
                     return
                 log.info("%s", decision)
             case ReadAhead(source=source, steps=steps):
                 log.info("%s", decision)
-                self.run(
-                    self.planner.handle(SetReadAhead(self.planner.spec.names.index(source), steps))
-                )
+                self._set_read_ahead(SetReadAhead(names.index(source), steps))
             case CannotKeepUp():
                 log.warning("%s", decision)
-        self._decided.append((now, self.planner.next_step - 1, decision))
+        self.decided.append((now, self._planner().next_step - 1, decision))
 
-    def _spread(self, source: int, hosts: int, on: Sequence[int]) -> bool:
-        return False
-
-    def _watch_figures(self, now: float) -> dict[str, Any]:
-        """For people: what was decided and why, who cannot keep up, and what is known of every
-        source.
-        """
-        scaler = self._scaler
-        if scaler is None:
-            return {}
+    def metrics(self, now: float) -> dict[str, Any]:
+        """Return decisions with reasons, sources that cannot keep up, and estimates per source."""
+        scaler, names = self.scaler, self._planner().spec.names
         short = {
             d.source: {"needs": d.wanted, "has": d.hosts, "what": d.what, "reason": d.reason}
-            for d in in_force([d for _, _, d in self._decided])
+            for d in in_force([d for _, _, d in self.decided])
         }
-        told = [
+        decisions = [
             {"what": type(d).__name__, "ago_s": now - t, "step": step, "words": str(d), **_plain(d)}
-            for t, step, d in self._decided
+            for t, step, d in self.decided
         ]
-        places = {name: len(self._places(i)) for i, name in enumerate(self.planner.spec.names)}
+        places = {name: len(self._readers.places_of(i)) for i, name in enumerate(names)}
         where = "loaders" if scaler.fixed else "hosts"
         return {
             "moves": not scaler.fixed,
             "steps_per_s": scaler.pace,
             "waited": scaler.waited,
-            "decisions": told,
+            "decisions": decisions,
             "cannot_keep_up": short,
             "sources": {
                 name: {where: places.get(name, 0), **known}
@@ -234,5 +234,5 @@ class Watching:
 
 
 def _plain(decision: Decision) -> dict[str, Any]:
-    """``what`` of a decision is its kind."""
+    """Return a decision's fields without ``what``, which is the key of its kind."""
     return {name: value for name, value in asdict(decision).items() if name != "what"}

@@ -1,5 +1,6 @@
-"""The process of some logical loaders: it reads, announces metadata to the planner, and sends
-payload to constructor hosts.
+"""The worker process of some loaders.
+
+It reads samples, announces their metadata to the planner, and sends payload to constructor workers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, popped_by
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
+    ConnectConstructor,
+    ConnectionLost,
     DropHeldSamples,
+    DropLoader,
     EndOfJob,
+    FollowLoader,
     LoaderPlan,
     LoaderStart,
     Refill,
     Rollback,
+    SetBufferBudget,
+    TakeOverLoader,
 )
 from overlord.messages.loader import Announce, Evaluate, Read, StepPayload
 from overlord.process.memory import pss_bytes
@@ -37,18 +44,20 @@ from overlord.transport.connection import TIMEOUT, Connection
 
 log = logging.getLogger("overlord")
 
-DIAL_S = 30.0  # for a constructor host to answer a loader host
-# for a constructor host to take payload: far above what a step takes, below what a trainer waits
+DIAL_S = 30.0  # for a constructor worker to accept a connection
+# for a constructor worker to receive payload: far above the time of a step, below a trainer's limit
 SEND_S = 120.0
-# The same where one that is lost is started anew: the pump must not wait so long that this host is
-# taken for dead too.
+# The same with failover: a longer wait would block the event loop, and this worker would be taken
+# for lost too.
 REACH_S = 5.0
-JOIN_BELOW = 4096  # values a piece: to look at each takes longer than to copy all once more
+JOIN_BELOW = 4096  # values per piece: below it one more copy is faster than a look at each piece
 
 
 class LoaderWorker(Worker):
-    """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code
-    comes with the process, or not at all.
+    """Some loaders of a job.
+
+    ``kits`` has all sources that this worker may ever read: code is sent only when a process
+    starts.
     """
 
     BACKGROUND = True
@@ -69,23 +78,19 @@ class LoaderWorker(Worker):
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
-        self._workers: dict[
-            int, TransformWorker
-        ] = {}  # by source where its loaders share one, else by loader, as a number below 0
-        self._worker_of: dict[int, int] = {}  # which of them every loader has, if any
-        self._opens, self._beats = (
-            False,
-            deque[Future[bool]](),
-        )  # a source is being opened; who wants to know whether the pump runs
-        self._awaited: list[
-            tuple[list[int], Future[bool]]
-        ] = []  # shadows that are to take over once they hold enough
+        # by source where its loaders share one, else by loader, as a number below 0
+        self._workers: dict[int, TransformWorker] = {}
+        self._worker_of: dict[int, int] = {}  # the key of every loader's transform worker
+        self._opens = False  # a source is being opened, which blocks the event loop
+        self._beats = deque[Future[bool]]()  # heartbeats to answer
+        # standbys that are to take over once they hold enough
+        self._awaited: list[tuple[list[int], Future[bool]]] = []
         self._failover = settings.failover
         self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
-        self._done = -1  # the last step whose part was carried out, since the last Back
+        self._done = -1  # the last step whose plan was executed since the last rollback
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._links: dict[int, Connection] = {}  # by constructor worker
-        self._where: dict[int, str] = {}  # and where it is
+        self._where: dict[int, str] = {}  # and its address
         self._sent_bytes = 0
         for opening in openings:
             self._open(opening)
@@ -107,29 +112,27 @@ class LoaderWorker(Worker):
         )
 
     def _reach(self, constructor: int, address: str, token: str) -> None:
-        """Connect to a constructor worker, which may be a restarted one. This call may block: no
-        step is planned before all workers are connected.
+        """Connect to a constructor worker, which may be a restarted one.
+
+        This call may block: no step is planned before all workers are connected.
         """
         self._leave(constructor)
         self._where[constructor] = address
         try:
             self._connect(constructor, address, token)
-        except (
-            ActorLost,
-            DataStall,
-            LinkRefused,
-        ) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
+        except (ActorLost, DataStall, LinkRefused) as fault:
+            # the coordinator finds out if it is lost; if not, the first payload for it fails
             name = f"constructor-host/{constructor}"
             log.warning("%s: %s: %s", self.name, name, fault)
             if self._failover:
-                self._events.put(("cut", name, str(fault), address))
+                self._events.put(ConnectionLost(name, str(fault), address))
 
     def _leave(self, constructor: int) -> None:
         if (link := self._links.pop(constructor, None)) is not None:
             link.close()
 
     def _listen(self, constructor: int, link: Connection) -> None:
-        """Constructors say nothing but which slots are free again."""
+        """Receive releases of shared memory, all that a constructor sends. Runs on: own thread."""
         try:
             while link.recv(60.0) is TIMEOUT:
                 pass
@@ -140,13 +143,13 @@ class LoaderWorker(Worker):
                 self._pump.post(lambda: self._cut(constructor, link, reason))
 
     def _cut(self, constructor: int, link: Connection, reason: str) -> None:
-        """What was sent may not have come: the planner is told, which may know more, and goes back
-        or links us again.
-        """
+        """Report a lost connection: payload may be lost with it. The coordinator reacts."""
         if self._links.get(constructor) is link:
             self._leave(constructor)
             self._events.put(
-                ("cut", f"constructor-host/{constructor}", reason, self._where.get(constructor, ""))
+                ConnectionLost(
+                    f"constructor-host/{constructor}", reason, self._where.get(constructor, "")
+                )
             )
 
     def _open(self, opening: LoaderStart) -> None:
@@ -168,9 +171,10 @@ class LoaderWorker(Worker):
         self._loading.open(loader, reader)
 
     def beat(self) -> Future[bool]:
-        """While a source is opened the pump stands: processes for its transforms are started there,
-        and import what they need. One that does not come to an end is given up by who starts it, so
-        this host is not to be missed for it.
+        """Answer on the event loop, or at once while a source is opened.
+
+        Opening blocks the loop: transform processes start and import what they need. A start has
+        its own deadline, so this worker is not to be taken for lost during it.
         """
         answer = Future[bool]()
         self._beats.append(answer)
@@ -202,60 +206,60 @@ class LoaderWorker(Worker):
                 self._back(message)
             case LoaderStart():
                 self._open(message)
-            case ("follow", LoaderStart() as opening):
-                self._queue.extend(self._loading.follow(opening, self._open))
-            case ("stand", int(step), LoaderStart() as opening):
-                self._queue.extend(self._loading.stand(opening, self._open, step))
+            case FollowLoader(start=opening):
+                self.commands.queue.extend(self._loading.follow(opening, self._open))
+            case TakeOverLoader(step=step, start=opening):
+                self.commands.queue.extend(self._loading.stand(opening, self._open, step))
             case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
-                if must:  # the draw waits: perhaps for what is ready, and was not told yet
+                if must:  # the draw waits, perhaps for samples that are ready and not announced yet
                     self._events.hurry()
-                self._queue.append(message)
-            case ("drop", int(number)):
+                self.commands.queue.append(message)
+            case DropLoader(loader=number):
                 self._drop(number)
-            case ("constructor", int(constructor), str(address), str(token)):
+            case ConnectConstructor(constructor=constructor, address=address, token=token):
                 self._reach(constructor, address, token)
-            case ("budget", int(nbytes)):
+            case SetBufferBudget(nbytes=nbytes):
                 for hosted in self._loading.hosted.values():
                     hosted.loader.set_budget(nbytes)
             case _:
-                raise TypeError(f"a loader host does not know {type(message).__name__}")
+                raise TypeError(f"unknown message to a loader worker: {type(message).__name__}")
 
-    def _carry_out(self, command: Any) -> None:
+    def _execute(self, command: Any) -> None:
         match command:
             case Refill() | Read() | Evaluate():
-                self._queue.extend(self._loading.carry_out(command))
+                self.commands.queue.extend(self._loading.carry_out(command))
             case Announce(loader=loader, found=found):
                 hosted = self._loading.hosted.get(loader)
                 if hosted is not None and hosted.shadow:
-                    return  # it remembers: when it takes the other's place it says it
+                    return  # it announces its samples once it is promoted
                 self._events.put(
                     command,
                     hurry=found is None or hosted is None or hosted.loader.was_short(len(found)),
                 )
             case _:
-                raise TypeError(f"a loader host does not carry out {type(command).__name__}")
+                raise TypeError(f"no handler for the command {type(command).__name__}")
 
     def _back(self, back: Rollback) -> None:
         if back.generation > self._loading.generation:
             self._done = back.step
-        self._events.hurry()  # everybody waits for what is said again
-        self._queue.extend(self._loading.back(back, self._open))
+        self._events.hurry()  # all workers wait for the announcements
+        self.commands.queue.extend(self._loading.back(back, self._open))
 
     def _part(self, part: LoaderPlan) -> None:
-        """A part planned before the last Back leads to nothing, nor does one that comes twice."""
+        """Pop and send the samples of a plan; ignore repeated plans and earlier generations."""
         self._loading.acked(part.acked)
         if part.generation < self._loading.generation:
             return
         pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
         pops, commands = self._loading.pop_shadows(part.step, pops)
-        self._queue.extend(commands)
+        self.commands.queue.extend(commands)
         if part.step <= self._done or not (pops or part.to or part.kept is not None):
             return
         self._done = part.step
         pieces, commands = self._loading.pop(part.step, pops, part.kept)
-        self._queue.extend(commands)
+        self.commands.queue.extend(commands)
         if part.to:
             size = max(1, sum(p.nbytes for p in pieces))
             self._executor.submit(
@@ -267,24 +271,27 @@ class LoaderWorker(Worker):
             )
 
     def caught_up(self, loaders: list[int]) -> Future[bool]:
-        """Answered when these loaders hold as much as they were told to: then one of them that
-        follows can take over. False: one of them cannot read.
+        """Answer once these loaders hold as many samples as were requested.
+
+        Then a standby among them can take over. False: one of them cannot read.
         """
         answer = Future[bool]()
         self._pump.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
     def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
-        """For scaling: of every loader what it took, of cores and of time, the samples it made, a
-        usual and a slow read.
+        """Return the statistics of every loader for scaling.
+
+        These are core seconds, seconds, samples, and the seconds of a median and of a slow read.
         """
         answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
         self._pump.post(lambda: answer.set_result(self._loading.gauge()))
         return answer
 
     def weighs(self) -> int:
-        """Bytes that this process holds, for scaling within a bound. Not in the pump: the system
-        counts pages for it.
+        """Return the bytes that this process holds, for scaling within a bound.
+
+        Runs on: RPC thread, since the system counts pages for it.
         """
         return pss_bytes()
 
@@ -303,9 +310,7 @@ class LoaderWorker(Worker):
         return super()._after_turn()
 
     def _send(self, part: LoaderPlan, popped: list[Content]) -> int:
-        """Payload into shared memory, one message for each constructor host. Returns the bytes
-        sent, counted for each.
-        """
+        """Copy payload into shared memory, send it to the constructors, and return the bytes."""
         n = 0
         pieces = [p.tokens for p in popped]
         takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
@@ -322,7 +327,7 @@ class LoaderWorker(Worker):
         return n
 
     def _images(self, part: LoaderPlan, popped: list[Content]) -> list[Sequence[Ragged] | None]:
-        """The bytes of images for each constructor host; None: it gets none from here."""
+        """Return the image bytes for each constructor worker, None where it gets none."""
         found = Scattered.of(popped)
         if not part.items:
             return [None if part.take or found is None else found.parts or None] * len(part.to)
@@ -338,8 +343,10 @@ class LoaderWorker(Worker):
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: StepPayload) -> int:
-        """Send a payload and return its bytes. A lost constructor worker is an error, unless it can
-        be restarted: then this payload is dropped, and the rollback that follows sends it again.
+        """Send a payload and return its bytes.
+
+        A lost constructor worker is an error, unless it can be restarted: then this payload is
+        dropped, and the rollback that follows sends it again.
         """
         try:
             if (link := self._links.get(constructor)) is None:
@@ -358,9 +365,10 @@ class LoaderWorker(Worker):
             raise ActorLost(f"constructor-host/{constructor}", lost.reason) from lost
 
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
-        """Pieces as one, their values in a slot of the ring: the one copy on the way to the
-        constructor. Where there is no room they lie in this process and are copied once more: to
-        wait for a slot would be to wait for the trainer, or for what stands behind us.
+        """Join pieces in a segment of shared memory: the one copy on the way to the constructor.
+
+        Without room they stay in this process and are copied once more. To wait for a segment
+        would be to wait for the trainer, or for work that is queued after this.
         """
         spans = [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in pieces]
         if sum(map(len, spans)) < JOIN_BELOW * len(spans):
@@ -373,7 +381,7 @@ class LoaderWorker(Worker):
         values = (
             np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
         )
-        np.concatenate(spans, out=values, casting="unsafe")  # that they fit was seen
+        np.concatenate(spans, out=values, casting="unsafe")  # ``narrowest`` has checked the range
         ends = np.concatenate([p.offsets for p in pieces])
         # between pieces there is none
         lengths = np.delete(
@@ -390,7 +398,7 @@ class LoaderWorker(Worker):
         return done
 
     def figures(self) -> dict[str, Any]:
-        """What it does and holds, as plain values."""
+        """Return what this worker does and holds, as plain values."""
         return self._pump.ask(
             lambda: {
                 "pid": os.getpid(),
@@ -404,7 +412,7 @@ class LoaderWorker(Worker):
                 "links": len(self._links),
                 "sent_bytes": self._sent_bytes,
             },
-            "the loader host's pump",
+            "the loader worker's event loop",
             5.0,
         )
 

@@ -1,45 +1,38 @@
-"""What a planner has planned and not every rank has taken: enough to go back behind any of it.
-Pure.
-"""
+"""The planned steps that not every rank has acknowledged: what a rollback needs. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from overlord.errors import NO_FUNCTION, PlanError
 from overlord.messages.control import PlannedStep, Report, StreamState
 from overlord.planning.events import Event, EventLog
 
-if TYPE_CHECKING:
-    pass
-
 
 class PlanHistory:
-    """States behind steps from the last one that all ranks took on, digests of the plans behind it,
-    and what was said since.
+    """States and digests since the last step that all ranks acknowledged, and the events since.
 
-    ``planned``: digests of steps behind the state that others planned before.
+    ``planned`` has digests of steps after ``start`` that an earlier coordinator planned.
     """
 
     def __init__(self, start: StreamState, lag: int, planned: Mapping[int, str] | None = None):
         self._states: dict[int, StreamState] = {start.step - 1: start}
         self._digests: dict[int, str] = dict(planned or {})
         self._log = EventLog(lag)
-        self._next = (
-            start.step
-        )  # to be planned; steps behind it may be taken already, where they are planned again
-        self.acked = start.step - 1  # every rank took the steps up to here
+        # the next step to plan; after a rollback, later steps may be acknowledged already
+        self._next = start.step
+        self.acked = start.step - 1  # every rank acknowledged the steps up to here
 
     def staged(self, stage: PlannedStep) -> bool:
-        """A step is planned; whether for the first time. One that comes out different the second
-        time is a PlanError.
+        """Note a planned step and return whether it is planned for the first time.
+
+        A second plan that differs from the first is a PlanError.
         """
         step, assured = stage.plan.step, self._digests.get(stage.plan.step)
         if assured is not None and assured != stage.digest:
             what = (
-                "after a part was lost the step was planned again, and came out different "
+                "after a worker was lost the step was planned again, and came out different "
                 f"({stage.digest}, first {assured})"
             )
             raise PlanError(what, step, NO_FUNCTION)
@@ -50,14 +43,15 @@ class PlanHistory:
         return assured is None
 
     def said(self, event: Event) -> None:
+        """Keep an event for the next rollback."""
         self._log.add(event, self.acked + 1)
 
     def reported(self, report: Report) -> None:
-        """One that came in time."""
+        """Keep a report that came in time for a plan."""
         self._log.report(report, self.acked + 1)
 
     def took(self, step: int) -> bool:
-        """All ranks have taken the steps up to this one; whether that is news."""
+        """Note that all ranks took the steps up to this one; return whether that is new."""
         behind = max((s for s in self._states if s <= step), default=self.acked)
         if behind <= self.acked:
             return False
@@ -68,24 +62,18 @@ class PlanHistory:
         }
         return True
 
-    def go_back(self, names: Sequence[str]) -> StreamState:
-        """The state behind the last step that all took, with what was said since it was planned:
-        from there all is planned again.
-        """
+    def rollback(self, names: Sequence[str]) -> StreamState:
+        """Return the state after the last acknowledged step, with all events since its plan."""
         self._next = self.acked + 1
         return self._log.completed(self._states[self.acked], names, ahead=True)
 
 
 KEPT_PLANS = 256
-
-
-KEPT_SAMPLES = (
-    2**21
-)  # of the plans kept for people: about 100 bytes each, and a step may have 262,144
+KEPT_SAMPLES = 2**21  # of the kept plans: about 100 bytes each, and a step may have 262,144
 
 
 class RecentPlans(deque[PlannedStep]):
-    """The last plans, for people who ask: so many, and so many samples."""
+    """The last plans, for status queries: at most KEPT_PLANS, and KEPT_SAMPLES in all."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT_PLANS)

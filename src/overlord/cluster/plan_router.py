@@ -1,10 +1,11 @@
-"""Cutting a step for the processes that carry it out: each loader host and each constructor host is
-told its share, no more. Pure.
+"""Routing of a plan: each loader worker and each constructor worker receives its share, no more.
+
+Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from overlord.batch import Batch
+from overlord.cluster.placement import Placement
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import (
     ConstructorPlan,
@@ -27,91 +29,77 @@ NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
 
 class RoutedPlan(NamedTuple):
-    """What a Stage is for every host that has to do with it."""
+    """The messages of one planned step, by the number of the worker that receives them."""
 
-    parts: dict[int, LoaderPlan]  # by loader host
-    placed: dict[int, ConstructorPlan]  # by constructor host
+    parts: dict[int, LoaderPlan]  # by loader worker
+    placed: dict[int, ConstructorPlan]  # by constructor worker
 
 
 class PlanRouter:
-    """Knows which host has which loader and which bucket, and who holds what look-ahead passed
-    over.
+    """Splits planned steps by worker, and knows which loader holds each passed-over sample.
+
+    ``whole_plans``: a constructor hook sees the whole plan. ``loader_hooks``: a loader hook sees
+    all that a step takes from a source.
     """
 
     def __init__(
         self,
-        host_of: Sequence[int],
-        constructor_of: Sequence[int],
+        placement: Placement,
         *,
         whole_plans: bool = False,
         loader_hooks: bool = False,
         images: ImageContext | None = None,
     ):
-        self._host_of = np.asarray(host_of, np.int64)  # of every loader
-        self._constructor_of = np.asarray(constructor_of, np.int64)  # of every data-parallel group
+        self._placement = placement
         self._whole, self._hooks, self._images = whole_plans, loader_hooks, images
-        self._held_by = np.zeros(0, np.int64)  # loader of every held document
-        self.generation = 0  # under which steps are planned
-        self._shadow_of: dict[int, int] = {}  # loader -> the host where another follows it
+        self._held_by = NONE  # loader of every held sample
+        self._held_on = NONE  # and its worker: held samples do not move with a loader
+        self.generation = 0  # of the plans
 
-    def add_loaders(self, hosts: Iterable[int]) -> None:
-        """Loaders behind all others."""
-        self._host_of = np.concatenate([self._host_of, np.fromiter(hosts, np.int64)])
-
-    def move(self, loader: int, host: int) -> None:
-        assert loader not in self._held_by, (
-            "held payload does not move with a loader: forget it first"
-        )
-        self._host_of[loader] = host
-
-    def go_back(self, generation: int) -> None:
-        """Steps are planned again: nothing is held."""
-        self.generation, self._held_by = generation, np.zeros(0, np.int64)
-
-    def follow(self, shadows: Mapping[int, int]) -> None:
-        """These loaders are followed on these hosts: what they pop is popped there too."""
-        self._shadow_of = dict(shadows)
-
-    def shadow(self, loader: int) -> int | None:
-        return self._shadow_of.get(loader)
+    def rollback(self, generation: int) -> None:
+        """Route plans of a new generation: no sample is held."""
+        self.generation, self._held_by, self._held_on = generation, NONE, NONE
 
     def forget(self, loaders: Iterable[int]) -> None:
-        self._held_by = self._held_by[~np.isin(self._held_by, list(loaders))]
+        """Forget the held samples of loaders."""
+        stays = ~np.isin(self._held_by, list(loaders))
+        self._held_by, self._held_on = self._held_by[stays], self._held_on[stays]
 
-    def host(self, loader: int) -> int:
-        return int(self._host_of[loader])
-
-    def hosts(self) -> np.ndarray:
-        """Of every loader, as it is now."""
-        return self._host_of.copy()
-
-    def cut(
+    def route(
         self, stage: PlannedStep, after: EncodedState, served: np.ndarray, acked: int = -1
     ) -> RoutedPlan:
-        """``served[g]``: somebody of data-parallel group g waits; documents for the others go
-        nowhere. ``acked``: the last step that every rank has taken.
+        """Return the messages of a step.
+
+        ``served[g]``: a rank of data-parallel group g is attached; samples of other groups are not
+        sent. ``acked`` is the last step that every rank has acknowledged.
         """
+        worker_of, constructor_of = self._placement.worker_of, self._placement.constructor_of
+        assert (worker_of[self._held_by] == self._held_on).all(), (
+            "a loader with held samples was moved: drop them first"
+        )
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
-        host = self._host_of[by]
+        host = worker_of[by]
         number = _numbers(host)
         if stage.kept is not None:
-            self._held_by = by[stage.kept]
+            self._held_by, self._held_on = by[stage.kept], host[stage.kept]
         main = stage.plan.main
-        goes_to = np.where(served & (not stage.skipped), self._constructor_of, -1)
+        goes_to = np.where(served & (not stage.skipped), constructor_of, -1)
         bucket = np.empty(len(stage.plan), np.int64)
         bucket[main.sample] = main.bucket
-        sends: dict[
-            int, dict[int, np.ndarray]
-        ] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
-        pictures = (
+        # loader worker -> constructor worker -> rows of the plan, in the order they are sent
+        sends: dict[int, dict[int, np.ndarray]] = {}
+        images = (
             None
             if self._images is None or stage.skipped
-            else _Pictures(stage, host, number, self._images)
+            else _StepImages(stage, host, number, self._images)
         )
         placed: dict[int, ConstructorPlan] = {}
-        of, scratch = _Shares(stage.plan, bucket, goes_to), np.full(len(stage.plan), -1, np.int64)
-        # Whoever serves anyone hears of the step: buckets without a document in it get empty
-        # microbatches.
+        of, scratch = (
+            _RowsByConstructor(stage.plan, bucket, goes_to),
+            np.full(len(stage.plan), -1, np.int64),
+        )
+        # Every constructor with attached ranks gets a plan: buckets without a sample in it get
+        # empty microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
             rows, items = of(c)
             order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
@@ -122,11 +110,11 @@ class PlanRouter:
             for h in origins:
                 sends.setdefault(h, {})[c] = rows[order[origin == h]]
             cut = self._stage_for(stage, rows, doc, items, after, scratch)
-            if pictures is not None:
-                cut = replace(cut, encoding=pictures.send(c, np.flatnonzero(goes_to == c)))
-                origins = sorted({*origins, *(h for h, to in pictures.sends.items() if c in to)})
+            if images is not None:
+                cut = replace(cut, encoding=images.send(c, np.flatnonzero(goes_to == c)))
+                origins = sorted({*origins, *(h for h, to in images.sends.items() if c in to)})
             placed[c] = ConstructorPlan(cut, tuple(origins), self.generation)
-        return RoutedPlan(self._parts(stage, host, number, sends, pictures, acked), placed)
+        return RoutedPlan(self._parts(stage, host, number, sends, images, acked), placed)
 
     def _stage_for(
         self,
@@ -138,11 +126,15 @@ class PlanRouter:
         where: np.ndarray,
     ) -> PlannedStep:
         nothing = np.zeros(0, np.int64)
-        if self._whole:  # a hook of the user sees the whole plan, whoever runs it
+        if self._whole:  # a user hook sees the whole plan in every process
             wide = np.full(len(stage.plan), -1, np.int64)
             wide[rows] = doc
             return replace(stage, pops=nothing, doc=wide, after=after, kept=None, loader=None)
-        plan = stage.plan if len(rows) == len(stage.plan) else _cut(stage.plan, rows, items, where)
+        plan = (
+            stage.plan
+            if len(rows) == len(stage.plan)
+            else _plan_rows(stage.plan, rows, items, where)
+        )
         return replace(
             stage,
             plan=replace(plan, modules={"backbone": plan.main}),
@@ -159,21 +151,21 @@ class PlanRouter:
         host: np.ndarray,
         number: np.ndarray,
         sends: dict[int, dict[int, np.ndarray]],
-        pictures: _Pictures | None,
+        images: _StepImages | None,
         acked: int,
     ) -> dict[int, LoaderPlan]:
         popped = np.flatnonzero(stage.pops)
-        for h, items in pictures.sends.items() if pictures is not None else ():
+        for h, items in images.sends.items() if images is not None else ():
             sends[h] = {
                 c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})
             }
-        hosts = {*np.unique(self._host_of[popped]).tolist(), *sends}
-        if stage.kept is not None:  # who holds payload must hear what stays
+        hosts = {*np.unique(self._placement.worker_of[popped]).tolist(), *sends}
+        if stage.kept is not None:  # workers with held samples need the list of those that stay
             hosts |= set(np.unique(host).tolist())
         kept_by = None if stage.kept is None else host[stage.kept]
         parts = {}
         for h in sorted(hosts):
-            mine = popped[self._host_of[popped] == h]
+            mine = popped[self._placement.worker_of[popped] == h]
             to = sends.get(h, {})
             kept = (
                 None if stage.kept is None or kept_by is None else number[stage.kept[kept_by == h]]
@@ -193,9 +185,9 @@ class PlanRouter:
                 generation=self.generation,
                 acked=acked,
             )
-            if pictures is not None:
-                all_of_it = all_of_it and pictures.sends_all(h)
-                part = part if all_of_it else replace(part, items=pictures.for_hosts(h, tuple(to)))
+            if images is not None:
+                all_of_it = all_of_it and images.sends_all(h)
+                part = part if all_of_it else replace(part, items=images.for_hosts(h, tuple(to)))
             if self._hooks and to:
                 part = self._hooked(part, stage, host, number, h, to)
             elif not all_of_it:
@@ -211,8 +203,8 @@ class PlanRouter:
 
     def _followed(self, popped: np.ndarray) -> dict[int, list[int]]:
         hosts: dict[int, list[int]] = {}
-        for loader in popped.tolist() if self._shadow_of else ():
-            if (h := self._shadow_of.get(loader)) is not None:
+        for loader in popped.tolist() if self._placement.standby_of else ():
+            if (h := self._placement.standby_of.get(loader)) is not None:
                 hosts.setdefault(h, []).append(loader)
         return hosts
 
@@ -225,11 +217,11 @@ class PlanRouter:
         h: int,
         to: dict[int, np.ndarray],
     ) -> LoaderPlan:
-        """A loader hook is shown all that a step takes from a source, in the order of the draw."""
+        """Add the plan for loader hooks: all that a step takes from a source, in draw order."""
         rows = np.flatnonzero(host[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
-        plan = replace(cut_plan(stage.plan, rows, np.zeros(0, bool)), modules={})
+        plan = replace(plan_rows(stage.plan, rows, np.zeros(0, bool)), modules={})
         return replace(
             part,
             plan=plan,
@@ -239,26 +231,25 @@ class PlanRouter:
 
 
 class ImageContext(NamedTuple):
-    """What a cutter must know of a job with images."""
+    """The facts about a job with images that routing needs."""
 
     batch: Batch
-    multiple: int  # that documents are padded to
+    multiple: int  # documents are padded to a multiple of it
     ranks: Sequence[Sequence[int]]  # of every bucket
 
 
-class _Pictures:
-    """The images of one step: from which host, to the constructor of which rank."""
+class _StepImages:
+    """The images of one step: their loader workers, and the constructors that encode them."""
 
     def __init__(self, stage: PlannedStep, host: np.ndarray, number: np.ndarray, job: ImageContext):
         self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
         self._doc = stage.doc[self._made.sample]
         self._host, self._number = host[self._doc], number[self._doc]
-        self.sends: dict[
-            int, dict[int, np.ndarray]
-        ] = {}  # loader host -> constructor host -> document of the host and number inside it
+        # loader worker -> constructor worker -> document of the worker and number inside it
+        self.sends: dict[int, dict[int, np.ndarray]] = {}
 
     def send(self, c: int, buckets: np.ndarray) -> EncoderPlan:
-        """What the ranks of these buckets, which live at constructor host c, encode."""
+        """Return what the ranks of these buckets, served by constructor worker ``c``, encode."""
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
         order = np.lexsort((inside[items], self._doc[items], self._host[items]))
@@ -270,9 +261,7 @@ class _Pictures:
         return self._made.of(ranks, at)
 
     def sends_all(self, h: int) -> bool:
-        """Whether all images of the host's documents are wanted, in the order in which the host has
-        them.
-        """
+        """Return whether all images of a worker's documents are sent, in the worker's order."""
         to = self.sends.get(h, {})
         return sum(found.shape[1] for found in to.values()) == int((self._host == h).sum())
 
@@ -282,8 +271,9 @@ class _Pictures:
 
 
 def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
-    """Buckets of the plan that have a rank in one of these data-parallel groups: bool, as
-    ``groups`` is.
+    """Return which buckets of a plan have a rank in these data-parallel groups.
+
+    Both ``groups`` and the result are boolean masks.
     """
     if plan.main.axis == "DP" or plan.place is None:
         return groups
@@ -298,19 +288,20 @@ def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
     return place.bucket_of(axis)
 
 
-def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
-    """These samples of a plan, and of its backbone the items that ``items`` marks, which must be of
-    them.
-    """
+def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
+    """Return a plan of some samples, and of those backbone items that ``items`` marks."""
     if not len(items):
         columns, substep = _columns(plan, rows)
         return replace(plan, substep=substep, **columns)
-    return _cut(plan, rows, np.flatnonzero(items), np.full(len(plan), -1, np.int64))
+    return _plan_rows(plan, rows, np.flatnonzero(items), np.full(len(plan), -1, np.int64))
 
 
-def _cut(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray) -> LoadingPlan:
-    """The same with the numbers of the items. ``where``: as long as the plan, to be written to,
-    what is in it does not matter.
+def _plan_rows(
+    plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray
+) -> LoadingPlan:
+    """Return a plan of some samples and items, by number.
+
+    ``where`` is scratch memory as long as the plan.
     """
     columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
@@ -327,9 +318,11 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
     return columns, None if plan.substep is None else plan.substep[rows]
 
 
-class _Shares:
-    """Rows and items of a plan by constructor host, rising. Sorted once: there may be a thousand
-    hosts, and a look at the whole plan for each of them took ten times what planning takes.
+class _RowsByConstructor:
+    """Rows and items of a plan by constructor worker, rising.
+
+    They are sorted once: there may be a thousand workers, and a scan of the whole plan for each
+    took ten times as long as planning.
     """
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
@@ -341,16 +334,15 @@ class _Shares:
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
         if self._sorted:
             return self._rows(c), self._items(c)
-        buckets = _buckets_of(
-            self._plan, self._goes_to == c
-        )  # along other axes a bucket may have ranks of several groups
+        # along other axes a bucket may have ranks of several groups
+        buckets = _buckets_of(self._plan, self._goes_to == c)
         return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(
             buckets[self._plan.main.bucket]
         )
 
 
 class _Sorted:
-    """Where a key stands in an array, for many keys."""
+    """Positions of a key in an array, for many keys."""
 
     def __init__(self, keys: np.ndarray):
         self._order = np.argsort(keys, kind="stable")
@@ -370,7 +362,7 @@ def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment
 
 
 def _numbers(host: np.ndarray) -> np.ndarray:
-    """The number of each document within its host, in the documents' order."""
+    """Return the number of each document within its worker, in the documents' order."""
     order = np.argsort(host, kind="stable")
     starts = np.searchsorted(host[order], host[order], side="left")
     number = np.empty(len(host), np.int64)

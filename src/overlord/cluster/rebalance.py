@@ -1,82 +1,108 @@
-"""The part of ``ProcessHost`` that changes how many hosts read a source, or replaces hosts by
-others on another node.
+"""Changes of which worker reads a source: more workers, fewer, or others on another node.
 
-New hosts start in threads, follow the loaders they are to have until they hold what those hold, and
-take over between two steps. A host without loaders is ended once nobody needs what it sent.
+New workers start in threads, follow the loaders they are to read until they hold as many samples,
+and take over between two steps. A worker without loaders is ended once no rank needs what it sent.
 
-Nothing is thrown away by it: loaders that stay, and those that were followed, go on from what they
-hold (``Loading.stand``).
+No sample is dropped by it: loaders that stay, and those that were followed, continue with the
+samples they hold (``LoaderService.stand``). The stream does not change.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from overlord.cluster.source_moves import SCALED, Joining
-from overlord.cluster.status import WorkerHandle
-from overlord.cluster.supervisor import Retired, WorkerReady
+from overlord.cluster.loader_starts import LoaderStarts
+from overlord.cluster.placement import Placement
+from overlord.cluster.plan_history import PlanHistory
+from overlord.cluster.recovery import RecoveryManager
+from overlord.cluster.standby import StandbyManager
+from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
+from overlord.concurrency.command_loop import CommandLoop
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import JobError, OverlordError
 from overlord.job.hooks import LOADER, of_kind
-from overlord.messages.control import RestartSource, Rollback
+from overlord.job.job import Job
+from overlord.messages.control import (
+    DropLoader,
+    FollowLoader,
+    RestartLoader,
+    RestartSource,
+    Rollback,
+    TakeOverLoader,
+)
+from overlord.planning.planner import Planner
 from overlord.scaling.shards import kept, spread
 
 log = logging.getLogger("overlord")
 
-PER_PLANNER = (
-    1_000_000  # such numbers that one planner may use up: a job that runs for months scales often
-)
-FOLLOW_S = 5.0  # for a host to hold what it is to take over; then it takes over as it is
-KEPT_CHANGES = 100
+# workers that scaling started are numbered from here on: others are counted where the job was
+# launched
+SCALED = 10_000
+# numbers that one coordinator may use: a job that runs for months scales often
+PER_PLANNER = 1_000_000
+FOLLOW_S = 5.0  # for a worker to hold what it is to take over; then it takes over as it is
 
 
 @dataclass(slots=True, eq=False)
 class Migration:
-    """A source on its way to other hosts, or hosts whose loaders go to new ones."""
+    """A source on its way to other workers, or workers whose loaders go to new ones."""
 
-    what: str  # for people
-    hosts: list[int]  # that are to read
-    starting: int  # of them, not there yet
+    what: str  # for logs
+    workers: list[int]  # that are to read
+    starting: int  # of them, not started yet
     source: int | None = None
-    instead: dict[int, int] = field(default_factory=dict)  # hosts that are replaced -> the new ones
-    moves: dict[int, int] = field(
-        default_factory=dict
-    )  # loader -> the host that follows it, and will have it
+    replaced: dict[int, int] = field(default_factory=dict)  # old worker -> new worker
+    moves: dict[int, int] = field(default_factory=dict)  # loader -> the worker that takes it over
 
 
-class Spreading(Joining):
-    """In the pump, but for the starting of hosts and the waiting for them. One change at a time:
-    the next follows from it.
+class Rebalancer:
+    """Moves loaders between workers, one migration at a time. Runs on: event loop.
+
+    ``job`` and ``planner`` return the current ones. ``first`` is the number of the first worker
+    that is started here.
     """
 
-    def _plan_spreading(self, first: int = SCALED) -> None:
-        self._change: Migration | None = None
-        self._next_scaled = first
-        self._leaving: dict[
-            int, int
-        ] = {}  # hosts that have no loader any more -> the step behind which nobody needs them
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        pool: WorkerPool,
+        standby: StandbyManager,
+        recovery: RecoveryManager,
+        history: PlanHistory,
+        starts: LoaderStarts,
+        commands: CommandLoop,
+        event_loop: EventLoop,
+        platform: Platform,
+        job: Callable[[], Job],
+        planner: Callable[[], Planner],
+        first: int = SCALED,
+    ):
+        self._placement, self._pool, self._standby = placement, pool, standby
+        self._recovery, self._history, self._starts = recovery, history, starts
+        self._commands, self._event_loop, self._platform = commands, event_loop, platform
+        self._job, self._planner = job, planner
+        self._migration: Migration | None = None
+        self._next_number = first
+        # workers without loaders -> the step after whose acknowledgement they are not needed
+        self._retiring: dict[int, int] = {}
 
     @property
     def changing(self) -> bool:
-        return self._change is not None
+        return self._migration is not None
 
-    def hosts_of(self, source: int) -> list[int]:
-        """Those that read a source."""
-        return sorted({self._cutter.host(loader) for loader in self._numbers(source)})
+    # requests
 
-    def _numbers(self, source: int) -> range:
-        first = sum(self.hosting.loaders[:source])
-        return range(first, first + self.hosting.loaders[source])
+    def scale(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
+        """Read a source in ``n`` workers: its own, those of ``on``, idle ones, then new ones.
 
-    def spread(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
-        """Read a source in ``n`` hosts from here on: its own, those of ``on``, idle ones, and new
-        ones for the rest. The stream stays.
-
-        Return False where another change is under way, or where it is read so already.
+        Return False where another migration is under way, or where ``n`` workers read it already.
         """
-        name, most = self.blueprint.job.names[source], self.hosting.loaders[source]
+        name, most = self._job().names[source], self._placement.loaders[source]
         if not 1 <= n <= most:
             raise JobError(
                 [
@@ -85,289 +111,336 @@ class Spreading(Joining):
                 ],
                 "scale",
             )
-        if n > 1 and of_kind(self.blueprint.job.hooks, LOADER):
-            raise JobError(
-                [
-                    f"a loader hook is shown all that a step takes from {name!r}: its "
-                    "loaders stay on one host"
-                ],
-                "scale",
-            )
-        now = self.hosts_of(source)
+        if n > 1:
+            self._refuse_hooks(name, "scale")
+        now, living = self._placement.workers_of(source), self._pool.living()
         if (
-            self._change is not None
+            self._migration is not None
             or n == len(now)
-            or not self._living().issuperset(now)
-            or self.planner.finished is not None
+            or not living.issuperset(now)
+            or self._planner().finished is not None
         ):
             return False
         if n < len(now):
-            self._hand_over(
-                Migration(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source)
-            )
+            stay = kept(now, n, self._others(source), lambda h: h < SCALED)
+            self._hand_over(Migration(name, stay, 0, source))
             return True
-        hosts = list(
-            dict.fromkeys([*now, *(h for h in on if h in self._living()), *self._idle_for(source)])
-        )[:n]
-        new = [self._next_scaled + k for k in range(n - len(hosts))]
-        self._next_scaled += len(new)
-        change = self._change = Migration(name, hosts + new, len(new), source)
+        idle = self._idle_for(source)
+        workers = list(dict.fromkeys([*now, *(h for h in on if h in living), *idle]))[:n]
+        new = self._new_numbers(n - len(workers))
+        migration = self._migration = Migration(name, workers + new, len(new), source)
         for h in new:
-            self._kits[h] = frozenset([source])
-            self._machine.thread(
-                lambda h=h: self._start_scaled(change, h),  # type: ignore[misc]
-                f"overlord start loader-host/{h}",
-            )
+            self._placement.sources_of[h] = frozenset([source])
+            self._start(migration, h)
         if not new:
-            self._hand_over(change)
+            self._hand_over(migration)
         return True
 
-    def relocate(self, hosts: Iterable[int]) -> bool:
-        """Replace loader hosts by new ones, which are placed anew, and follow their loaders before
-        they take over.
+    def relocate(self, workers: Iterable[int]) -> bool:
+        """Replace loader workers by new ones, which are placed anew on the nodes of a cluster.
 
-        Returns False where another change is under way, or none of the hosts is there. The stream
-        stays.
+        Return False where another migration is under way, or none of the workers is alive.
         """
-        old = [h for h in hosts if h in self._living() and self._loaders_on(h)]
-        if self._change is not None or not old or self.planner.finished is not None:
+        living = self._pool.living()
+        old = [h for h in workers if h in living and self._placement.loaders_on(h)]
+        if self._migration is not None or not old or self._planner().finished is not None:
             return False
-        instead = {h: self._next_scaled + k for k, h in enumerate(old)}
-        self._next_scaled += len(old)
-        what = f"what {', '.join(f'loader-host/{h}' for h in old)} had"
-        change = self._change = Migration(what, list(instead.values()), len(old), instead=instead)
-        for was, h in instead.items():
-            self._kits[h] = self._kits[was]
-            self._machine.thread(
-                lambda h=h, was=was: self._start_scaled(change, h, was),  # type: ignore[misc]
-                f"overlord start loader-host/{h}",
-            )
+        replaced = dict(zip(old, self._new_numbers(len(old)), strict=True))
+        what = f"the sources of {', '.join(f'loader-host/{h}' for h in old)}"
+        migration = self._migration = Migration(
+            what, list(replaced.values()), len(old), replaced=replaced
+        )
+        for was, h in replaced.items():
+            self._placement.sources_of[h] = self._placement.sources_of[was]
+            self._start(migration, h, was)
         return True
+
+    def move(self, source: int, workers: Sequence[str]) -> None:
+        """Read the k-th loader of a source on ``workers[k % len(workers)]``."""
+        known = {w.name: h for h, w in list(self._pool.loaders.items()) if not w.lost}
+        if unknown := [name for name in workers if name not in known]:
+            raise JobError(
+                [
+                    f"no loader host is called {name!r}; there are {', '.join(known)}"
+                    for name in unknown
+                ],
+                "move",
+            )
+        name = self._job().names[source]
+        if strangers := [w for w in workers if not self._placement.can_open(known[w], source)]:
+            problem = (
+                f"{name!r} joined after {strangers[0]} was started, and code crosses only "
+                "when a process starts"
+            )
+            raise JobError([problem], "move")
+        if len(set(workers)) > 1:
+            self._refuse_hooks(name, "move")
+        self._placement.pending |= {
+            loader: known[workers[k % len(workers)]]
+            for k, loader in enumerate(self._placement.loaders_of(source))
+        }
+        self._commands.run(self._planner().handle(RestartSource(source)))
+
+    def _refuse_hooks(self, name: str, where: str) -> None:
+        if of_kind(self._job().hooks, LOADER):
+            problem = (
+                f"a loader hook is shown all that a step takes from {name!r}: its "
+                "loaders stay on one host"
+            )
+            raise JobError([problem], where)
+
+    def _new_numbers(self, n: int) -> list[int]:
+        first, self._next_number = self._next_number, self._next_number + n
+        return list(range(first, first + n))
 
     def _others(self, source: int) -> Counter[int]:
-        """Loaders of other sources, by host."""
-        return Counter(
-            self._cutter.host(k)
-            for k in range(sum(self.hosting.loaders))
-            if k not in self._numbers(source)
-        )
+        """Return the number of loaders of other sources by worker."""
+        mine, every = self._placement.loaders_of(source), range(self._placement.n_loaders)
+        return Counter(self._placement.worker(k) for k in every if k not in mine)
 
     def _idle_for(self, source: int) -> list[int]:
-        """Hosts that have nothing to do and can open it."""
-        return sorted(
-            h for h in self._living() - self._busy_hosts() if source in self._kits.get(h, ())
+        """Return the workers that read nothing and can open a source."""
+        idle = self._pool.living() - self._placement.busy()
+        return sorted(h for h in idle if self._placement.can_open(h, source))
+
+    # new workers
+
+    def _start(self, migration: Migration, h: int, instead_of: int | None = None) -> None:
+        self._pool.start_scaled(
+            h,
+            lambda worker: self._started(migration, h, worker),
+            lambda worker, reason: self._not_started(migration, h, reason, worker),
+            instead_of,
         )
-
-    # new hosts
-
-    def _start_scaled(self, change: Migration, h: int, instead_of: int | None = None) -> None:
-        """Beside the pump."""
-        remote: WorkerHandle | None = None
-        try:
-            linked = dict(self._addresses)
-            remote = self._watched(
-                self._starter.loader_host(h, self._kits[h], (), linked, instead_of), joined=False
-            )
-            remote.linked = linked
-            remote.node = self._answer(remote, "at")
-        except Exception as fault:
-            words = f"{type(fault).__name__}: {fault}"
-            self._pump.post(lambda: self._not_started(change, h, words, remote))
-        else:
-            self._pump.post(lambda: self._started(change, h, remote))
 
     def _not_started(
-        self, change: Migration, h: int, reason: str, remote: WorkerHandle | None
+        self, migration: Migration, h: int, reason: str, worker: WorkerHandle | None
     ) -> None:
-        """What there is of it ends; a planner that comes later is not to wait for it."""
-        if self._closed:
+        """End what there is of a worker: a coordinator that takes over is not to wait for it."""
+        if self._pool.closed:
             return
-        if remote is not None:
-            remote.lost = remote.lost or reason
-            self._machine.thread(
-                lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}"
-            )
+        if worker is not None:
+            worker.lost = worker.lost or reason
+            self._pool.retire(h, worker)
         log.warning(
-            "loader-host/%d could not be started: %s; %s is read as before", h, reason, change.what
+            "loader-host/%d not started: %s; %s is read as before", h, reason, migration.what
         )
-        self._kits.pop(h, None)
-        change.hosts.remove(h)
-        self._one_less(change)
+        self._placement.sources_of.pop(h, None)
+        migration.workers.remove(h)
+        self._one_less(migration)
 
-    def _started(self, change: Migration, h: int, remote: WorkerHandle) -> None:
-        if self._closed or remote.lost:
-            self._not_started(change, h, remote.lost or "the job is over", remote)
+    def _started(self, migration: Migration, h: int, worker: WorkerHandle) -> None:
+        if self._pool.closed or worker.lost:
+            self._not_started(migration, h, worker.lost or "the job is over", worker)
             return
-        self._loaders[h], remote.joined = remote, True
-        self._supervisor.handle(WorkerReady(remote.handle.name), self._machine.now())
-        self._link_again(remote)  # a constructor host may have been started again since
-        remote.out.append(Rollback(self._base, self.planner.next_step - 1))
-        self._one_less(change)
+        self._pool.loaders[h], worker.joined = worker, True
+        self._recovery.joined(worker)
+        self._pool.link(worker)  # a constructor worker may have been restarted since
+        worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
+        self._one_less(migration)
 
-    def _one_less(self, change: Migration) -> None:
-        change.starting -= 1
-        if not change.starting and not self._closed:
-            self._hand_over(change)
+    def _one_less(self, migration: Migration) -> None:
+        migration.starting -= 1
+        if not migration.starting and not self._pool.closed:
+            self._hand_over(migration)
 
     # taking over
 
-    def _hand_over(self, change: Migration) -> None:
-        """All hosts are there: those that are to have other loaders follow them. A loader that has
-        a stand-by anyway is moved as it is.
+    def _hand_over(self, migration: Migration) -> None:
+        """Let the workers that are to have other loaders follow them, once all have started.
+
+        A loader that has a standby is moved as it is.
         """
-        self._change, living = change, self._living()
-        hosts, loaders = [h for h in change.hosts if h in living], self._loaders_in(change)
-        where = [self._cutter.host(loader) for loader in loaders]
-        if not hosts or not living.issuperset(where) or self.planner.finished is not None:
-            self._over()
+        self._migration, living, planner = migration, self._pool.living(), self._planner()
+        workers = [h for h in migration.workers if h in living]
+        loaders = self._loaders_in(migration)
+        where = [self._placement.worker(loader) for loader in loaders]
+        if not workers or not living.issuperset(where) or planner.finished is not None:
+            self._finish()
             return
-        if change.source is None:
-            to: Sequence[int] = [new if (new := change.instead[h]) in hosts else h for h in where]
+        if migration.source is None:
+            new_of = migration.replaced
+            to: Sequence[int] = [new_of[h] if new_of[h] in workers else h for h in where]
         else:
-            to = spread(where, hosts, self._others(change.source))
-        change.moves = {
+            to = spread(where, workers, self._others(migration.source))
+        migration.moves = {
             loader: h for loader, was, h in zip(loaders, where, to, strict=True) if h != was
         }
-        follow = {
-            loader: h for loader, h in change.moves.items() if loader not in self._shadows.where
-        }
-        if not follow or not self.fails_over or self.planner.holds_over:
-            self._switch(change)
+        standbys = self._standby.worker_of
+        follow = {loader: h for loader, h in migration.moves.items() if loader not in standbys}
+        if not follow or not self._recovery.fails_over or planner.holds_over:
+            self._switch(migration)
             return
-        self._cutter.follow(self._shadows.where | follow)
+        self._placement.follow(standbys | follow)
         for loader, h in follow.items():
-            self._loaders[h].out += self._following(loader)
-        self.run()
-        self._machine.thread(lambda: self._await(change, follow), f"overlord scale {change.what}")
+            self._pool.send(h, *self._starts.follow(loader, planner))
+        self._commands.run()
+        self._platform.thread(
+            lambda: self._wait_for_followers(migration, follow), f"overlord scale {migration.what}"
+        )
 
-    def _loaders_in(self, change: Migration) -> list[int]:
-        if change.source is not None:
-            return list(self._numbers(change.source))
-        return [loader for h in change.instead for loader in self._loaders_on(h)]
+    def _loaders_in(self, migration: Migration) -> list[int]:
+        if migration.source is not None:
+            return list(self._placement.loaders_of(migration.source))
+        return [k for h in migration.replaced for k in self._placement.loaders_on(h)]
 
-    def _await(self, change: Migration, follow: Mapping[int, int]) -> None:
-        """Beside the pump: until who follows holds enough, or long enough."""
-        deadline = self._machine.now() + FOLLOW_S
+    def _wait_for_followers(self, migration: Migration, follow: Mapping[int, int]) -> None:
+        """Wait until the new workers hold as much as the old ones, at most FOLLOW_S.
+
+        Runs on: thread.
+        """
+        deadline = self._platform.now() + FOLLOW_S
         loaders = {
             h: [k for k, to in follow.items() if to == h] for h in sorted(set(follow.values()))
         }
-        remotes = {h: self._loaders.get(h) for h in loaders}
+        workers = {h: self._pool.loaders.get(h) for h in loaders}
         asked = {
-            h: r.call(self._control, "caught_up", loaders[h])
-            for h, r in remotes.items()
-            if r is not None
+            h: self._pool.call(worker, "caught_up", loaders[h])
+            for h, worker in workers.items()
+            if worker is not None
         }
-        blind = set[int]()
+        unable = set[int]()
         for h, future in asked.items():
             try:
-                if not self._control.get(future, max(0.0, deadline - self._machine.now())):
-                    blind.add(h)
+                if not self._pool.get(future, max(0.0, deadline - self._platform.now())):
+                    unable.add(h)
             except OverlordError:
-                # it is late, or lost: then its loaders stay where they are, or are opened again
+                # late or lost: its loaders stay where they are, or are opened again
                 continue
-        self._pump.post(lambda: self._switch(change, blind))
+        self._event_loop.post(lambda: self._switch(migration, unable))
 
-    def _switch(self, change: Migration, blind: Set[int] = frozenset()) -> None:
-        """Between two steps: all that the next one takes comes from where the loaders are then.
-        ``blind``: hosts that cannot read it.
+    def _switch(self, migration: Migration, unable: Set[int] = frozenset()) -> None:
+        """Move the loaders between two steps: the next step takes all samples from the new workers.
+
+        ``unable`` are workers that cannot read their loaders.
         """
-        if self._closed or self._change is not change:
-            return  # planning went back meanwhile, and took them along
-        if blind:
-            hosts = ", ".join(f"loader-host/{h}" for h in sorted(blind))
+        if self._pool.closed or self._migration is not migration:
+            return  # a rollback has settled it meanwhile
+        if unable:
             log.warning(
-                "%s cannot read %s, though others can; what was to go there stays where it is",
-                hosts,
-                change.what,
+                "%s cannot read %s, though other workers can; those loaders are not moved",
+                ", ".join(f"loader-host/{h}" for h in sorted(unable)),
+                migration.what,
             )
-        living = self._living() - blind
-        self._cutter.follow(self._shadows.where)
+        every = self._pool.living()
+        living, worker = every - unable, self._placement.worker
+        self._placement.follow(self._standby.worker_of)
         moves = {
             loader: h
-            for loader, h in change.moves.items()
-            if h in living and self._cutter.host(loader) in living
+            for loader, h in migration.moves.items()
+            if h in living and worker(loader) in living
         }
-        for loader, h in change.moves.items():
-            if loader not in moves and h in self._living():
-                self._loaders[h].out.append(("drop", loader))
-        self._moves |= (
-            moves  # until the planner's word goes its way, which may wait for the journal
-        )
-        self._over([self._cutter.host(loader) for loader in moves])
-        for source in sorted({self._source(loader) for loader in moves}):
-            self.run(self.planner.handle(RestartSource(source)))
-        self.run()
+        for loader, h in migration.moves.items():
+            if loader not in moves and h in every:
+                self._pool.send(h, DropLoader(loader))
+        # until the planner restarts them, which may wait for the journal
+        self._placement.pending |= moves
+        self._finish([worker(loader) for loader in moves])
+        for source in sorted({self._placement.source_of(loader) for loader in moves}):
+            self._commands.run(self._planner().handle(RestartSource(source)))
+        self._commands.run()
 
-    def _settle_change(self, dead: Sequence[int]) -> None:
-        """Planning goes back, and every loader is told where it stands: those who follow take over
-        now, or never.
+    def restart(self, command: RestartLoader) -> None:
+        """Open a loader again, on the worker that it is to be moved to."""
+        loader, was = command.loader, self._placement.worker(command.loader)
+        worker = self._placement.pending.pop(loader, was)
+        if worker != was:
+            self._pool.send(was, DropLoader(loader))
+            self._placement.move(loader, worker)
+        start = self._starts.of(loader, command.cursor, command.generation)
+        # A worker keeps what it holds, unless look-ahead passed over samples: those were dropped
+        # together with what the loader held of them.
+        afresh = self._planner().holds_over or not self._recovery.fails_over
+        self._pool.send(worker, start if afresh else TakeOverLoader(command.step, start))
+        if self._standby.worker_of.get(loader) == worker:  # it moved to where it was followed
+            self._standby.drop(loader)
+            made = self._standby.fill(self._pool.living(), self._pool.nodes())
+            self.follow_from_here([other for other in made if other != loader])
+        if loader in self._standby.worker_of:
+            self._pool.send(self._standby.worker_of[loader], FollowLoader(start))
+
+    def follow_from_here(self, loaders: Iterable[int]) -> None:
+        """Let standbys follow these loaders from the next planned step on."""
+        for loader in loaders:
+            messages = self._starts.follow(loader, self._planner())
+            self._pool.send(self._standby.worker_of[loader], *messages)
+
+    def use_as_standby(self, name: str) -> None:
+        """Let a restarted worker, which standbys have replaced, follow their loaders.
+
+        Where they have not replaced it yet, since another worker without standbys is missing, it
+        waits for the rollback.
         """
-        change = self._change
-        moves = self._moves | (change.moves if change is not None and not change.starting else {})
-        living, had = self._living() - set(dead), set(moves.values())
+        h = int(name.partition("/")[2])
+        reads = self._placement.loaders_on(h) or h in self._standby.workers()
+        if name not in self._pool.restarted or reads:
+            return  # or it started in time for the rollback
+        worker = self._pool.restarted.pop(name)
+        self._recovery.adopted(worker)
+        self._pool.adopt(worker)
+        self._pool.link(worker)
+        worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
+        made = self._standby.fill(self._pool.living() & {h}, self._pool.nodes())
+        self.follow_from_here(made)
+        log.warning("%s restarted; standby for %d loaders", name, len(made))
+        self._commands.run()
+
+    def settle(self, dead: Sequence[int]) -> None:
+        """Complete or cancel moves at a rollback, which opens every loader where it is read then.
+
+        Workers that follow a loader of a migration take it over now, or never.
+        """
+        migration, pending = self._migration, self._placement.pending
+        under_way = migration is not None and not migration.starting
+        moves = pending | (migration.moves if migration is not None and under_way else {})
+        living, had = self._pool.living() - set(dead), set(moves.values())
         for loader, h in moves.items():
-            was = self._cutter.host(loader)
+            was = self._placement.worker(loader)
             had.add(was)
             if h in living and was != h:
-                self._cutter.move(loader, h)
-                if was in self._loaders:
-                    self._loaders[was].out.append(("drop", loader))
-                if self._shadows.where.get(loader) == h:
-                    self._shadows.drop(loader)
-        self._cutter.follow(self._shadows.where)
-        self._moves = {}
-        if change is None or not change.starting:
-            self._over(had)
+                self._placement.move(loader, h)
+                if was in self._pool.loaders:
+                    self._pool.send(was, DropLoader(loader))
+                if self._standby.worker_of.get(loader) == h:
+                    self._standby.drop(loader)
+        self._placement.follow(self._standby.worker_of)
+        self._placement.pending = {}
+        if migration is None or under_way:
+            self._finish(had)
 
-    def _over(self, hosts: Iterable[int] = ()) -> None:
-        """``hosts``: those that had some of its loaders, or were to have some."""
-        change, self._change = self._change, None
-        self._leave_idle({*hosts, *(change.hosts if change is not None else ())})
+    def _finish(self, workers: Iterable[int] = ()) -> None:
+        """End the migration. ``workers`` read some of its loaders, or were to read some."""
+        migration, self._migration = self._migration, None
+        self.retire_idle({*workers, *(migration.workers if migration is not None else ())})
 
-    # hosts that are not needed
+    # workers that are not needed
 
-    def _leave_idle(self, hosts: Iterable[int]) -> None:
-        """Those of them that are left without a loader are ended, once all ranks have the steps
-        that they sent payload for.
-        """
-        busy = self._busy_hosts()
-        self._leaving |= {
-            h: self.planner.next_step - 1 for h in hosts if h not in busy and h in self._loaders
-        }
+    def retire_idle(self, workers: Iterable[int]) -> None:
+        """End those workers that read no loader, once all ranks have the steps they sent."""
+        busy, step = self._placement.busy(), self._planner().next_step - 1
+        self._retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
 
-    def _busy_hosts(self) -> set[int]:
-        """Those that have a loader, or are about to."""
-        return {self._moves.get(k, self._cutter.host(k)) for k in range(sum(self.hosting.loaders))}
-
-    def _end_idle(self) -> None:
-        """When a step was taken."""
-        if not self._leaving or self._change is not None:
+    def acked(self) -> None:
+        """End retiring workers whose steps every rank has acknowledged."""
+        if not self._retiring or self._migration is not None:
             return
-        living, busy = self._living(), self._busy_hosts()
-        for h, step in list(self._leaving.items()):
-            if h in busy or h not in self._loaders:
-                del self._leaving[h]
-            elif h in living and self.past.acked >= step and not self._loaders_on(h):
-                self._end_host(h)
+        living, busy = self._pool.living(), self._placement.busy()
+        for h, step in list(self._retiring.items()):
+            if h in busy or h not in self._pool.loaders:
+                del self._retiring[h]
+            elif h in living and self._history.acked >= step and not self._placement.loaders_on(h):
+                self._retire(h)
 
-    def _end_host(self, h: int) -> None:
-        remote = self._loaders.pop(h)
-        remote.lost = "not needed"
-        self._kits.pop(h, None)
-        del self._leaving[h]
-        self._supervisor.handle(Retired(remote.handle.name), self._machine.now())
-        log.info("%s has nothing to read any more, and ends", remote.handle.name)
-        if h in self._shadows.where.values():
-            self._shadows.forget(self._living())
-            self._follow_from_here(self._fill_shadows())
-            self.run()
-        self._machine.thread(
-            lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}"
-        )
-
-    def _end_remote(self, h: int, remote: WorkerHandle) -> None:
-        """Beside the pump."""
-        try:
-            self._starter.end(h, remote.handle)
-        except OverlordError as fault:  # it waits for a disk, perhaps
-            log.warning("%s: %s", remote.handle.name, fault)
+    def _retire(self, h: int) -> None:
+        worker = self._pool.loaders.pop(h)
+        worker.lost = "not needed"
+        self._placement.sources_of.pop(h, None)
+        del self._retiring[h]
+        self._recovery.retired(worker)
+        log.info("%s retired: it reads no source", worker.name)
+        if h in self._standby.workers():
+            living = self._pool.living()
+            self._standby.forget(living)
+            self.follow_from_here(self._standby.fill(living, self._pool.nodes()))
+            self._commands.run()
+        self._pool.retire(h, worker)

@@ -1,107 +1,122 @@
-"""The half of ``ProcessHost`` that keeps stand-bys: which loader is followed where, who takes over,
-who is to be told.
+"""Standby loaders: which loader has one, on which worker, and who takes over. Pure.
+
+A *standby* is a second loader of the same number on another worker. It receives the same plans,
+holds the same samples and sends nothing. When the worker of a loader is lost, the standby's worker
+becomes the loader's, and a new standby is placed where there is room.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-
-from overlord.cluster.standby_plan import StandbyPlan
-from overlord.cluster.status import Asked
-from overlord.messages.control import LoaderStart
-from overlord.setup.partition import loads_of
-from overlord.setup.prepared_job import PreparedJob
-
-log = logging.getLogger("overlord")
+from overlord.cluster.placement import Placement
+from overlord.scaling.loader_placement import SourceLoad
 
 
-class Shadowing(Asked):
-    """In the pump."""
+class StandbyManager:
+    """Places and promotes standbys. Runs on: event loop.
 
-    _kits: dict[int, frozenset[int]]
-    _shadows: StandbyPlan
-    _bytes: dict[int, float]  # of every loader, roughly
+    ``sizes`` has the bytes of every loader, roughly; ``wanted`` are the loaders that are to have a
+    standby.
+    """
 
-    def _plan_shadows(self, blueprint: PreparedJob) -> None:
-        """Who is to have one: the loaders of all sources, or of those that cost more than the
-        mean.
+    def __init__(
+        self,
+        placement: Placement,
+        sizes: Mapping[int, float],
+        wanted: Collection[int] | None = None,
+    ):
+        self._placement, self._sizes = placement, dict(sizes)
+        self._wanted = sorted(sizes if wanted is None else wanted)
+        self.worker_of: dict[int, int] = {}  # loader -> the worker of its standby
+
+    def workers(self) -> set[int]:
+        """Return the workers that have a standby."""
+        return set(self.worker_of.values())
+
+    def covers(self, worker: int, living: Collection[int]) -> bool:
+        """Return whether living workers have standbys of all loaders of a worker."""
+        others = {h for h in living if h != worker}
+        return all(self.worker_of.get(k) in others for k in self._placement.loaders_on(worker))
+
+    def promote(self, dead: Collection[int], living: Collection[int]) -> None:
+        """Move loaders of dead workers to the workers of their standbys."""
+        for worker in dead:
+            for loader in self._placement.loaders_on(worker):
+                if self.worker_of.get(loader) in living:
+                    self._placement.move(loader, self.worker_of.pop(loader))
+        self.forget(living)
+
+    def forget(self, living: Collection[int]) -> None:
+        """Forget standbys on workers that are not alive."""
+        self.worker_of = {loader: h for loader, h in self.worker_of.items() if h in living}
+        self._placement.follow(self.worker_of)
+
+    def drop(self, loader: int) -> None:
+        """Forget the standby of a loader, which has become the loader itself."""
+        self.worker_of.pop(loader, None)
+
+    def fill(self, living: Collection[int], nodes: Mapping[int, str]) -> list[int]:
+        """Give a standby to every loader that is to have one, and return the loaders of new ones.
+
+        A standby goes to another worker that can open the source: the one that holds least, and on
+        another of the ``nodes`` where there is one, since a node is lost as a whole. Loaders of a
+        source on one worker stay together, since hooks see them together. ``living`` are the
+        workers to choose from.
         """
-        kind, wanted = blueprint.options.shadows, dict[int, float]()
-        self._bytes = {}
-        if kind != "none":
-            loads = loads_of(blueprint)
-            mean, first = sum(load.cost for load in loads) / len(loads), 0
-            for load, n in zip(loads, self.hosting.loaders, strict=True):
-                mine = dict.fromkeys(range(first, first + n), load.memory / n)
-                first += n
-                self._bytes |= mine
-                wanted |= mine if kind == "all" or load.cost > mean else {}
-            if self.hosting.n_hosts == 1:
-                log.warning(
-                    "shadows=%r: there is one loader host, and no other where its "
-                    "loaders could have a stand-by",
-                    kind,
-                )
-        self._shadows = StandbyPlan(wanted, self._source)
-
-    def _source(self, loader: int) -> int:
-        return int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))
-
-    def _loaders_on(self, h: int) -> list[int]:
-        return [
-            loader for loader in range(sum(self.hosting.loaders)) if self._cutter.host(loader) == h
-        ]
-
-    def _living(self) -> set[int]:
-        return {h for h, remote in list(self._loaders.items()) if remote.joined and not remote.lost}
-
-    def _covered(self, h: int) -> bool:
-        """Whether others have all that a loader host has, or had."""
-        return self._shadows.covers(self._loaders_on(h), self._living() - {h})
-
-    def _promote(self, dead: Collection[int]) -> None:
-        """Loaders of hosts that are gone are those of their shadows' hosts from now on."""
-        living = self._living() - set(dead)
-        for h in dead:
-            for loader, heir in self._shadows.promote(self._loaders_on(h), living).items():
-                self._cutter.move(loader, heir)
-        self._shadows.forget(living)
-        self._cutter.follow(self._shadows.where)
-
-    def _fill_shadows(self, only: int | None = None) -> list[int]:
-        """New stand-bys for those that want one, on this host alone or on any; their loaders."""
-        held = dict.fromkeys(self._living() if only is None else self._living() & {only}, 0.0)
-        for loader, n in self._bytes.items():
-            if (h := self._cutter.host(loader)) in held:
-                held[h] += n
-        nodes = {h: remote.node for h, remote in list(self._loaders.items())}
-        made = self._shadows.fill(
-            self._cutter.host, held, lambda h, source: source in self._kits.get(h, ()), nodes
-        )
-        self._cutter.follow(self._shadows.where)
+        load, made = self._held_by(living), list[int]()
+        for group in self._groups():
+            source, home = self._placement.source_of(group[0]), self._placement.worker(group[0])
+            rooms = [h for h in living if h != home and self._placement.can_open(h, source)]
+            if not rooms:
+                continue
+            placed = {self.worker_of[loader] for loader in group if loader in self.worker_of}
+            best = (
+                min(placed)
+                if placed
+                else min(rooms, key=lambda h: (nodes.get(h) == nodes.get(home), load[h], h))
+            )
+            for loader in group:
+                if loader not in self.worker_of:
+                    self.worker_of[loader] = best
+                    load[best] += self._sizes[loader]
+                    made.append(loader)
+        self._placement.follow(self.worker_of)
         return made
 
-    def _follow(self, openings: Mapping[int, LoaderStart]) -> None:
-        """Tell hosts which loaders they follow, and from where."""
-        for loader, h in self._shadows.where.items():
-            if loader in openings:
-                self._loaders[h].out.append(("follow", openings[loader]))
+    def _held_by(self, living: Collection[int]) -> dict[int, float]:
+        """Return the bytes of loaders and standbys by worker."""
+        held = dict.fromkeys(living, 0.0)
+        for loader, n in self._sizes.items():
+            if (h := self._placement.worker(loader)) in held:
+                held[h] += n
+        for loader, h in self.worker_of.items():
+            held[h] = held.get(h, 0.0) + self._sizes[loader]
+        return held
 
-    def _follow_from_here(self, loaders: Collection[int]) -> None:
-        """In mid-run, from the step that is planned next."""
-        for loader in loaders:
-            self._loaders[self._shadows.where[loader]].out += self._following(loader)
+    def _groups(self) -> Sequence[Sequence[int]]:
+        """Return the loaders of each source and worker, the largest group first."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for loader in self._wanted:
+            key = (self._placement.source_of(loader), self._placement.worker(loader))
+            groups.setdefault(key, []).append(loader)
+        return sorted(groups.values(), key=lambda g: (-sum(self._sizes[loader] for loader in g), g))
 
-    def _following(self, loader: int) -> list[Any]:
-        """What a host is told that is to follow a loader from here on."""
-        cursor, generation, refill = self.planner.opening(loader)
-        source = self._source(loader)
-        opening = self.blueprint.openings(source, cursor)[
-            loader - sum(self.hosting.loaders[:source])
-        ]
-        return [("follow", replace(opening, generation=generation)), refill]
+
+def standby_sizes(
+    kind: str, loads: Sequence[SourceLoad], loaders: Sequence[int]
+) -> tuple[dict[int, float], list[int]]:
+    """Return the bytes of every loader, and the loaders to which ``shadows`` gives a standby.
+
+    These are the loaders of all sources ("all"), of sources that cost more than the mean ("heavy"),
+    or of none ("none").
+    """
+    if kind == "none":
+        return {}, []
+    sizes, wanted = dict[int, float](), list[int]()
+    mean = sum(load.cost for load in loads) / len(loads)
+    for load, n in zip(loads, loaders, strict=True):
+        mine = range(len(sizes), len(sizes) + n)
+        sizes |= dict.fromkeys(mine, load.memory / n)
+        wanted += mine if kind == "all" or load.cost > mean else ()
+    return sizes, wanted

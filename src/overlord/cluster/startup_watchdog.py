@@ -1,6 +1,7 @@
-"""Processes that stand still (``SIGSTOP``) while they are being started. Nobody can ask them
-whether they live before they are there, and a start may take long: sources are opened, a store may
-be slow. So whether they are stopped is seen from outside.
+"""Startup watchdog: detects workers that are stopped (``SIGSTOP``) before they answer heartbeats.
+
+A start may take long, since sources are opened and a store may be slow. So a stopped process is
+detected from outside, in ``/proc/<pid>/stat``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from overlord.rpc.actors import ActorHandle, ActorSystem
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal, not by a debugger. False where that cannot be seen: then a start has its
-    deadline, and no other.
+    """Return whether a signal stopped a process.
+
+    False where the system does not say: then only the deadline of a start applies.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -25,26 +27,23 @@ def is_stopped(pid: int) -> bool:
 
 
 class StartupWatchdog:
-    """Those that are being started. ``look`` is to be called ``TICKS`` times in ``lost_after_s``,
-    by one thread.
-    """
+    """Watches starting workers. One thread calls ``look`` ``TICKS`` times in ``lost_after_s``."""
 
     def __init__(self, control: ActorSystem, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
-        self._pid_here: Callable[[ActorHandle], int] | None = getattr(
-            control, "pid_here", None
-        )  # where they are known later, or elsewhere
+        # of actor systems whose processes get their id later, or run elsewhere
+        self._pid_here: Callable[[ActorHandle], int] | None = getattr(control, "pid_here", None)
         self._there: dict[ActorHandle, Future[Any]] = {}
         self._ticks: dict[ActorHandle, int] = {}
         self._given_up: dict[str, str] = {}
 
     def watch(self, handle: ActorHandle) -> None:
-        """From any thread. Of processes of others nothing can be seen."""
+        """Watch a worker whose process is visible here. Runs on: any thread."""
         if handle.pid is not None or self._pid_here is not None:
-            self._there[handle] = self._control.call(handle, "beat")  # answered when it is there
+            self._there[handle] = self._control.call(handle, "beat")  # answered once it has started
 
     def look(self) -> list[ActorHandle]:
-        """Those that are to be killed: they stood still at every look for so long."""
+        """Return the workers to kill: they were stopped at every look for ``lost_after_s``."""
         found = []
         for handle, there in list(self._there.items()):
             if there.done():
@@ -61,5 +60,5 @@ class StartupWatchdog:
         return found
 
     def why(self, name: str, reason: str) -> str:
-        """What a part died of: one that was killed for it was stopped before."""
+        """Return the reason of a loss: a worker that was killed here was stopped before."""
         return self._given_up.pop(name, reason)

@@ -1,8 +1,8 @@
-"""Who of a job's parts is there, who is missed, and what is done about it. Pure: time comes in,
-commands come out.
+"""Supervision of the workers of a job: which are lost, and what is done about it. Pure.
 
-Parts are hosts by name. One that died, or answers nothing, is started again under its own name as
-another *incarnation*; when all are there, planning goes back once for all that were lost meanwhile.
+Time and events come in, commands come out. A worker that died or does not answer is restarted under
+its own name as another *incarnation*. When all are back, planning is rolled back once for all
+losses.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from dataclasses import dataclass
 
 from overlord.errors import SAID, ActorLost
 
-KINDS = (
-    "planner",
-    "constructor-host",
-    "loader-host",
-)  # in the order in which they are started: each connects to those before it
-# within which a part must answer; a supervisor that slept itself sees one late tick, and no silence
+# in the order in which they are started: each connects to those before it
+KINDS = ("planner", "constructor-host", "loader-host")
+# within which a worker must answer: a supervisor that slept sees one late tick, and no silence
 TICKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A part is there: at first, or again."""
+    """A worker has started, or restarted."""
 
     name: str
     incarnation: int = 0
@@ -30,7 +27,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A part has answered."""
+    """A worker has answered."""
 
     name: str
     incarnation: int = 0
@@ -38,24 +35,24 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A part is gone, or could not be started."""
+    """A worker died, or could not be started."""
 
     name: str
     incarnation: int
     reason: str
-    spare: bool = False  # others have all that it had: it is not waited for
+    spare: bool = False  # standbys have all that it read: it is not waited for
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A part that was not to be waited for is: those who had what it had are gone too."""
+    """A worker has to be waited for after all: its standbys are lost too."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Others cannot reach a part, whatever it says itself."""
+    """Others cannot connect to a worker, though it answers."""
 
     name: str
     reason: str
@@ -63,37 +60,39 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A part is not needed any more: nobody misses it."""
+    """A worker is not needed any more."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: about a quarter of what a part may be silent."""
+    """Time has passed: about a quarter of the time that a worker may be silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Every rank has taken the steps up to this one."""
+    """Every rank has acknowledged the steps up to this one."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The job ends: whoever dies from now on is not missed."""
+    """The job ends: losses are ignored from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
+    """Start a worker as a new incarnation."""
+
     name: str
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """End a part for good; that it died is still to be told."""
+    """Kill a worker; its death is reported as an event."""
 
     name: str
     incarnation: int
@@ -102,21 +101,21 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """All parts are there again: plan anew behind the last step that every rank took."""
+    """All workers are back: plan again after the last step that every rank acknowledged."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyReady:
-    """A part that was not waited for is there again."""
+    """A worker that standbys have replaced is back."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A part cannot be kept alive."""
+    """A worker cannot be kept alive."""
 
     error: ActorLost
 
@@ -142,12 +141,12 @@ class _WorkerState:
     name: str
     incarnation: int
     state: str
-    heard: float  # when it last answered
+    heard: float  # time of the last answer
     ticks: int = 0  # since then
-    restarts: int = 0  # since every rank last took a step
-    reason: str = ""  # of what it died last
-    since: float = 0.0  # when it was there last
-    spare: bool = False  # others have what it had
+    restarts: int = 0  # since every rank last acknowledged a step
+    reason: str = ""  # of its last loss
+    since: float = 0.0  # time at which it was last alive
+    spare: bool = False  # standbys have what it read
 
     @property
     def kind(self) -> int:
@@ -156,17 +155,18 @@ class _WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A part that was lost and is back."""
+    """A worker that was lost and is back."""
 
-    part: str
+    worker: str
     reason: str
-    since: float  # when it was there last
-    spare: bool = False  # others took its place
+    since: float  # time at which it was last alive
+    spare: bool = False  # standbys replaced it
 
 
 def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
-    """A part that is not started again, for people: what it died of, what it was to do, how often
-    it was tried, and what can be done.
+    """Return the error of a worker that is not restarted any more.
+
+    It names the reason of the loss, the duty of the worker, the number of restarts, and the remedy.
     """
     why = str(lost).removeprefix(f"{lost.name} is lost: ")
     tried = (
@@ -179,12 +179,12 @@ def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
 
 
 class Supervisor:
-    """``handle(event, now) -> commands``."""
+    """``handle(event, now)`` returns commands. Pure."""
 
     def __init__(self, *, lost_after_s: float, max_restarts: int):
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
-        self._parts: dict[str, _WorkerState] = {}
-        self._back: dict[str, Loss] = {}  # came back since planning last went back
+        self._workers: dict[str, _WorkerState] = {}
+        self._back: dict[str, Loss] = {}  # back since the last rollback
         self._acked = -1
         self._over = False
         self.given_up: ActorLost | None = None
@@ -198,124 +198,131 @@ class Supervisor:
             case Heartbeat(name=name, incarnation=incarnation):
                 return self._heard(name, incarnation, now)
             case WorkerDied(name=name, incarnation=incarnation, reason=reason, spare=spare):
-                part = self._parts.get(name)
-                if part is None or part.incarnation != incarnation or part.state == DEAD:
+                worker = self._workers.get(name)
+                if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
                     return []
-                return self._died(part, reason, spare, now)
+                return self._died(worker, reason, spare, now)
             case Needed(name=name):
-                if name in self._parts:
-                    self._parts[name].spare = False
+                if name in self._workers:
+                    self._workers[name].spare = False
                 return []
             case Unreachable(name=name, reason=reason):
-                part = self._parts.get(name)
-                return self._kill(part, reason) if part is not None and part.state == UP else []
+                worker = self._workers.get(name)
+                return (
+                    self._kill(worker, reason) if worker is not None and worker.state == UP else []
+                )
             case Retired(name=name):
-                self._parts.pop(name, None)
+                self._workers.pop(name, None)
                 self._back.pop(name, None)
                 return []
             case Tick():
                 return [
                     command
-                    for part in list(self._parts.values())
-                    for command in self._look_at(part, now)
+                    for worker in list(self._workers.values())
+                    for command in self._look_at(worker, now)
                 ]
             case Progress(step=step):
                 if step > self._acked:
                     self._acked = step
-                    for part in self._parts.values():
-                        part.restarts = 0
+                    for worker in self._workers.values():
+                        worker.restarts = 0
                 return []
             case Closing():
                 self._over = True
                 return []
 
     def lost(self) -> dict[str, str]:
-        """Parts that are not there, and why."""
-        return {part.name: part.reason for part in self._parts.values() if part.state != UP}
+        """Return the workers that are not alive, with the reasons."""
+        return {
+            worker.name: worker.reason for worker in self._workers.values() if worker.state != UP
+        }
 
     def silent_s(self, name: str, now: float) -> float:
-        """How long ago a part that is there has answered; no part of this name, no silence."""
-        part = self._parts.get(name)
-        return 0.0 if part is None or part.state != UP else now - part.heard
+        """Return the seconds since a living worker answered; 0 for any other."""
+        worker = self._workers.get(name)
+        return 0.0 if worker is None or worker.state != UP else now - worker.heard
 
     def back(self) -> list[Loss]:
-        """Those that are there again since this was asked last."""
+        """Return the losses of workers that are back since the last call."""
         losses, self._back = list(self._back.values()), {}
         return losses
 
     def _is_up(self, event: WorkerReady, now: float) -> list[Command]:
-        part = self._parts.get(event.name)
-        if part is None:
-            self._parts[event.name] = _WorkerState(
+        worker = self._workers.get(event.name)
+        if worker is None:
+            self._workers[event.name] = _WorkerState(
                 event.name, event.incarnation, UP, now, since=now
             )
             return []
-        if part.incarnation != event.incarnation or part.state != STARTING:
+        if worker.incarnation != event.incarnation or worker.state != STARTING:
             return [KillWorker(event.name, event.incarnation, "another was started in its place")]
-        part.state, part.heard, part.ticks = UP, now, 0
-        if not part.spare:
+        worker.state, worker.heard, worker.ticks = UP, now, 0
+        if not worker.spare:
             self._back.setdefault(
-                part.name, Loss(part=part.name, reason=part.reason, since=part.since)
+                worker.name, Loss(worker=worker.name, reason=worker.reason, since=worker.since)
             )
-        spare, part.spare, part.since = part.spare, False, now
-        return [StandbyReady(part.name), *self._go_on()] if spare else self._go_on()
+        spare, worker.spare, worker.since = worker.spare, False, now
+        return [StandbyReady(worker.name), *self._go_on()] if spare else self._go_on()
 
     def _heard(self, name: str, incarnation: int, now: float) -> list[Command]:
-        part = self._parts.get(name)
-        if part is None or part.incarnation != incarnation or part.state == DEAD:
+        worker = self._workers.get(name)
+        if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
             return [
                 KillWorker(
                     name, incarnation, "it was given up, and another is started in its place"
                 )
             ]
-        if part.state == UP:
-            part.heard, part.ticks = now, 0
+        if worker.state == UP:
+            worker.heard, worker.ticks = now, 0
         return []
 
-    def _look_at(self, part: _WorkerState, now: float) -> list[Command]:
-        if part.state != UP:
+    def _look_at(self, worker: _WorkerState, now: float) -> list[Command]:
+        if worker.state != UP:
             return []
-        part.ticks += 1
-        silent = now - part.heard
-        if part.ticks <= TICKS or silent < self._lost_after_s:
+        worker.ticks += 1
+        silent = now - worker.heard
+        if worker.ticks <= TICKS or silent < self._lost_after_s:
             return []
-        return self._kill(part, f"it answered nothing for {silent:.1f} s")
+        return self._kill(worker, f"it answered nothing for {silent:.1f} s")
 
-    def _kill(self, part: _WorkerState, reason: str) -> list[Command]:
-        part.state, part.reason = DYING, reason
-        return [KillWorker(part.name, part.incarnation, reason)]
+    def _kill(self, worker: _WorkerState, reason: str) -> list[Command]:
+        worker.state, worker.reason = DYING, reason
+        return [KillWorker(worker.name, worker.incarnation, reason)]
 
-    def _died(self, part: _WorkerState, reason: str, spare: bool, now: float) -> list[Command]:
-        if part.state != STARTING:
-            part.since = part.heard if part.state == DYING else now
-        if part.state != DYING:
-            part.reason = reason
-        failed = part.state == STARTING
-        part.state = DEAD
-        # What could not be started because the one it connects to is gone has no fault of its own.
-        if not (failed and any(p.state != UP and p.kind < part.kind for p in self._parts.values())):
-            part.restarts += 1
-        if part.restarts > self._max_restarts:
-            self._over, self.given_up = True, ActorLost(part.name, part.reason)
+    def _died(self, worker: _WorkerState, reason: str, spare: bool, now: float) -> list[Command]:
+        if worker.state != STARTING:
+            worker.since = worker.heard if worker.state == DYING else now
+        if worker.state != DYING:
+            worker.reason = reason
+        failed = worker.state == STARTING
+        worker.state = DEAD
+        # A start that failed because the worker it connects to is lost does not count as a restart.
+        if not (
+            failed and any(p.state != UP and p.kind < worker.kind for p in self._workers.values())
+        ):
+            worker.restarts += 1
+        if worker.restarts > self._max_restarts:
+            self._over, self.given_up = True, ActorLost(worker.name, worker.reason)
             return [GiveUp(self.given_up)]
         if spare and not failed:
-            part.spare = True
+            worker.spare = True
             self._back.setdefault(
-                part.name, Loss(part=part.name, reason=part.reason, since=part.since, spare=True)
+                worker.name,
+                Loss(worker=worker.name, reason=worker.reason, since=worker.since, spare=True),
             )
         return self._go_on()
 
     def _go_on(self) -> list[Command]:
-        """Start whoever can be; when all are there, go back once for all."""
-        missing = [part for part in self._parts.values() if part.state != UP]
-        first = min((part.kind for part in missing), default=0)
-        starts = [part for part in missing if part.state == DEAD and part.kind == first]
-        for part in starts:
-            part.incarnation, part.state = part.incarnation + 1, STARTING
-        begun: list[Command] = [StartWorker(part.name, part.incarnation) for part in starts]
-        if any(not part.spare for part in missing) or not self._back:
+        """Start the workers that can be started; when all are back, roll back once."""
+        missing = [worker for worker in self._workers.values() if worker.state != UP]
+        first = min((worker.kind for worker in missing), default=0)
+        starts = [worker for worker in missing if worker.state == DEAD and worker.kind == first]
+        for worker in starts:
+            worker.incarnation, worker.state = worker.incarnation + 1, STARTING
+        begun: list[Command] = [StartWorker(worker.name, worker.incarnation) for worker in starts]
+        if any(not worker.spare for worker in missing) or not self._back:
             return begun
         return [
             *begun,
-            RollBack("; ".join(f"{loss.part}: {loss.reason}" for loss in self._back.values())),
+            RollBack("; ".join(f"{loss.worker}: {loss.reason}" for loss in self._back.values())),
         ]

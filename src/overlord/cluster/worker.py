@@ -1,10 +1,8 @@
-"""What every host process of a job is: a pump with some cores in it, told what to do and asked what
-happened.
+"""The base of all worker processes: an event loop that executes messages and reports events.
 
-What the planner says comes by ``do``; what it is to know goes by ``events``, a call that is
-answered when there is something to tell; ``turn`` is both, since every message wakes somebody.
-Payload goes from loader hosts (``loaderhost.py``) to constructor hosts (``constructorhost.py``)
-through links, never through here.
+The coordinator sends messages with ``do`` and asks for events with ``events``, a call that is
+answered once there are some. ``turn`` does both, since every message wakes two processes. Payload
+goes directly from loader workers to constructor workers.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,48 +22,44 @@ from overlord.rpc.peers import RpcEndpoint
 
 log = logging.getLogger("overlord")
 
-# What was read ahead and nobody waits for is told so often: each word wakes two processes, and the
+# Events that nobody waits for are sent at this interval: each message wakes two processes, and the
 # planner answers most of them.
 QUIET_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What all hosts are told when they are started."""
+    """The settings that all workers of a job share."""
 
     name: str  # of the job
     token: str = field(repr=False)
-    generation: int = 0  # of the session: whoever comes for another one is refused
-    workers: int = 1  # threads of this host
+    generation: int = 0  # of the session: clients of another one are refused
+    workers: int = 1  # threads of this worker
     open_files: int = 512
     open_bytes: int = 2**28
     ring_bytes: int = 2**30
     build_ahead: int = 2
-    broadcast: bool = True  # False: every rank fetches its own
-    # loaders of a source share a worker process: they are more than would run side by side
+    broadcast: bool = True  # False: every rank fetches its own data
+    # loaders of a source share a transform worker: there are more loaders than run concurrently
     one_worker: bool = False
-    # payload travels in as few bytes as its ids need; hooks see the type that the source has
+    # payload is sent in the smallest integer type; hooks see the type of the source
     narrow: bool = True
     check: bool = False
-    failover: bool = False  # parts that are lost are started anew, and the others go back
-    # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody
-    # counts
+    failover: bool = False  # lost workers are restarted, and the others roll back
+    # Of two workers of one name the later one counts. Clocks of machines differ, so starts are
+    # counted; 0: use the clock.
     born: int = 0
-    machine: Platform = field(
-        default_factory=Platform, repr=False
-    )  # where the host lives: this one, but in simulations
+    machine: Platform = field(default_factory=Platform, repr=False)  # simulations have another
 
 
 class EventQueue:
-    """What happened and was not asked for yet. Filled in the pump, asked for by the actor's
-    thread.
-    """
+    """Events that were not asked for yet. The event loop adds them, the RPC thread takes them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._now = threading.Lock(), now
         self._happened: list[Any] = []
         self._asked: Future[list[Any]] | None = None
-        self._hurry = False  # someone waits for what happened
+        self._hurry = False  # the coordinator waits for an event
         self._answered = 0.0
 
     def put(self, event: Any, *, hurry: bool = True) -> None:
@@ -83,9 +78,10 @@ class EventQueue:
         return asked
 
     def answer(self) -> float | None:
-        """Called when the pump has done a piece of work: what it led to is told together, at once
-        if someone waits for it. Else it waits for more of its kind, and the seconds are returned
-        after which this is to be called again.
+        """Answer the pending call with all events, at once where the coordinator waits for one.
+
+        The event loop calls this after every turn. Events that can wait are collected: then the
+        seconds are returned after which this is to be called again.
         """
         with self._lock:
             now = self._now()
@@ -99,14 +95,14 @@ class EventQueue:
         return None
 
 
-class Worker(CommandLoop):
-    """A pump, threads that work for it, and what happened in it."""
+class Worker(ABC):
+    """An event loop, threads that work for it, and the events for the coordinator."""
 
-    BACKGROUND = False  # it reads ahead, so others may go before it
+    BACKGROUND = False  # it reads ahead, so other processes may run first
 
     def __init__(self, name: str, settings: WorkerConfig, links: int = 0):
-        """``links``: connections that get a thread each."""
-        super().__init__(check=settings.check)
+        """``links`` is the number of connections, each of which gets a thread."""
+        self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
         self.name, self._machine = name, settings.machine
         self._machine.prepare(settings.workers, links=links, background=self.BACKGROUND)
         self._events = EventQueue(self._machine.now)
@@ -114,14 +110,30 @@ class Worker(CommandLoop):
         self._executor = self._machine.executor(settings.workers, self._pump)
         self._sibling = RpcEndpoint(name, self, dial=self._machine.dial, leave=self._machine.end)
 
+    @abstractmethod
+    def _execute(self, command: Any) -> None:
+        """Execute a command of this worker's cores."""
+
+    @abstractmethod
+    def _take(self, message: Any) -> None:
+        """Handle a message of the coordinator."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check invariants, for tests."""
+
+    def run(self, commands: Sequence[Any] = ()) -> None:
+        self.commands.run(commands)
+
     def _start(self) -> None:
         self._pump.start(self._broke, self._after_turn)
 
     def _broke(self, error: BaseException) -> None:
-        """A core is broken: nothing this process holds can be trusted. Its death is seen at once,
-        its silence only by a deadline.
+        """Exit: after an error on the event loop no state of this process can be trusted.
+
+        Others detect an exit at once, a silent process only after a deadline.
         """
-        log.critical("%s ends itself: %s: %s", self.name, type(error).__name__, error)
+        log.critical("%s exits: %s: %s", self.name, type(error).__name__, error)
         self._machine.end(70)
 
     def _after_turn(self) -> float | None:
@@ -135,17 +147,12 @@ class Worker(CommandLoop):
             self._take(message)
         self.run()
 
-    def _take(self, message: Any) -> None:
-        raise NotImplementedError
-
     def at(self) -> str:
-        """The node of a cluster that this is on; asked of a host that was started, to know that it
-        is there.
-        """
+        """Return the cluster node of this worker; the answer also shows that it has started."""
         return self._machine.node()
 
     def beat(self) -> Future[bool]:
-        """Answered by the pump: a host whose pump stands is of no use, though its process lives."""
+        """Answer on the event loop: a worker whose loop is blocked is of no use."""
         answer = Future[bool]()
         self._pump.post(lambda: answer.set_result(True))
         return answer
@@ -154,13 +161,13 @@ class Worker(CommandLoop):
         return self._events.ask()
 
     def turn(self, messages: Sequence[Any]) -> Future[list[Any]]:
-        """Both in one message: what to do, and what has happened when something has."""
+        """Execute messages and wait for the next events: one round trip instead of two."""
         if messages:
             self.do(messages)
         return self._events.ask()
 
     def meet(self, address: str, token: str, ticket: int) -> None:
-        """A planner in a process of its own is there, and calls from now on."""
+        """Connect to a coordinator in its own process, which calls this worker from now on."""
         self._sibling.meet(address, token, ticket)
 
     def close(self) -> None:

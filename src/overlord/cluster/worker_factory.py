@@ -1,6 +1,7 @@
-"""Who starts the hosts of a job. Recipes hold code, and code crosses between processes only when
-one is started: so they stay with the process that launched the job, and whoever plans, there or
-elsewhere, asks for hosts by number.
+"""Starts the workers of a job.
+
+Code is sent to a process only when it starts, so the factory stays in the launching process. A
+coordinator asks for workers by number, there or from its own process.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring
 from overlord.setup.partition import scales
 from overlord.setup.prepared_job import READ_AHEAD, PreparedJob, ReaderSpec
 
-PROCESS_BYTES = (
-    2**27
-)  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
-SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
+# of a worker before it has read anything: Python, pyarrow and what a cluster adds to them
+PROCESS_BYTES = 2**27
+SIDE_BY_SIDE = (
+    8  # steps to read ahead with several workers: they are not equally fast at every step
+)
 
 
 def n_constructors(blueprint: PreparedJob) -> int:
@@ -43,8 +45,9 @@ def n_constructors(blueprint: PreparedJob) -> int:
 
 
 def constructors_of(blueprint: PreparedJob, hosts: int | None = None) -> list[int]:
-    """The constructor host of every data-parallel group, of ``hosts``: all that the job has where
-    that is not said.
+    """Return the constructor worker of every data-parallel group.
+
+    ``hosts`` is the number of constructor workers; by default that of the job.
     """
     named = tuple(blueprint.options.rank_nodes or ())
     nodes_of = [
@@ -55,13 +58,14 @@ def constructors_of(blueprint: PreparedJob, hosts: int | None = None) -> list[in
 
 
 def read_ahead_of(hosting: LoaderPlacement, scaled: bool = False) -> int:
-    """Steps' worth of samples beyond the draw. ``scaled``: there may be more hosts soon."""
+    """Return the steps to read ahead of the draw. ``scaled``: there may be more workers soon."""
     return SIDE_BY_SIDE if hosting.n_hosts > 1 or scaled else READ_AHEAD
 
 
 def lanes_of(options: Options, hosting: LoaderPlacement) -> int:
-    """Return the number of threads of every loader host. Threads are not cores: see
-    ``scaling/threads.py``.
+    """Return the number of threads of every loader worker.
+
+    Threads are not cores: see ``scaling/threads.py``.
     """
     if hosting.threads and options.workers is None:
         return hosting.threads
@@ -75,7 +79,7 @@ def settings_of(
     generation: int,
     machine: Platform | None = None,
 ) -> WorkerConfig:
-    """What all hosts are told when they are started."""
+    """Return the settings that all workers share."""
     options = blueprint.options
     return WorkerConfig(
         name=blueprint.job.name,
@@ -105,7 +109,7 @@ def layout_of(blueprint: PreparedJob, constructor_of: Sequence[int]) -> Layout:
 
 
 def layout_asked(options: Options) -> Layout:
-    """What was said of nodes where the job was launched."""
+    """Return the layout that the launch options ask for."""
     return Layout(
         rank_nodes=tuple(options.rank_nodes or ()),
         share=options.sidecar,
@@ -116,12 +120,13 @@ def layout_asked(options: Options) -> Layout:
 
 
 class WorkerStarter(Protocol):
-    """Starts hosts, and does not wait for them; the handles are of the control plane by which they
-    are called.
-    """
+    """Starts workers without waiting for them, and returns handles for calls."""
 
     hosting: LoaderPlacement
     token: str
+
+    @property
+    def placement(self) -> NodePlacement | None: ...  # on the nodes of a cluster, if known here
 
     def constructor(self, c: int) -> ActorHandle: ...
     def loader_host(
@@ -131,15 +136,16 @@ class WorkerStarter(Protocol):
         openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> ActorHandle: ...  # instead_of: the host whose loaders it is to have
+    ) -> ActorHandle: ...  # instead_of: the worker whose loaders it is to read
     def end(
         self, h: int, handle: ActorHandle
-    ) -> None: ...  # a loader host that is not needed any more; it may wait
+    ) -> None: ...  # a loader worker that is not needed any more; may block
 
 
 class WorkerFactory:
-    """The starter of the launching process: all that a host is made of. ``blueprint``: the one of
-    now; sources may have joined.
+    """The starter of the launching process, which has the code and the settings of workers.
+
+    ``blueprint`` returns the current prepared job: sources may have been added.
     """
 
     def __init__(
@@ -157,7 +163,7 @@ class WorkerFactory:
         self.placement = NodePlacement(
             control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist())
         )
-        self._kits: dict[int, ReaderSpec] = {}  # those that can be sent, once that is known
+        self._kits: dict[int, ReaderSpec] = {}  # those that are known to be sendable
 
     def constructor(self, c: int) -> ActorHandle:
         blueprint = self._blueprint()
@@ -207,8 +213,10 @@ class WorkerFactory:
     def _spawn(
         self, name: str, memory: int, factory: Callable[..., Worker], *args: Any
     ) -> ActorHandle:
-        """Place a host and start it. One that cannot be started leaves no place behind, unless it
-        had one before: it is tried again.
+        """Place a worker and start it.
+
+        The placement of one that cannot be started is removed, unless it had one before: then it is
+        tried again.
         """
         is_new = self.placement.memory_of(name) is None
         where = self.placement.place(name, memory)

@@ -1,11 +1,9 @@
-"""A loop that executes commands in order: follow-up commands are appended, and it is never
-re-entered.
-"""
+"""The command loop of a process, and the executor that runs its slow work."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -59,32 +57,38 @@ class Executor(Protocol):
 
 
 class CommandLoop:
-    """A queue of commands and the loop that empties it. A subclass implements ``_carry_out``."""
+    """Executes commands in order, never re-entered: commands that an execution adds come after it.
 
-    def __init__(self, *, check: bool = False):
-        self._check = check
-        self._queue: deque[Any] = deque()  # commands that are not executed yet
-        self._running = False
+    ``check`` runs after every command (invariants, for tests), ``after`` once the queue is empty.
+    """
 
-    def run(self, commands: Sequence[Any] = ()) -> None:
-        """Execute commands in order, including those that they lead to."""
-        self._queue.extend(commands)
-        if self._running:
+    def __init__(
+        self,
+        execute: Callable[[Any], None],
+        *,
+        check: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ):
+        self._execute, self._check, self._after = execute, check, after
+        self.queue: deque[Any] = deque()  # commands that are not executed yet
+        self.running = False
+
+    def run(self, commands: Iterable[Any] = ()) -> None:
+        """Add commands and execute all that are queued, unless an execution is under way."""
+        self.queue.extend(commands)
+        if self.running:
             return
-        self._running = True
+        self.running = True
         try:
-            while self._queue:
-                self._turn(self._queue.popleft())
-                if self._check:
-                    self.check()
+            while self.queue:
+                self._execute(self.queue.popleft())
+                if self._check is not None:
+                    self._check()
         finally:
-            self._running = False
+            self.running = False
+        if self._after is not None:
+            self._after()
 
-    def _turn(self, command: Any) -> None:
-        self._carry_out(command)
-
-    def _carry_out(self, command: Any) -> None:
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Verify invariants, in tests."""
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Remove queued commands."""
+        self.queue = deque(command for command in self.queue if not unwanted(command))

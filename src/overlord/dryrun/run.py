@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import PlanRouter, RoutedPlan
 from overlord.constructor.assembler import Assembler
 from overlord.dryrun.arrivals import arrivals
@@ -194,7 +195,9 @@ class DryRun:
             else []
         )
         of = self._builder_of if fleet.constructors else np.arange(fleet.dp)
-        self._router = PlanRouter(self._host_of.tolist(), of.tolist())
+        self._router = PlanRouter(
+            Placement([len(self._host_of)], self._host_of.tolist(), of.tolist())
+        )
         fetchers = np.asarray(
             sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64
         )
@@ -290,7 +293,7 @@ class DryRun:
 
     def _stage(self, stage: PlannedStep, began: float, plan_s: float) -> None:
         start = self._clock()
-        routed = self._router.cut(
+        routed = self._router.route(
             stage, EncodedState(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
         )
         if not self._fleet.constructors:

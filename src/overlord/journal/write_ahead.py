@@ -1,13 +1,11 @@
-"""What every engine does for its journal: plans and events are written down before anyone acts on
-them. Without a journal nothing is.
-"""
+"""Write-ahead journaling of a runtime: plans and events are durable before they take effect."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,23 +32,20 @@ log = logging.getLogger("overlord")
 
 
 class NullJournal:
-    """The journal of a job that has none; what the others do is said in
-    ``journal/job_journal.py``.
-    """
+    """The journal of a job without one; ``journal/job_journal.py`` documents the methods."""
 
-    # what all writers of one launch share: the next one goes on only where the last was one of them
+    # shared by all writers of one launch: a writer continues only a journal of its own launch
     launch = ""
     failed: JournalError | None = None
-    settling = False  # an event waits to be durable, and the pump with it
-    heard: Callable[[], None] = staticmethod(
-        lambda: None
-    )  # in the pump: something became durable, or cannot
+    settling = False  # an event waits to be durable, and the event loop with it
+    # called on the event loop when a record became durable, or cannot
+    heard: Callable[[], None] = staticmethod(lambda: None)
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Write beside the pump from here on; ``post`` runs a call in it."""
+        """Write in a thread from now on; ``post`` runs a call on the event loop."""
 
     def has(self, step: int) -> bool:
-        """Whether the plan of a step is durable."""
+        """Return whether the plan of a step is durable."""
         return True
 
     def begin(self, state: StreamState, blueprint: PreparedJob) -> None: ...
@@ -68,14 +63,15 @@ class NullJournal:
 
 
 UNWRITTEN = NullJournal()
-PLANNED = (PlannedStep, Refill, EndOfJob, DropHeldSamples, RestartLoader)  # what a planner commands
+# commands of a planner
+PLANNED = (PlannedStep, Refill, EndOfJob, DropHeldSamples, RestartLoader)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a session began, and why there."""
+    """The step at which a session began, and the reason."""
 
-    step: int  # the first that it delivers
+    step: int  # the first step that it delivers
     why: str
 
     def __str__(self) -> str:
@@ -95,16 +91,17 @@ class Journaled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JournalStart:
-    """How a session begins: its journal, and what stands there already."""
+    """The journal of a session at its start, and the records that it already has."""
 
     journal: NullJournal = UNWRITTEN
     resumed: ResumePoint | None = None
     floor: int = 0  # the first step that was never planned
-    anew: bool = False  # what the journal says of steps behind the state does not count any more
+    anew: bool = False  # records of steps after the state are void
 
     def write(self, engine: Journaled, blueprint: PreparedJob) -> None:
-        """Before the engine plans anything; if it cannot be written there is nothing to run. A
-        planner elsewhere writes for itself.
+        """Write the start before the runtime plans a step; close the runtime if that fails.
+
+        A coordinator in its own process writes for itself.
         """
         try:
             if (write := getattr(engine, "write_beginning", None)) is not None:
@@ -122,27 +119,22 @@ class JournalStart:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """A command of the planner that waits for nothing any more."""
+    """A held planner command whose plan has become durable."""
 
     command: Any
 
 
-class WriteAhead(CommandLoop):
-    """The part of an engine that writes. In the pump.
+class WriteAheadGate:
+    """Admits planner commands in order, and no plan before its journal record is durable.
 
-    What the planner commands goes its way in the order in which it was said, and no plan goes
-    before it is durable: it waits here, and with it all that was said behind it. Everything else
-    goes on meanwhile.
+    A plan that is not durable is held, and with it every later planner command. Other commands
+    pass. Runs on: event loop.
     """
 
-    planner: Planner
-    on_lost: list[Callable[[SourceLost], None]]  # told of sources that left
-    _journal: NullJournal = UNWRITTEN
-    _held: deque[Any]
-
-    def __init__(self, *, check: bool = False):
-        super().__init__(check=check)
-        self._held = deque()
+    def __init__(self, commands: CommandLoop, planner: Callable[[], Planner]):
+        self._commands, self._planner = commands, planner
+        self._journal: NullJournal = UNWRITTEN
+        self._held: deque[Any] = deque()  # planner commands that wait for a plan to be durable
 
     @property
     def journal(self) -> NullJournal:
@@ -152,130 +144,119 @@ class WriteAhead(CommandLoop):
     def journal(self, journal: NullJournal) -> None:
         self._journal = journal
         if journal is not UNWRITTEN:
-            journal.heard = self._released
+            journal.heard = self._release
 
-    def settle(self) -> None:
-        """Whatever is said here has happened when it returns."""
+    def record(self, event: Any) -> list[Any]:
+        """Apply an event to the planner and journal it: it is durable on return.
 
-    def event(self, event: Any) -> None:
-        """An event of the log, for the planner: when this returns it is durable, and may be said to
-        have happened.
+        Returns the planner's commands. If the event cannot be written, the job ends.
         """
-        self.run(self._answered(event))
-
-    def _answered(self, event: Any) -> list[Any]:
-        """What the planner says to an event, which is written down before anyone does that."""
-        in_time = isinstance(event, Report) and self.planner.in_time(event)
-        commands = self.planner.handle(event)
+        planner = self._planner()
+        in_time = isinstance(event, Report) and planner.in_time(event)
+        commands = planner.handle(event)
         if in_time:
-            self.journal.reported(event)
+            self._journal.reported(event)
         try:
-            self.journal.said(event)
+            self._journal.said(event)
         except JournalError as error:
-            self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
+            planner = self._planner()
+            self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
             raise
         return [*commands]
 
-    def _lose(self, event: SourceLost) -> None:
-        """The planner asks for an event: it is one like those that people say, written down before
-        a step is planned with it.
-        """
-        log.error(
-            "from step %d on nothing is drawn from source %r, whose storage was given up: %s",
-            event.at,
-            event.name,
-            event.reason,
-        )
-        with contextlib.suppress(JournalError):  # the job has ended with it
-            self.event(event)
-            for watcher in self.on_lost:
-                watcher(event)
-
-    def report(self, report: Report) -> bool:
-        """Whether it comes in time for a plan."""
-        used = self.planner.in_time(report)
-        self.event(report)
-        return used
-
-    # plans
-
-    def _turn(self, command: Any) -> None:
+    def admit(self, command: Any) -> Any | None:
+        """Return the command to execute now, or None where it is held or refused."""
         if isinstance(command, Durable):
-            self._carry_out(command.command)
-        elif not isinstance(command, PLANNED):
-            self._carry_out(command)
-        elif isinstance(command, PlannedStep) and not self._is_written(command):
-            pass
-        elif self._held or (
-            isinstance(command, PlannedStep) and not self.journal.has(command.plan.step)
-        ):
+            return command.command
+        if not isinstance(command, PLANNED):
+            return command
+        if isinstance(command, PlannedStep) and not self._is_written(command):
+            return None
+        if self._held or self._waits(command):
             self._held.append(command)
-        else:
-            self._carry_out(command)
+            return None
+        return command
+
+    def _waits(self, command: Any) -> bool:
+        return isinstance(command, PlannedStep) and not self._journal.has(command.plan.step)
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Hand a plan to the journal, and all that were made in the same turn. If that cannot be,
-        the job ends before it.
+        """Hand a plan to the journal, with all plans of the same turn.
+
+        Where the journal refuses it, the job ends before this step.
         """
+        same_turn = [c for c in self._commands.queue if isinstance(c, PlannedStep)]
         try:
-            self.journal.planned(
-                [stage, *(c for c in self._queue if isinstance(c, PlannedStep))], self.planner.taken
-            )
+            self._journal.planned([stage, *same_turn], self._planner().taken)
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
-        if (failed := self.journal.failed) is not None and not self.journal.has(stage.plan.step):
-            self._end_before(
-                stage.plan.step, failed
-            )  # handed over before the planner went back: nobody tells again
+        # After a rollback the plan may have been handed over before: no call reports its failure.
+        if (failed := self._journal.failed) is not None and self._waits(stage):
+            self._end_before(stage.plan.step, failed)
             return False
         return True
 
-    def _released(self) -> None:
-        """Something became durable, or cannot."""
-        error = self.journal.failed  # asked first: what is not durable then never will be
-        waiting = next(
-            (
-                c.plan.step
-                for c in self._held
-                if isinstance(c, PlannedStep) and not self.journal.has(c.plan.step)
-            ),
-            None,
-        )
+    def _release(self) -> None:
+        """Execute held commands up to the first plan that is not durable.
+
+        The journal calls this when a plan became durable, or cannot.
+        """
+        # Read before the plans are looked at: a plan that is not durable by then never will be.
+        error = self._journal.failed
+        waiting = next((c.plan.step for c in self._held if self._waits(c)), None)
         if waiting is not None and error is not None:
             self._end_before(waiting, error)
         free = []
-        while self._held and not (
-            isinstance(c := self._held[0], PlannedStep) and not self.journal.has(c.plan.step)
-        ):
+        while self._held and not self._waits(self._held[0]):
             free.append(Durable(self._held.popleft()))
-        self._queue.extendleft(reversed(free))
-        self.run()
+        self._commands.queue.extendleft(reversed(free))
+        self._commands.run()
 
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
-        """No plan from this step on is acted upon. Those before it go their way when they are
-        durable, if they are not yet.
-        """
-        self._held = deque(
-            c for c in self._held if not isinstance(c, PlannedStep) or c.plan.step < step
-        )
-        self._queue = deque(
-            c for c in self._queue if not isinstance(c, PlannedStep) or c.plan.step < step
-        )
-        self._queue.extend(self.planner.handle(EndOfJob(step, error)))
+        """End the job before this step; plans of earlier steps are executed once durable."""
 
-    def _unhold(self) -> None:
-        """The planner is replaced: what the old one said last is said anew by the new one."""
+        def is_later(command: Any) -> bool:
+            return isinstance(command, PlannedStep) and command.plan.step >= step
+
+        self._held = deque(c for c in self._held if not is_later(c))
+        self._commands.drop(is_later)
+        self._commands.queue.extend(self._planner().handle(EndOfJob(step, error)))
+
+    def rollback(self) -> None:
+        """Forget held commands: the planner that replaces this one repeats them."""
         self._held.clear()
 
-    def _was_taken(self) -> None:
-        """Ranks took steps. The next plan says so; where none comes, it is said by itself."""
+    def acked(self) -> None:
+        """Journal the acknowledged steps where no plan follows that would record them."""
+        planner = self._planner()
         try:
-            self.journal.took(self.planner.taken, last=self.planner.finished is not None)
+            self._journal.took(planner.taken, last=planner.finished is not None)
         except JournalError as error:
-            self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
+            self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 
-    def _writing(self) -> str:
-        """What a step waits for, if it is the journal; in words."""
+    def waiting_for(self) -> str:
+        """Describe the journal write that the next step waits for; empty without one."""
         steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""
+
+
+def lose_source(
+    event: SourceLost,
+    handle: Callable[[SourceLost], None],
+    watchers: Iterable[Callable[[SourceLost], None]],
+) -> None:
+    """Apply the loss of a source, which the planner asks for, as an event of the log.
+
+    ``handle`` records it before a step is planned without the source; then watchers are called.
+    """
+    log.error(
+        "source %r removed from step %d on, its storage was given up: %s",
+        event.name,
+        event.at,
+        event.reason,
+    )
+    with contextlib.suppress(JournalError):  # the job has ended with it
+        handle(event)
+        for watcher in watchers:
+            watcher(event)

@@ -364,3 +364,160 @@ GROUPS_AHEAD = 8
 
 # generations between two recoveries: as often may sources be restarted in between
 STRIDE = 2**20
+
+
+# from the coordinator to loader workers
+
+
+@dataclass(frozen=True, slots=True)
+class FollowLoader:
+    """Open a standby of a loader that another worker reads."""
+
+    start: LoaderStart
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOverLoader:
+    """Read a loader from ``step`` on with the samples that its standby holds, or open it."""
+
+    step: int
+    start: LoaderStart
+
+
+@dataclass(frozen=True, slots=True)
+class DropLoader:
+    """Close a loader that another worker reads from now on."""
+
+    loader: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectConstructor:
+    """Connect to a constructor worker, in place of an earlier connection."""
+
+    constructor: int
+    address: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SetBufferBudget:
+    """Bound the bytes that each loader may buffer."""
+
+    nbytes: int
+
+
+# from workers to the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class StepsAcked:
+    """The last steps that ranks of a constructor worker took: ``steps[i]`` of ``ranks[i]``."""
+
+    ranks: list[int]
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """A loader worker cannot reach a constructor worker at an address."""
+
+    worker: str
+    reason: str
+    address: str
+
+
+# from a coordinator in its own process to the launching process; ``ticket`` names the worker's lease
+
+
+@dataclass(frozen=True, slots=True)
+class StartConstructorWorker:
+    """Start a constructor worker and redirect it to the coordinator."""
+
+    ticket: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoaderWorker:
+    """Start a loader worker and redirect it to the coordinator.
+
+    ``sources`` are the sources that it can open, ``constructors`` the addresses it connects to.
+    ``instead_of`` is the worker whose loaders it is to read.
+    """
+
+    ticket: int
+    number: int
+    sources: list[int]
+    starts: list[LoaderStart]
+    constructors: dict[int, str]
+    instead_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedirectWorker:
+    """Redirect a worker that lives to the coordinator."""
+
+    ticket: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireWorker:
+    """End a loader worker that is not needed any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """Kill a worker and report its death to the coordinator."""
+
+    ticket: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected:
+    """The connection between the coordinator and a worker has ended."""
+
+    ticket: int
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForWorkers:
+    """Living workers that have not answered a coordinator that takes over."""
+
+    workers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGivenUp:
+    """A coordinator that takes over kills a living worker that does not answer."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChanged:
+    """The worker of every loader."""
+
+    worker_of: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """The last step that every rank took, and the counts of this coordinator's journal."""
+
+    acked: int
+    written: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorFailed:
+    """The event loop of the coordinator has stopped."""
+
+    error: Exception

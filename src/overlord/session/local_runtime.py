@@ -21,9 +21,9 @@ import numpy as np
 from overlord.batch import Batch
 from overlord.buffer_pool import BufferPool
 from overlord.client.client import LocalStepQueue
-from overlord.cluster.loader_stats import Watching, onlooker
+from overlord.cluster.loader_stats import LoadObserver, observing_scaler
 from overlord.cluster.plan_history import RecentPlans
-from overlord.concurrency.command_loop import Done, Executor
+from overlord.concurrency.command_loop import CommandLoop, Done, Executor
 from overlord.concurrency.event_loop import ThreadExecutor
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
@@ -31,7 +31,7 @@ from overlord.constructor.images import PixelForm
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, Hook, of_kind, popped_by
-from overlord.journal.write_ahead import WriteAhead
+from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.loader.service import LoaderService
@@ -46,7 +46,9 @@ from overlord.messages.control import (
     EndOfJob,
     PlannedStep,
     Refill,
+    Report,
     RestartLoader,
+    SetReadAhead,
     SourceLost,
     StreamState,
 )
@@ -67,8 +69,8 @@ log = logging.getLogger("overlord")
 __all__ = ["Done", "Executor", "LocalRuntime", "RankQueue", "RecentPlans"]
 
 
-class LocalRuntime(WriteAhead, Watching):
-    """All cores of a job and what they hold: payload, staged steps, built microbatches."""
+class LocalRuntime:
+    """The planner, loaders and constructors of a job in one process. Runs on: event loop."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class LocalRuntime(WriteAhead, Watching):
         images: PixelForm | None = None,
         broadcast: bool = True,
     ):
-        super().__init__(check=check)
+        self.commands = CommandLoop(self._execute, check=self.check if check else None)
+        self.gate = WriteAheadGate(self.commands, lambda: self.planner)
         self.planner, self._executor = planner, executor
         self.loading = LoaderService(executor, self.run)
         for loader, reader in zip(loaders, readers, strict=True):
@@ -106,24 +109,48 @@ class LocalRuntime(WriteAhead, Watching):
         self._images, self._batch, self._multiple = images, batch, multiple
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
         self._taken = -1  # the last step that all clients took
-        self._watch(None)
+        self._observer: LoadObserver | None = None
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
 
-    # what comes in
+    @property
+    def journal(self) -> NullJournal:
+        return self.gate.journal
+
+    @journal.setter
+    def journal(self, journal: NullJournal) -> None:
+        self.gate.journal = journal
+
+    def run(self, commands: Sequence[Any] = ()) -> None:
+        self.commands.run(commands)
+
+    # events
+
+    def settle(self) -> None:
+        """Return at once: every event has taken effect when ``event`` returns."""
+
+    def event(self, event: Any) -> None:
+        """Apply an event of the log: it is durable on return."""
+        self.run(self.gate.record(event))
+
+    def report(self, report: Report) -> bool:
+        """Apply a report and return whether it comes in time for a plan."""
+        used = self.planner.in_time(report)
+        self.event(report)
+        return used
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
         """Clients of these ranks exist. All that will take part come together: a step is not kept
         for one who comes later.
         """
-        self._queue.extend(self.building.attach(mailboxes))
+        self.commands.queue.extend(self.building.attach(mailboxes))
         self.run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
     def detach(self, rank: int) -> None:
         if rank in self.building.mailboxes:
-            self._queue.extend(self.building.detach(rank))
+            self.commands.queue.extend(self.building.detach(rank))
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
@@ -136,11 +163,11 @@ class LocalRuntime(WriteAhead, Watching):
     def consumed(self, ranks: Sequence[int], step: int) -> None:
         here = [rank for rank in ranks if rank in self.building.mailboxes]
         self._taken = max(self._taken, step)
-        self._queue.extend(self.building.consumed(here, step))
+        self.commands.queue.extend(self.building.consumed(here, step))
         self.run(
             [command for rank in here for command in self.planner.handle(Consumed(rank, step))]
         )
-        self._was_taken()
+        self.gate.acked()
 
     def inbox(self, rank: int, next_step: int) -> LocalStepQueue:
         """Where a client in this process gets its steps."""
@@ -171,28 +198,30 @@ class LocalRuntime(WriteAhead, Watching):
         joined()
         self.run(commands)
 
-    # carrying out commands
+    # executing commands
 
-    def _carry_out(self, command: Any) -> None:
-        match command:
-            case Refill() | Read() | Evaluate():
-                self._queue.extend(self.loading.carry_out(command))
-            case Announce():
-                self._queue.extend(self.planner.handle(command))
+    def _execute(self, command: Any) -> None:
+        match self.gate.admit(command):
+            case None:
+                pass
+            case (Refill() | Read() | Evaluate()) as work:
+                self.commands.queue.extend(self.loading.carry_out(work))
+            case Announce() as announce:
+                self.commands.queue.extend(self.planner.handle(announce))
             case DropHeldSamples(loaders=loaders):
                 self.loading.forget(loaders)
-            case SourceLost():
-                self._lose(command)
-            case RestartLoader():
-                self.loading.reopen(command)
-            case PlannedStep():
-                self._stage(command)
-            case Build() | Deliver() | EndRank() | Release():
-                self.building.carry_out(command, self._queue)
-            case EndOfJob():
-                self._queue.extend(self.building.finish(command))
-            case _:
-                raise TypeError(f"no one carries out {type(command).__name__}")
+            case SourceLost() as lost:
+                lose_source(lost, self.event, self.on_lost)
+            case RestartLoader() as restart:
+                self.loading.reopen(restart)
+            case PlannedStep() as stage:
+                self._stage(stage)
+            case (Build() | Deliver() | EndRank() | Release()) as work:
+                self.building.carry_out(work, self.commands.queue)
+            case EndOfJob() as finish:
+                self.commands.queue.extend(self.building.finish(finish))
+            case unknown:
+                raise TypeError(f"no handler for the command {type(unknown).__name__}")
 
     def _stage(self, stage: PlannedStep) -> None:
         """Pop the step's samples from their loaders and hand them to the constructors: the
@@ -201,7 +230,7 @@ class LocalRuntime(WriteAhead, Watching):
         loaders = np.flatnonzero(stage.pops)
         pops = dict(zip(loaders.tolist(), stage.pops[loaders].tolist(), strict=True))
         pieces, commands = self.loading.pop(stage.plan.step, pops, stage.kept)
-        self._queue.extend(commands)
+        self.commands.queue.extend(commands)
         self.plans.keep(stage)
         for watcher in self.on_stage:
             watcher(stage)
@@ -221,7 +250,9 @@ class LocalRuntime(WriteAhead, Watching):
                 "loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True
             )
         else:  # ahead of what the planner asked loaders for: a step is what a trainer waits for
-            self._queue.extendleft(reversed(self.building.staged(staged, StepInfo.of(stage))))
+            self.commands.queue.extendleft(
+                reversed(self.building.staged(staged, StepInfo.of(stage)))
+            )
 
     def _with_images(self, staged: StepDocuments, found: Scattered | None) -> StepDocuments:
         """Who encodes what; the images themselves lie as they were popped."""
@@ -254,36 +285,54 @@ class LocalRuntime(WriteAhead, Watching):
 
         return done
 
-    # looking
+    # statistics
 
     def look(self, options: Options, waited_s: float, now: float) -> None:
-        """What loaders and trainers did since the last look, and what follows from it.
-        ``waited_s``: trainers so far, on average.
-        """
-        if self._scaler is None:
-            self._watch(onlooker(options, self.planner.spec.read_ahead))
-        if self.planner.finished is None and self.building.mailboxes:
-            self._conclude(
-                self._observed(now, {0: self.loading.gauge()}, self._taken, waited_s, hosts=1), now
-            )
+        """Poll loaders and trainers, and execute what the scaler concludes.
 
-    def _numbers(self, source: int) -> range:
+        ``waited_s`` is the mean of the seconds that trainers have waited so far.
+        """
+        if self._observer is None:
+            scaler = observing_scaler(options, self.planner.spec.read_ahead)
+            if scaler is None:
+                return
+            self._observer = LoadObserver(
+                scaler, lambda: self.planner, self, set_read_ahead=self._set_read_ahead
+            )
+        if self.planner.finished is None and self.building.mailboxes:
+            stats = {0: self.loading.gauge()}
+            observed = self._observer.observe(now, stats, self._taken, waited_s, hosts=1)
+            self._observer.conclude(observed, now)
+
+    def _set_read_ahead(self, command: SetReadAhead) -> None:
+        self.run(self.planner.handle(command))
+
+    def loaders_of(self, source: int) -> range:
+        """Return the numbers of a source's loaders."""
         loaders = [s.loaders for s in self.planner.spec.sources]
         first = sum(loaders[:source])
         return range(first, first + loaders[source])
 
-    def _n_processes(self, source: int) -> int:
-        """Return 1, this process; loaders with worker processes have one each."""
+    def places_of(self, source: int) -> tuple[int, ...]:
+        """Return a source's loaders: all of them live in this process."""
+        return tuple(self.loaders_of(source))
+
+    def able(self, source: int) -> tuple[int, ...]:
+        """Return no worker: there is no other process that could read a source."""
+        return ()
+
+    def n_processes(self, source: int) -> int:
+        """Return 1, this process; loaders with transform workers have one each."""
         mine = [
             self.loading.hosted[n].reader.stages
-            for n in self._numbers(source)
+            for n in self.loaders_of(source)
             if n in self.loading.hosted
         ]
         return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
 
-    def _free_s(self, source: int) -> float:
-        """Return 0 where nothing but code of the user's can be what takes long in this process."""
-        hosted = self.loading.hosted.get(self._numbers(source)[0])
+    def free_s(self, source: int) -> float:
+        """Return 0 where only user code can take long in this process, else infinity."""
+        hosted = self.loading.hosted.get(self.loaders_of(source)[0])
         transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
         own, heavy = (
             any(t.user_code for t in transforms),
@@ -318,7 +367,7 @@ class LocalRuntime(WriteAhead, Watching):
         """Why a rank has no step, in words: the constructor first, then the planner, then the
         loaders it waits for.
         """
-        if words := self.building.waiting(rank) or self._writing():
+        if words := self.building.waiting(rank) or self.gate.waiting_for():
             return words
         busy = self.loading.busy()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
@@ -335,7 +384,7 @@ class LocalRuntime(WriteAhead, Watching):
             "constructors": [row | here for row in self.building.figures()],
             "memory": self.held_bytes(),
             "hosts": [],
-            "scaling": self._watch_figures(time.monotonic()),
+            "scaling": {} if self._observer is None else self._observer.metrics(time.monotonic()),
         }
 
     def broke(self, error: Exception) -> None:

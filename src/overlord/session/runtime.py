@@ -104,9 +104,7 @@ def _apart(
     pump: EventLoop,
     generation: int,
 ) -> Runtime:
-    from overlord.cluster.coordinator import (
-        ProcessHost,
-    )  # processes and sockets: for those who ask for them
+    from overlord.cluster.coordinator import Coordinator  # imports processes and sockets
     from overlord.session.cluster_runtime import ClusterRuntime
 
     options = blueprint.options
@@ -116,7 +114,7 @@ def _apart(
             return ClusterRuntime(
                 blueprint, state, pump, generation, control=control, machine=machine
             )
-        return ProcessHost(blueprint, state, control, pump, generation, machine)
+        return Coordinator.launch(blueprint, state, control, pump, generation, machine)
     except BaseException:
         control.shutdown(HURRY_S)
         raise

@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from overlord.cluster.constructor_worker import ConstructorWorker
-from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
-from overlord.cluster.takeover import PlannerHost
+from overlord.cluster.takeover import Takeover, first_coordinator
 from overlord.cluster.worker_factory import (
     WorkerFactory,
     constructors_of,
     read_ahead_of,
     settings_of,
 )
+from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-Word = Callable[[ProcessHost], None]  # what the planner's host is told
+Word = Callable[[Coordinator], None]  # what the planner's host is told
 
 
 class Living(WorkerFactory):
@@ -105,7 +106,7 @@ class Launched:
         self._anew, self.told = anew, False
         self._launch = ""  # as its journal knows it, once its first planner has opened that
         self.planner = self.process
-        self.host: ProcessHost | None = None
+        self.host: Coordinator | None = None
         self.begun = (
             False  # the first planner is there: whoever launches it has the session in hand
         )
@@ -189,8 +190,7 @@ class Launched:
             pump.start(self.cluster.broke)
         else:
             pump.start(
-                self.cluster.broke,
-                self._elsewhere.is_there(cast(PlannerHost, host), pump, self._found),
+                self.cluster.broke, self._elsewhere.is_there(host, self.kit, pump, self._found)
             )
         if not self.incarnation:
             pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
@@ -200,23 +200,24 @@ class Launched:
         self._pass_on()
         self.cluster.people.look()
 
-    def _make_host(self, reason: str) -> ProcessHost:
+    def _make_host(self, reason: str) -> Coordinator:
         cluster = self.cluster
         if cluster.disk is None:
-            return ProcessHost(
+            return Coordinator.launch(
                 self.blueprint, self._initial, self.control, self.pump, self.session, self.machine
             )
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
             self._found = found.events
-            host = self._planner_host(found, self._initial, reason, self.blueprint)
+            given = self._given_to_planner(self._initial, reason, self.blueprint)
+            takeover = Takeover(*given, found, self.machine, send=self._hears)  # type: ignore[arg-type]
+            host = takeover.coordinator
             host.journal = journal
             if not found.empty:
-                journal.begin(host.planner.state(), host.blueprint)
+                journal.begin(host.planner.state(), host.prepared)
             else:
-                JournalStart(journal, anew=self._anew).write(host, host.blueprint)
-            host.take_over()
-            return host
+                JournalStart(journal, anew=self._anew).write(host, host.prepared)
+            return takeover.roll_back()
         blueprint, state, beginning = (
             self.blueprint,
             self._initial,
@@ -227,8 +228,9 @@ class Launched:
             self._initial, self.blueprint = state, blueprint
             assert state is not None
             cluster.resumed(self, state)
-        host = self._planner_host(None, state, reason, blueprint.floored(beginning.floor))
-        beginning.write(host, host.blueprint)
+        given = self._given_to_planner(state, reason, blueprint.floored(beginning.floor))
+        host = first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
+        beginning.write(host, host.prepared)
         return host
 
     def _open_journal(self, disk: SimDisk) -> tuple[JobJournal, Recovered]:
@@ -240,20 +242,16 @@ class Launched:
         journal.start(self.pump.post)
         return journal, found
 
-    def _planner_host(
-        self,
-        found: Recovered | None,
-        state: StreamState | None,
-        reason: str,
-        blueprint: PreparedJob,
-    ) -> PlannerHost:
+    def _given_to_planner(
+        self, state: StreamState | None, reason: str, blueprint: PreparedJob
+    ) -> tuple[CoordinatorConfig, SimControl, EventLoop, Living]:
         blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
         starter = Living(
             self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
         )
         starter.kits = self.kits
-        kit = CoordinatorConfig(
+        self.kit = CoordinatorConfig(
             blueprint=PlannerJob(blueprint),
             state=state,
             hosting=self.hosting,
@@ -267,20 +265,16 @@ class Launched:
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
             reports=tuple(self._accepted.values()),
         )
-        return PlannerHost(
-            kit, self.control, self.pump, starter, found, machine=self.machine, say=self._hears
-        )  # type: ignore[arg-type]
+        return self.kit, self.control, self.pump, starter
 
-    def _hears(self, what: str, *words: Any) -> None:
+    def _hears(self, message: Any) -> None:
         """What the planner says. It asks for all that was reported by a message, which is answered
         behind what was reported before.
         """
-        if what == "reports":
-            mark: int = words[0]
+        if isinstance(message, tuple):
+            mark: int = message[1]
             self.world.at(
-                0.0005,
-                lambda: self._send(lambda host: cast(PlannerHost, host).all_reported(mark)),
-                self.process,
+                0.0005, lambda: self._send(lambda host: host.all_reported(mark)), self.process
             )
 
     # what trainers ask
@@ -332,7 +326,7 @@ class Launched:
                 self.process,
             )
 
-    def _hear(self, word: Word, host: ProcessHost) -> None:
+    def _hear(self, word: Word, host: Coordinator) -> None:
         word(host)
         if host is self.host and self._mail and self._mail[0] is word:
             self._mail.popleft()
@@ -382,7 +376,7 @@ class Launched:
         assert host is not None
         self.pump.post(lambda: self._take(host, report))
 
-    def _take(self, host: ProcessHost, report: Report) -> None:
+    def _take(self, host: Coordinator, report: Report) -> None:
         if host.planner.in_time(report):
             self._accepted[report.step, report.rank] = report
             self.log.report(report, 0)

@@ -15,10 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_actor import CoordinatorActor
+from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.event_outbox import EventOutbox
 from overlord.cluster.launcher import PLANNER, Launcher
-from overlord.cluster.takeover import PlannerHost
 from overlord.cluster.worker import EventQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.thread_queue import ThreadQueue
@@ -112,12 +113,12 @@ class Elsewhere(ClusterRuntime):
         self._parts.starts(process)
 
     def is_there(
-        self, host: PlannerHost, pump: EventLoop, found: Sequence[Any]
+        self, host: Coordinator, kit: CoordinatorConfig, pump: EventLoop, found: Sequence[Any]
     ) -> Callable[[], float | None]:
         """``found``: events in the journal. What is to be called behind every turn of the planner's
         pump.
         """
-        actor = _Planner(host, pump, found, self._parts._machine.now)
+        actor = _Planner(host, kit, pump, found, self._parts._machine.now)
         self._parts.is_there(actor)
         return actor._after_turn
 
@@ -126,9 +127,15 @@ class _Planner(CoordinatorActor):
     """The planner's process, as far as it is told what people say, and tells what it has taken."""
 
     def __init__(
-        self, host: PlannerHost, pump: EventLoop, found: Sequence[Any], now: Callable[[], float]
+        self,
+        host: Coordinator,
+        kit: CoordinatorConfig,
+        pump: EventLoop,
+        found: Sequence[Any],
+        now: Callable[[], float],
     ):
-        self._kit, self._host, self._pump, self._events = host._kit, host, pump, EventQueue(now)
+        self._kit, self._coordinator, self._pump = kit, host, pump
+        self._takeover, self._events = None, EventQueue(now)
         self._said, self._watched = list(found), False
         self._say_found()
 

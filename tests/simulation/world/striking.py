@@ -263,17 +263,17 @@ class Script:
         launched = self._cluster.launched
         if (host := launched.host) is None:
             return False
-        several = [i for i, n in enumerate(host.hosting.loaders) if n > 1]
+        several = [i for i, n in enumerate(host.placement.loaders) if n > 1]
         source = several[fault.which % len(several)]
         n = (
             1
-            + (len(host.hosts_of(source)) + fault.which // len(several))
-            % host.hosting.loaders[source]
+            + (len(host.placement.workers_of(source)) + fault.which // len(several))
+            % host.placement.loaders[source]
         )
 
         def act() -> None:
             if fault.which % 5 == 4:  # as when a node with room joins
-                host.relocate(sorted(host.hosts_of(source)))
+                host.rebalancer.relocate(sorted(host.placement.workers_of(source)))
             else:
                 host.spread(source, n)
 
