@@ -578,8 +578,8 @@ NODES = """
         apart = {"rank_nodes": ["gpu-0", "gpu-1"], "hosts": 2, "sources_per_host": 2, "ports": "21000-21199"}
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
-            print(session._host._control.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in session._host._addresses.values()], flush=True)
+            print(session.internals.runtime.actor_system.asked(), flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in session.internals.runtime._addresses.values()], flush=True)
             took = []
 
             def remove(session):

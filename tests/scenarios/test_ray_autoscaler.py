@@ -86,7 +86,7 @@ GROWS = """
         try:
             with launch(job(), "ray", address=address, reserve=True, **ONE) as session:
                 same = play(session, act={6: grow}) == calm
-                cores = [asked["cores"] for name, asked in session._host._control.asked().items() if name.startswith("loader-host")]
+                cores = [asked["cores"] for name, asked in session.internals.runtime.actor_system.asked().items() if name.startswith("loader-host")]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)
             alone(address)
         finally:

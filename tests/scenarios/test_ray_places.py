@@ -58,8 +58,8 @@ PLACES = """
         asked = {"rank_nodes": ["gpu-0", "gpu-0", "gpu-1", "gpu-1"], "node_labels": {"pool": "data"}, "node_resources": {"scratch": 1}}
         with launch(made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked) as session:
             print(where(session), flush=True)
-            print(session._host._constructor_of.tolist(), flush=True)
-            print(session._host._control.asked(), flush=True)
+            print(session.internals.runtime._constructor_of.tolist(), flush=True)
+            print(session.internals.runtime.actor_system.asked(), flush=True)
             idle = {n.name: dict(n.idle_resources) for n in ray_cluster.CLUSTER.nodes()}["data-0"]
             print(idle, flush=True)
             taken = []
@@ -71,7 +71,7 @@ PLACES = """
 
             print(play(session, act={7: lose}) == calm, flush=True)
             print(where(session), flush=True)
-            print(session._host._control.asked(), flush=True)
+            print(session.internals.runtime.actor_system.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
             ray_control.PROCESS_S = 1.0
             with ray_control.RayControl(cluster.address) as control:  # what was idle is taken between the look and the start
@@ -126,7 +126,7 @@ STAND_BYS = """
     from tests.scenarios.test_process import job
 
     def apart(session):
-        host, names = session._host, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        host, names = session.internals.runtime, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
         at = {h: names[remote.node] for h, remote in host._loaders.items()}
         return [(at[home], at[host._shadows.where[loader]]) for loader, home in enumerate(host._cutter.hosts().tolist())]
 

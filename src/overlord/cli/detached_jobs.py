@@ -159,8 +159,8 @@ class Keeper:
         from overlord.observe.tables import placement_facts, scaling_facts
 
         figures = session.metrics()
-        host: Any = session._host
-        asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
+        host: Any = session.internals.runtime
+        asked = host.actor_system.asked()
         here = {
             "planner": cluster.node_here()
         }  # where it has no process of its own; of a host that is lost nobody knows
@@ -175,8 +175,8 @@ class Keeper:
             for a in figures["actors"]
             if a["role"] in ("host", "planner")
         )
-        serving = session._serving
-        seats = serving.seats if serving is not None else []
+        serving = session.internals.remote_ranks
+        seats = serving.remote_clients if serving is not None else []
         return told | {
             "steps": figures["planned_steps"],
             "taken": session.taken,

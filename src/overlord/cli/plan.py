@@ -15,6 +15,7 @@ from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
 from overlord.observe.explain import SampleExplanation, explain_sample, find
 from overlord.planning.events import skipped
+from overlord.session.inspection import current_knowledge
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
@@ -126,18 +127,17 @@ def _found(
 ) -> SampleExplanation:
     with _looking(job, begin, say) as (session, first):
         explain_sample(
-            sample, session._known()
+            sample, current_knowledge(session.internals)
         )  # an id that no step can hold is refused before anything is read
         found: list[PlannedStep] = []
-        session._host.on_stage.append(
+        session.internals.runtime.on_stage.append(
             lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None
         )
         session.skip(range(first, first + within))
         taking, over = _Taking(session), False
         while True:
-            known = session._pump.ask(
-                session._known, "the planner"
-            )  # before looking at what was found: it was found before this
+            # before ``found`` is read: all steps of this snapshot are in it
+            known = current_knowledge(session.internals)
             if progress:
                 progress(min(within, known.state.step - first))
             # All steps were watched, so none counts as forgotten; of those that are not delivered,

@@ -68,7 +68,7 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
             say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
             with _showing(err) as show:
                 attend(session, show)
-            finish = session._host.planner.finished
+            finish = session.internals.runtime.planner.finished
             err.print(
                 "all clients have left"
                 if finish is None
@@ -127,26 +127,26 @@ def read_token(path: Path | None) -> str | None:
 
 def attend(session: Session, show: Callable[[str], None]) -> None:
     """Until nobody needs the session any more."""
-    serving = session._serving
+    serving = session.internals.remote_ranks
     assert serving is not None
     total = len(serving.ranks)
-    while serving.seats and not serving.finished and session._pump.broken is None:
+    while serving.remote_clients and not serving.finished and session.internals.loop.broken is None:
         show(in_a_line(session, total))
         time.sleep(LOOK_S)
-    finish = session._host.planner.finished
+    finish = session.internals.runtime.planner.finished
     if finish is not None:
         serving.wait_until_left(LINGER_S)
     if finish is not None and finish.error is not None:
         raise finish.error
-    if session._pump.broken is not None:
-        raise OverlordError(f"the session stopped: {session._pump.broken}")
+    if session.internals.loop.broken is not None:
+        raise OverlordError(f"the session stopped: {session.internals.loop.broken}")
 
 
 def in_a_line(session: Session, total: int) -> str:
     """Steps, who is there, and who is waited for."""
-    serving = session._serving
+    serving = session.internals.remote_ranks
     assert serving is not None
-    seats = serving.seats
+    seats = serving.remote_clients
     there = sum(seat.there for seat in seats)
     took = [seat.steps for seat in seats]
     steps = (
@@ -155,13 +155,13 @@ def in_a_line(session: Session, total: int) -> str:
         else f"{max(took, default=0)}"
     )
     left = f", {total - len(seats)} left" if len(seats) < total else ""
-    slowest = min(seats, key=lambda seat: (seat._state.step, seat.rank), default=None)
+    slowest = min(seats, key=lambda seat: (seat.position.step, seat.rank), default=None)
     words = ""
     if slowest is not None and slowest.absent:
         words = f"  waiting for rank {slowest.rank}, {slowest.absent}"
     elif slowest is not None and there == len(seats):
         words = (
-            f"  next step {slowest._state.step}, trainers waited "
+            f"  next step {slowest.position.step}, trainers waited "
             f"{max((s.waited_s for s in seats), default=0.0):.1f} s at most"
         )
     return f"steps taken {steps}  clients {there}/{len(seats)}{left}{words}"

@@ -128,7 +128,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
             "encodes": encodes,
         }
         said["job"] = parts
-        said["start"] = sealed(session._start_state)
+        said["start"] = sealed(session.internals.generation.start)
         _excuse(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:
@@ -149,18 +149,21 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
     """The plan of the first step, which says what all others will: who fetches. None where there is
     no step: each rank hears why.
     """
-    assert session._serving is not None
-    session._begin()
+    assert session.internals.remote_ranks is not None
+    session.internals.begin()
     deadline = time.monotonic() + timeout_s
     while True:
-        plans, over = session._pump.ask(
-            lambda: ([s.plan for s in session._host.plans], session._host.planner.finished),
+        plans, over = session.internals.loop.ask(
+            lambda: (
+                [s.plan for s in session.internals.runtime.plans],
+                session.internals.runtime.planner.finished,
+            ),
             "the planner",
         )
         if plans or over is not None:
             return plans[0] if plans else None
         if time.monotonic() >= deadline:
-            raise DataStall(session._why(0), timeout_s, rank=0)
+            raise DataStall(session.internals.waiting_for(0), timeout_s, rank=0)
         time.sleep(LOOK_S / 5)
 
 
@@ -168,7 +171,7 @@ def _excuse(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bo
     """Nobody empties the mailbox of a rank that is served, unless it has images of its own to
     fetch, or its fetcher does so for it.
     """
-    assert session._serving is not None
+    assert session.internals.remote_ranks is not None
     place = session.job.place
     seats, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()
     served = [
@@ -176,7 +179,9 @@ def _excuse(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bo
         for rank, by in enumerate(fetchers)
         if rank != by and (not encodes or seats[rank] == rank)
     ]
-    session._serving.excuse(served, [rank for rank in served if seats[rank] != rank])
+    session.internals.remote_ranks.serve_by_broadcast(
+        served, [rank for rank in served if seats[rank] != rank]
+    )
 
 
 class _Joining:
