@@ -131,7 +131,7 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     for resume in ("auto", state):  # of the batch a digest is kept: what is in it is said
         with pytest.raises(
             ov.StateMismatch,
-            match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, "
+            match=r"batch: saved .*, a digest of samples, .*got .*, which is samples=4, "
             r"tokens=None",
         ) as caught:
             ov.launch(job(tmp_path, batch=ov.Batch(samples=4, context=64)), resume=resume)
