@@ -32,7 +32,7 @@ CLOSE_S = 0.5  # for errors to be sent before all connections are closed
 
 
 class ControlServer:
-    """Answers control connections; data connections go to ``publisher``, if steps are built here."""
+    """Answers control connections. Data connections go to ``publisher``, if there is one."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
 
 
 def _budget(options: Options) -> dict[str, int]:
-    """Return the bounds of memory ahead of the draw: ready samples, open files, steps per worker."""
+    """Return the memory bounds of ready samples, open files and steps of one worker."""
     return {"ready": options.buffer_bytes, "open": options.open_bytes, "steps": ring_bytes(options)}
 
 

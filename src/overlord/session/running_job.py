@@ -1,4 +1,4 @@
-"""The mutable state behind a ``Session``: the event loop, the clients and the current generation."""
+"""The mutable state behind a ``Session``: event loop, clients and current generation."""
 
 from __future__ import annotations
 
