@@ -174,7 +174,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
         wall, cpu, now = time.perf_counter() - began, time.process_time() - cpu, journal.figures()
         spent = journal.cpu + TimedWriter.cpu - spent
         state = len(json.dumps(session.state_dict()))
-        whole = checkpoint.snapshot(session._host.planner.state(), 0)
+        whole = checkpoint.snapshot(session.internals.runtime.planner.state(), 0)
     snapshot = len(Record.of(whole.kind, whole.number, whole.body).data)
     plans = now["plans"] - before["plans"]
     nbytes, appends = now["bytes"] - before["bytes"], now["appends"] - before["appends"]

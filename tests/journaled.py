@@ -103,7 +103,7 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
     said, then = options.pop("said", False), options.pop("then", lambda session: None)
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
-        first = session._start_state.step
+        first = session.internals.generation.start.step
         # The journal may lack these: a report is written with the next plan.
         for step in range(max(0, first - 2), first):
             client.report(step, told(0, step))
@@ -246,7 +246,7 @@ def child(order: dict[str, Any]) -> None:
         that it has not received.
         """
         if order["runtime"] != "local":
-            until(lambda: session._host._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
+            until(lambda: session.internals.runtime._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
 
     train(
         made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard

@@ -60,6 +60,8 @@ _HOME = {
     "register_function": "overlord.jobfile.yaml_file",
     "Factory": "overlord.sources.python_objects",
     "launch": "overlord.session.launch",
+    "MemoryLimits": "overlord.setup.options",
+    "RayPlacement": "overlord.setup.options",
     "Session": "overlord.session.session",
     "connect": "overlord.client.connect",
     "join": "overlord.session.rendezvous",
@@ -158,6 +160,8 @@ if TYPE_CHECKING:
     from overlord.session.launch import launch as launch
     from overlord.session.rendezvous import join as join
     from overlord.session.session import Session as Session
+    from overlord.setup.options import MemoryLimits as MemoryLimits
+    from overlord.setup.options import RayPlacement as RayPlacement
     from overlord.sources.python_objects import Factory as Factory
     from overlord.transforms.base import Filter as Filter
     from overlord.transforms.base import Map as Map

@@ -442,8 +442,8 @@ def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
             for step in session.client(0):
                 found.append(step.plan_digest + fingerprint({0: [step]}))
                 for k in range(step.step % 3 if moving else 0):
-                    session._pump.ask(
-                        lambda k=k: session._host.event(RestartSource(k)), "the planner"
+                    session.internals.loop.ask(
+                        lambda k=k: session.internals.runtime.event(RestartSource(k)), "the planner"
                     )  # type: ignore[misc]
             return found
 

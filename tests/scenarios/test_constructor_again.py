@@ -19,7 +19,7 @@ from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteStepQueue
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.control import Attach, Detach, EndOfJob, Rollback, STRIDE, StepsAcked
+from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback, StepsAcked
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial

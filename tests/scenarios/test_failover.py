@@ -82,7 +82,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
                     os.kill(pid, signal.SIGKILL)
             assert not left_after(pids, WAIT_S)
 
-        session._pump.ask(kill, "the pump", 2 * WAIT_S)
+        session.internals.loop.ask(kill, "the pump", 2 * WAIT_S)
 
     return act
 
@@ -172,7 +172,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     """Three times as much as anyone may be silent, tick by tick, each when all have answered the
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
-    engine: Any = session._host
+    engine: Any = session.internals.runtime
     clock = Later()
     engine.recovery._now = clock.now
 
@@ -186,7 +186,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        session._pump.ask(engine.recovery._beat, "the pump")
+        session.internals.loop.ask(engine.recovery._beat, "the pump")
         until(answered)
 
 
@@ -255,7 +255,7 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
-        engine: Any = session._host
+        engine: Any = session.internals.runtime
         flag.touch()
         killing("constructor-host/0", "loader-host/0")(session)
         until(
@@ -332,7 +332,9 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
         )
         workers = until(
             lambda: [
-                row["worker_pid"] for row in session._host.figures()["loaders"] if row["worker_pid"]
+                row["worker_pid"]
+                for row in session.internals.runtime.figures()["loaders"]
+                if row["worker_pid"]
             ]
         )
     assert alone.quarantine
@@ -447,7 +449,7 @@ class Moody:
 def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
     with launch(job(until=STEPS), **APART) as session:
         play(session, act={9: killing("loader-host/1"), 20: killing("constructor-host/0")})
-        steps = [stage.plan.step for stage in session._host.plans]
+        steps = [stage.plan.step for stage in session.internals.runtime.plans]
         assert steps == sorted(set(steps)) == list(range(STEPS))
 
 
@@ -557,7 +559,7 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
         until(lambda: session.metrics()["shadows"])
-        engine = session._host
+        engine = session.internals.runtime
         assert isinstance(engine, Coordinator)
         followers = {
             h: {engine.standby.worker_of[k] for k in engine.placement.loaders_on(h)}
@@ -576,7 +578,7 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
 
         def hit(session: ov.Session) -> None:
             until(
-                lambda: min(len(client._inbox) for client in session._clients.values()) == 4
+                lambda: min(len(client.queue) for client in session.internals.clients.values()) == 4
             )  # all that comes before `on`
             killing(light)(session)
             until(lambda: engine.pool.loaders[alone].lost)
@@ -597,7 +599,7 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
     """Others get stand-bys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
-        engine = session._host
+        engine = session.internals.runtime
         assert isinstance(engine, Coordinator)
         homes, where = engine.placement.worker_of.tolist(), dict(engine.standby.worker_of)
         away, moved = next(

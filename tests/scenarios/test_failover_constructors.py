@@ -107,7 +107,7 @@ class Gate:
     """Holds back whoever starts a constructor host."""
 
     def __init__(self, session: ov.Session, monkeypatch: pytest.MonkeyPatch):
-        starter: Any = session._host._starter  # type: ignore[attr-defined]
+        starter: Any = session.internals.runtime._starter  # type: ignore[attr-defined]
         self._start, self._open = starter.constructor, threading.Event()
         monkeypatch.setattr(starter, "constructor", self._wait)
 
@@ -135,7 +135,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
     until(lambda: min(len(client._inbox) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
     kill(session, "constructor-host/0")
-    until(lambda: session._host.pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
     for client in clients:
         got[client.rank] += [written(next(client)) for _ in range(4)]
     waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
@@ -159,7 +159,7 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
 ) -> None:
     served, gate = session.serve(), Gate(session, monkeypatch)
     kill(session, "constructor-host/0")
-    until(lambda: session._host.pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
     clients = connected(served)
     clients[0]._limit_s = 0.2
     stalls_for(clients[0], "constructor-host/0 to be started again")
@@ -171,7 +171,7 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
 def taken_by(session: ov.Session, rank: int) -> int | None:
     """None while the host of its constructor does not say so."""
     with contextlib.suppress(DataStall):
-        return session._host.taken_by(rank)  # type: ignore[attr-defined,no-any-return]
+        return session.internals.runtime.taken_by(rank)  # type: ignore[attr-defined,no-any-return]
     return None
 
 

@@ -97,7 +97,7 @@ def ahead(clients: list[ov.Client], n: int) -> None:
 
 def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
     """All is planned and written that may be: the first step that is not."""
-    first = taken + session._options.prefetch
+    first = taken + session.internals.options.prefetch
     until(lambda: recovered(journal).next_step == first)
     return first
 

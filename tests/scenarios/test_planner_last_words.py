@@ -23,8 +23,9 @@ from overlord.cluster.rebalance import SCALED
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
 from overlord.messages.control import EndOfJob, SourceLost
-from overlord.serving.session_server import SessionServer
+from overlord.serving.session_api import call
 from overlord.session.cluster_runtime import ClusterRuntime
+from overlord.session.served_ranks import ServedRanks
 from tests import journaled
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
@@ -55,8 +56,8 @@ def journal(tmp_path: Path) -> str:
 
 
 def parts_of(session: ov.Session) -> Launcher:
-    assert isinstance(session._host, ClusterRuntime)
-    return session._host._parts
+    assert isinstance(session.internals.runtime, ClusterRuntime)
+    return session.internals.runtime._parts
 
 
 def take(clients: list[ov.Client], n: int, got: dict[int, list[Any]]) -> None:
@@ -261,7 +262,11 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
         take(clients[:1], 1, {0: []})
         deaf.clear()
         replace_it()
-        until(lambda: [client._state.step for client in session._clients.values()] == [6, 5])
+        until(
+            lambda: (
+                [client.position.step for client in session.internals.clients.values()] == [6, 5]
+            )
+        )
         assert session.state_dict()["step"] == 5
         for client in clients:
             client.close()
@@ -272,9 +277,11 @@ def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_fi
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 2, {0: [], 1: []})
-        session._host.planner.finished = EndOfJob(9, ActorLost("constructor-host/0", "it is said"))
+        session.internals.runtime.planner.finished = EndOfJob(
+            9, ActorLost("constructor-host/0", "it is said")
+        )
         session.kill("planner")
-        until(lambda: session._host.planner.finished is None)
+        until(lambda: session.internals.runtime.planner.finished is None)
 
 
 def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
@@ -287,8 +294,10 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
     with launch(made, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         take(clients, 2, {0: [], 1: []})
-        event = SourceLost(session._host.planner.open_step + 3, "a", "a test says so")
-        session._host.event(event)  # it is written; who asks for it by itself tells of it then
+        event = SourceLost(session.internals.runtime.planner.open_step + 3, "a", "a test says so")
+        session.internals.runtime.event(
+            event
+        )  # it is written; who asks for it by itself tells of it then
         assert "lost" not in session.metrics()["sources"]["a"]
         session.kill("planner")
         until(lambda: session.metrics()["sources"]["a"].get("lost"))
@@ -325,7 +334,7 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
         with monkeypatch.context() as patch:
             patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
             leaving.close()
-            session._pump.ask(lambda: None, "what was asked of the planner to be given up")
+            session.internals.loop.ask(lambda: None, "what was asked of the planner to be given up")
         go.set()
         take([staying], STEPS - 3, got)
     assert got[0] == alone.steps[0]
@@ -364,9 +373,9 @@ def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next
 def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_up_nobody_for_good(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    furnish, killed = SessionServer.furnish, list[Any]()
+    furnish, killed = ServedRanks.follow, list[Any]()
 
-    def dies(serving: SessionServer, host: Any, **settings: Any) -> None:
+    def dies(serving: ServedRanks, host: Any, **settings: Any) -> None:
         if isinstance(host, ClusterRuntime) and not killed:
             killed.append(handle := host._parts.hosts["constructor-host/0"])
             host.kill("constructor-host/0")
@@ -378,7 +387,7 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
         take(clients, 1, {0: [], 1: []})
         saved = clients[0].state_dict()
         take(clients, 3, {0: [], 1: []})
-        monkeypatch.setattr(SessionServer, "furnish", dies)
+        monkeypatch.setattr(ServedRanks, "follow", dies)
         session.load_state_dict(saved)
         assert killed
         assert [next(client).step for client in clients] == [1, 1], (
@@ -397,7 +406,7 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
 ) -> None:
     made = list[ClusterRuntime]()
 
-    def fails(serving: SessionServer, host: Any, **settings: Any) -> None:
+    def fails(serving: ServedRanks, host: Any, **settings: Any) -> None:
         made.append(host)
         raise DataStall("a test that says so", 0.0)
 
@@ -405,7 +414,7 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
         clients = connected(session)
         take(clients, 1, {0: [], 1: []})
         with monkeypatch.context() as patch:
-            patch.setattr(SessionServer, "furnish", fails)
+            patch.setattr(ServedRanks, "follow", fails)
             with pytest.raises(DataStall, match="a test that says so"):
                 session.load_state_dict(session.state_dict())
         assert made[0]._closed
@@ -475,7 +484,7 @@ def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_wh
         clients[1].load_state_dict(saved)
         got: dict[int, list[Any]] = {0: [], 1: []}
         take(clients, STEPS - 2, got)
-        assert session._generation == 1, "the session was moved once"
+        assert session.internals.generation.number == 1, "the session was moved once"
         for client in clients:
             client.close()
     assert got == alone.behind(1)
@@ -489,15 +498,15 @@ def test_a_state_that_is_loaded_twice_since_the_answer_was_lost_moves_the_sessio
         take(clients, 2, {0: [], 1: []})
         saved = clients[0].state_dict()
         take(clients, 1, {0: [], 1: []})
-        serving = session._serving
+        serving = session.internals.remote_ranks
         assert serving is not None
-        request = {"state": saved, "allow": (), "took": (0, 2)}
-        assert serving._rewind(1, request)["generation"] == 1
+        request = {"ask": "rewind", "state": saved, "allow": (), "took": (0, 2)}
+        assert call(serving, 1, request)["generation"] == 1
         clients[0].load_state_dict(saved)
         take(clients[:1], 2, {0: []})
-        until(lambda: session._taken)
-        assert serving._rewind(1, request)["generation"] == 1
-        assert session._generation == 1
+        until(lambda: session.internals.generation.acked)
+        assert call(serving, 1, request)["generation"] == 1
+        assert session.internals.generation.number == 1
         for client in clients:
             client.close()
 
@@ -510,7 +519,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
-        engine = session._host
+        engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
         engine._outside.clear(), engine._asked.clear()
         call, asked = engine._parts.control.call, list[Any]()
@@ -546,10 +555,12 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
         assert parts_of(session).blueprint.job.names == made.names, (
             "what the next planner begins with, and writes down"
         )
-        more = PlannerJob(session._blueprint.with_source(source("late", 30, 5000)))
+        more = PlannerJob(
+            session.internals.generation.prepared.with_source(source("late", 30, 5000))
+        )
         assert (
-            more.first(3, session._blueprint.fingerprint).fingerprint
-            == session._blueprint.fingerprint
+            more.first(3, session.internals.generation.prepared.fingerprint).fingerprint
+            == session.internals.generation.prepared.fingerprint
         )  # of one that dies meanwhile
         session.kill("planner")
         take(clients, 12, {0: [], 1: []})

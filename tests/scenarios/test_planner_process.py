@@ -139,7 +139,11 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
         for session in (here, there):
             play(session, steps=6)
-            until(lambda s=session: s._pump.ask(lambda: s._host.planner.next_step, "") == 10)  # type: ignore[misc]
+            until(
+                lambda s=session: (
+                    s.internals.loop.ask(lambda: s.internals.runtime.planner.next_step, "") == 10
+                )
+            )  # type: ignore[misc]
         assert there.plan(4).digest() == here.plan(4).digest()
         assert str(there.explain(4)) == str(here.explain(4))
         assert there.quarantine() == here.quarantine()
@@ -152,7 +156,12 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         assert {key: other[key] for key in same} == {key: one[key] for key in same}
         assert there.summary_buffer().batch == here.summary_buffer().batch
         there.kill("planner")  # steps that nobody took are planned again, and known again
-        until(lambda: there._pump.ask(lambda: there._host.plans.steps(), "") == [6, 7, 8, 9])
+        until(
+            lambda: (
+                there.internals.loop.ask(lambda: there.internals.runtime.plans.steps(), "")
+                == [6, 7, 8, 9]
+            )
+        )
         assert there.plan(8).digest() == here.plan(8).digest()
 
 
@@ -224,7 +233,10 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
             thread.start()
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
-            handles = [session._host._parts.planner, *session._host._parts.hosts.values()]  # type: ignore[attr-defined]
+            handles = [
+                session.internals.runtime._parts.planner,
+                *session.internals.runtime._parts.hosts.values(),
+            ]  # type: ignore[attr-defined]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
@@ -286,11 +298,16 @@ def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
         before, hosts = play(session, steps=6), hosts_of(session)
         until(
-            lambda: recovered(journal).next_step == 6 + session._options.prefetch
+            lambda: recovered(journal).next_step == 6 + session.internals.options.prefetch
         )  # it has nothing to do
         for pid in [planner_of(session), *hosts.values()]:
             halt(pid)
-        until(lambda: all(name in session._why(0).partition("and waits for ")[2] for name in hosts))
+        until(
+            lambda: all(
+                name in session.internals.waiting_for(0).partition("and waits for ")[2]
+                for name in hosts
+            )
+        )
         seen.set()
         got = play(session)
         assert {
@@ -333,7 +350,7 @@ def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
         before, pid = play(session, steps=6), hosts_of(session)["constructor-host/0"]
         halt(pid)
-        until(lambda: session._why(0).startswith("constructor-host/0, which "))
+        until(lambda: session.internals.waiting_for(0).startswith("constructor-host/0, which "))
         os.kill(pid, signal.SIGCONT)
         got = play(session)
         assert {
@@ -415,9 +432,17 @@ def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
         flag.touch()
         sayer = threading.Thread(target=session.skip, args=([30],))
         sayer.start()
-        until(lambda: session._host.waiting_for(0) == "an event to be written to the journal")
+        until(
+            lambda: (
+                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
+            )
+        )
         time.sleep(1.5 * lost_after_s)
-        until(lambda: session._host.waiting_for(0) == "an event to be written to the journal")
+        until(
+            lambda: (
+                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
+            )
+        )
         flag.unlink()
         sayer.join()
         assert [step[0] for step in play(session).steps[0]] == [k for k in range(STEPS) if k != 30]
@@ -461,7 +486,12 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name
         clients = [session.client(rank) for rank in range(2)]
         until(lambda: min(len(client._inbox) for client in clients) == 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: session._why(0) == f"the planner, which is being started again ({KILLED})")
+        until(
+            lambda: (
+                session.internals.waiting_for(0)
+                == f"the planner, which is being started again ({KILLED})"
+            )
+        )
         seen.set()
         for step in (4, 5):
             for rank, client in enumerate(clients):
@@ -555,7 +585,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
     def keep_busy(session: ov.Session) -> None:
         if killed:
             os.kill(planner_of(session), signal.SIGKILL)
-        session._pump.post(lambda: time.sleep(0.3))  # by whose way reports go
+        session.internals.loop.post(lambda: time.sleep(0.3))  # by whose way reports go
 
     with (
         launch(made, "local", prefetch=4) as here,
@@ -598,7 +628,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
         _take(clients, 5)
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: isinstance(session._host.planner.finished, EndOfJob))
+        until(lambda: isinstance(session.internals.runtime.planner.finished, EndOfJob))
         _take(clients, 2)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {

@@ -70,7 +70,7 @@ def stalls(session: ov.Session, client: ov.Client, words: str) -> None:
     with pytest.raises(DataStall):
         next(client)
     client._limit_s = WAIT_S
-    until(lambda: re.search(words, session._why(client.rank)))
+    until(lambda: re.search(words, session.internals.waiting_for(client.rank)))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         where = next(a["pid"] for a in session.metrics()["actors"] if a["name"] == "loader/slow/1")
         host = next(name for name, pid in hosts_of(session).items() if pid == where)
         inside = r"loader/slow/1 is in Map\(Gate\) for \d+ s, with rows 0 to 7 "
-        now = until(lambda: found if re.search(inside, found := session._why(0)) else None)
+        now = until(
+            lambda: found if re.search(inside, found := session.internals.waiting_for(0)) else None
+        )
         asked = [
             words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words
         ]  # its host had answered in time
@@ -246,7 +248,8 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
             assert "DataStall" in then.error
             until(
                 lambda: re.search(
-                    "more of source 'b'|payload of loader-host/0", session._why(0) + session._why(1)
+                    "more of source 'b'|payload of loader-host/0",
+                    session.internals.waiting_for(0) + session.internals.waiting_for(1),
                 )
             )
             loaders = {

@@ -315,7 +315,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
         target=lambda: ended.append(rest_of(clients[0]))
     )  # rank 1 takes nothing
     waiting.start()
-    until(lambda: "rank 1" in session._why(0))
+    until(lambda: "rank 1" in session.internals.waiting_for(0))
     hosts = list(hosts_of(session).values())
     start = time.monotonic()
     session.close()

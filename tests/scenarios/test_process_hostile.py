@@ -42,7 +42,7 @@ def session(caplog: pytest.LogCaptureFixture) -> Iterator[ov.Session]:
 
 
 def peer(session: ov.Session, **hello: Any) -> Connection:
-    address, token = session._host.address_for(0)  # type: ignore[attr-defined]
+    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
     link, _ = dial(address, token, hello, timeout_s=10)
     return link
 
@@ -268,7 +268,7 @@ def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
 def test_a_wrong_token_opens_nothing(
     session: ov.Session, alone: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address, token = session._host.address_for(0)  # type: ignore[attr-defined]
+    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
     with pytest.raises(LinkRefused):
         dial(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
     Course(session, alone).go_on()

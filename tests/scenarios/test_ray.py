@@ -614,8 +614,8 @@ NODES = """
         }
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
-            print(session._host._control.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in session._host.pool.addresses.values()], flush=True)
+            print(session.internals.runtime.actor_system.asked(), flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in session.internals.runtime.pool.addresses.values()], flush=True)
             took = []
 
             def remove(session):

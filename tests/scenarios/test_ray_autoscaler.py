@@ -118,7 +118,7 @@ GROWS = """
                 same = play(session, act={6: grow}) == calm
                 cores = [
                     asked["cores"]
-                    for name, asked in session._host._control.asked().items()
+                    for name, asked in session.internals.runtime.actor_system.asked().items()
                     if name.startswith("loader-host")
                 ]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)

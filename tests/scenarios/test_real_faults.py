@@ -128,7 +128,7 @@ def test_one_that_does_not_come_back_is_named(
 
     def when_the_last_step_is_there(session: ov.Session, *how: Any) -> None:
         """Else it is that of the one that is stopped which is waited for."""
-        until(lambda: all(len(client._inbox) for client in session._clients.values()))
+        until(lambda: all(len(client.queue) for client in session.internals.clients.values()))
         strike(session, *how)
 
     monkeypatch.setattr(drill, "_strike", when_the_last_step_is_there)

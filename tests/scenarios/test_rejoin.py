@@ -142,7 +142,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
 
 
 def hello(session: ov.Session, served: ServedAddress, rank: int, next_step: int) -> None:
-    address, token = session._constructor_address(rank)
+    address, token = session.internals.remote_ranks.constructor_address(rank)
     dial(
         address,
         token or served.token,
@@ -229,14 +229,17 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
         got = died(
             trainer(served, 0, TAKE_AND_DIE.format(n=3))
         )  # rank 1 takes nothing: what rank 0 took is told to nobody
-        pid, taken_by = hosts_of(session)["constructor-host/0"], type(session._host).taken_by  # type: ignore[attr-defined]
+        pid, taken_by = (
+            hosts_of(session)["constructor-host/0"],
+            type(session.internals.runtime).taken_by,
+        )  # type: ignore[attr-defined]
         asked: list[int] = []
 
         def counted(host: Any, rank: int) -> Any:
             asked.append(rank)
             return taken_by(host, rank)
 
-        monkeypatch.setattr(type(session._host), "taken_by", counted)
+        monkeypatch.setattr(type(session.internals.runtime), "taken_by", counted)
         halt(pid)
         with ThreadPoolExecutor(2) as beside:
             try:

@@ -16,6 +16,8 @@ import overlord as ov
 from overlord.cluster import worker_pool
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from overlord.session import reshard
+from overlord.session.reshard import paused_at_one_step
+from overlord.session.rewind import begin_generation
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
@@ -76,7 +78,7 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
         next(first), next(second)
         session.reshard(ov.ClientPlaceTree(dp=1))
         assert next(first).step == 1
-        with pytest.raises(OverlordError, match="rank 1 is no part of the mesh any more"):
+        with pytest.raises(OverlordError, match="rank 1 is not in the mesh any more"):
             next(second)
         with pytest.raises(JobError, match="rank 1"):
             session.client(1)
@@ -215,12 +217,15 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
         of_all(clients)
         until(lambda: len(clients[0]._inbox))
         box: list[ov.Step] = []
-        with session._moving, session._standing(None, WAIT_S) as state:
+        with (
+            session.internals.switching,
+            paused_at_one_step(session.internals, None, WAIT_S) as state,
+        ):
             thread = threading.Thread(target=lambda: box.append(next(clients[0])))
             thread.start()
             until(lambda: not len(clients[0]._inbox))
-            blueprint = session._blueprint.placed(place)
-            session._restart(blueprint, state, "", together=True)
+            blueprint = session.internals.generation.prepared.placed(place)
+            begin_generation(session.internals, blueprint, state, "", together=True)
         thread.join(WAIT_S)
         assert samples(box[0]) == wanted[1]
         assert samples(next(clients[0])) == wanted[2]
@@ -247,7 +252,7 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
         clients[2] = ov.connect(served, 2, served.token)
         found |= dict(in_parallel(clients) for _ in range(2))
         assert session.reshard(ov.ClientPlaceTree(dp=1), at=5) == 5
-        with pytest.raises(OverlordError, match="rank 2 is no part of the mesh any more"):
+        with pytest.raises(OverlordError, match="rank 2 is not in the mesh any more"):
             list(clients[2])  # behind the steps it holds already
         found |= dict(in_parallel({0: clients[0]}) for _ in range(len(wanted) - 5))
         for client in clients.values():

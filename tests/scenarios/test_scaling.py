@@ -157,10 +157,10 @@ def readers(session: ov.Session) -> set[str]:
 
 def relocate(session: ov.Session, *hosts: int) -> bool:
     """As a review of the nodes does, when one with room joins."""
-    engine: Any = session._host
+    engine: Any = session.internals.runtime
     if hasattr(engine, "_parts"):
         return bool(engine._parts.ask("relocate", list(hosts)))
-    return bool(session._pump.ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
+    return bool(session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])

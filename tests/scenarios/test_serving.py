@@ -193,7 +193,7 @@ def test_a_seat_may_be_taken_when_planning_has_begun_and_nothing_has_come() -> N
         served = session.serve()
         with ov.connect(served, 1, served.token) as there:
             thread, got = in_thread(lambda: rest(there))
-            while not session._begun:
+            while not session.internals.begun:
                 time.sleep(0.01)
             here = session.client(0)
             gate.set()
@@ -206,7 +206,7 @@ def test_ranks_of_one_group_share_one_assembly() -> None:
     made = job(n=60, place=ov.ClientPlaceTree(dp=2, tp=2))
     with launch(made, broadcast=False) as session:
         served = session.serve()
-        delivery = session._serving.delivery  # type: ignore[union-attr]
+        delivery = session.internals.remote_ranks.server.publisher  # type: ignore[union-attr]
         assert isinstance(delivery, StepPublisher)
         clients = join_all(served, 4)
         first = [content(next(c)) for c in clients]
@@ -297,7 +297,7 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
             assert dead.wait(30) == -signal.SIGKILL
             dead.communicate()
             take(client, 5)
-            wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
+            wait_until(lambda: not session.internals.clients[1].there)  # type: ignore[attr-defined]
             with (
                 impatient(client),
                 pytest.raises(
@@ -329,7 +329,7 @@ def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again
             with pytest.raises(ZeroDivisionError):
                 train_until(served, ZeroDivisionError(), 0)
             take(client, 5)
-            wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
+            wait_until(lambda: not session.internals.clients[1].there)  # type: ignore[attr-defined]
             with impatient(client), pytest.raises(DataStall, match="rank 1, whose client"):
                 next(client)
             with pytest.raises(SystemExit):
@@ -456,7 +456,7 @@ def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(
     made: dict[tuple[int, int], ov.Client] = {}
 
     def client(session: ov.Session, rank: int = 0) -> ov.Client:
-        if session._closed or session.job.place.rank_problem(rank):
+        if session.internals.closed or session.job.place.rank_problem(rank):
             return own(session, rank)
         if (id(session), rank) not in made:
             served = session.serve()

@@ -462,7 +462,9 @@ def test_mounts_that_hang_hold_up_their_own_sources_only(
         hang(switches, tmp_path)
         try:
             for k in range(4):
-                session._pump.ask(lambda k=k: session._host.run([Refill(1 + k, 1, 1)]), "refill")  # type: ignore[misc]
+                session.internals.loop.ask(
+                    lambda k=k: session.internals.runtime.run([Refill(1 + k, 1, 1)]), "refill"
+                )  # type: ignore[misc]
             until(
                 lambda: (
                     sum(

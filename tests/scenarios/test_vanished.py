@@ -188,7 +188,7 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
         contextlib.ExitStack() as stack,
         launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
     ):
-        engine = session._host
+        engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
         parts, missed = engine._parts, list[str]()
 
@@ -230,7 +230,7 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
 ) -> None:
     """If their machine is silent too, each takes as long as the deadline of a kill."""
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
-        engine = session._host
+        engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
         silent, kill = {"loader-host/0", "constructor-host/0"}, engine._parts.control.kill
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()

@@ -35,7 +35,7 @@ from overlord.planning.mixture import Mixture
 from overlord.planning.planner import Planner
 from overlord.serving.step_publisher import PublishedQueue
 from overlord.session import resume
-from overlord.session.events import Changes
+from overlord.session.events import UserEvents
 from overlord.setup.prepared_job import PreparedJob
 from tests.simulation.world.running import Verdict, run_seed
 from tests.simulation.world.scenario import Scenario, draw
@@ -451,7 +451,7 @@ MUTANTS = (
     Mutant(
         "save a state without what was said",
         "a change that people made is not in the states of steps that were planned before it",
-        ((Changes, "_note", _unsaid),),
+        ((UserEvents, "note", _unsaid),),
         67,
         lambda s: (
             bool(s.sayings) and any(fault.kind in ("reshard", "rewind") for fault in s.faults)

@@ -312,7 +312,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 def test_sources_share_one_budget_of_what_is_held_ready() -> None:
     with launch(job(), buffer_bytes=900) as session:
         session.add_source(source("c"))
-        assert [loader._budget for loader in session._host.loaders] == [300, 300, 300]
+        assert [loader._budget for loader in session.internals.runtime.loaders] == [300, 300, 300]
 
 
 def test_training_goes_on_while_a_source_is_indexed() -> None:
@@ -540,7 +540,7 @@ def test_a_step_that_is_planned_or_none_and_a_job_that_ended_are_refused() -> No
     with launch(job(), prefetch=2) as session:
         client = session.client(0)
         take(client, 4)
-        until(lambda: session._host.planner.open_step == 6)
+        until(lambda: session.internals.runtime.planner.open_step == 6)
         with pytest.raises(
             PlanError, match="step 3 is planned already; the first step that can still change is 6"
         ):
@@ -566,7 +566,7 @@ def test_all_that_is_wrong_with_a_source_is_said_at_once() -> None:
 def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_or_neither() -> None:
     made, joining = job(), source("c", weight=3.0)
     with launch(made) as session:
-        client, note, states = session.client(0), session._note, []
+        client, note, states = session.client(0), session.internals.events.note, []
         take(client, 2)
 
         def watched(event: Any) -> None:
@@ -574,7 +574,7 @@ def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_o
             note(event)
             states.append(client.state_dict())
 
-        session._note = watched  # type: ignore[method-assign]
+        session.internals.events.note = watched  # type: ignore[method-assign]
         session.add_source(joining, at=9)
         states.append(client.state_dict())
     assert [("c" in s["cursors"], len(s["events"])) for s in states] == [

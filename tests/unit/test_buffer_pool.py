@@ -178,7 +178,7 @@ def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
                     view = rng.choice(ways)(mb[name])
                     kept.append((view, np.array(np.asarray(view))))
             del mb, step
-        reused = session._host.slabs.nbytes
+        reused = session.internals.runtime.slabs.nbytes
     assert len(kept) > 50
     assert reused > 0
     for view, copy in kept:

@@ -503,25 +503,25 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
     with launch(job(Listener([]), feedback_lag=6), prefetch=4) as session:
         client, held, done = session.client(0), threading.Event(), threading.Event()
         bare = [next(client) and client._state for _ in range(3)][-1]
-        until(lambda: session._host.planner.next_step == 7)
-        session._pump.post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
+        until(lambda: session.internals.runtime.planner.next_step == 7)
+        session.internals.loop.post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
         assert held.wait(10)
         client.report(0, loss(0))  # late for the promise: what becomes of it is the planner's word
         client.report(1, loss(7))
         client.report(1, loss(1))  # the last word counts
         client.report(2, loss(2))
         names = session.job.names
-        assert [(r.step, r.metrics) for r in session._log.completed(bare, names).reports] == [
-            (1, loss(1)),
-            (2, loss(2)),
-        ]  # type: ignore[arg-type]
+        assert [
+            (r.step, r.metrics)
+            for r in session.internals.generation.events.completed(bare, names).reports
+        ] == [(1, loss(1)), (2, loss(2))]  # type: ignore[arg-type]
         done.set()
         assert session.state_dict()["reports"] == {str(s): {"0": loss(s)} for s in (1, 2)}
 
 
 def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() -> None:
     with launch(job(Listener([]))) as session:
-        state = replace(session._start_state, step=4)
+        state = replace(session.internals.generation.start, step=4)
     first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), EventLog(6)
 
     def held() -> list[Report]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JobError, StateMismatch
+from overlord.setup.options import Options
 from tests.processes import WAIT_S, left_after
 from tests.worlds import Rows
 
@@ -78,7 +80,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "heavy"},
-            "shadows: 'heavy' is for runtime='process'; what is in one process is lost together",
+            "shadows: 'heavy' is for runtime='process'; all loaders of one process are lost",
         ),
         (
             {"shadows": "hevy"},
@@ -222,6 +224,90 @@ def test_what_comes_behind_resume_has_a_name() -> None:
     kinds = {name: p.kind for name, p in inspect.signature(ov.launch).parameters.items()}
     assert list(kinds)[:3] == ["job", "runtime", "resume"]
     assert kinds["allow"] is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_every_parameter_of_launch_is_explained() -> None:
+    text = inspect.getdoc(ov.launch) or ""
+    parameters = inspect.signature(ov.launch).parameters
+    assert [name for name in parameters if f"\n{name}: " not in text] == []
+    annotated = inspect.get_annotations(ov.launch)
+    assert [name for name in parameters if name not in annotated] == []
+    for group in (ov.RayPlacement, ov.MemoryLimits):
+        source = inspect.getsource(group)
+        assert source.count('"""') == 2 * (1 + len(fields(group))), "each field has a docstring"
+
+
+def test_launch_has_an_option_or_a_group_for_every_field_of_its_options() -> None:
+    named = set(inspect.signature(ov.launch).parameters)
+    grouped = {f.name for group in (ov.RayPlacement, ov.MemoryLimits) for f in fields(group)}
+    assert {f.name for f in fields(Options)} <= named | grouped
+
+
+OLD = {
+    "address": "10.0.0.1:6379",
+    "rank_nodes": ["a"],
+    "sidecar": 0.25,
+    "node_labels": {"pool": "cpu"},
+    "node_resources": {"scratch": 1},
+    "reserve": True,
+    "buffer_bytes": 2**20,
+    "open_bytes": 2**21,
+    "open_files": 7,
+    "ring_bytes": 2**22,
+}
+
+
+def launched_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Options:
+    """The options with which a launch would have begun."""
+    found: list[Options] = []
+
+    def begin(*args: Any) -> Any:
+        found.append(args[-1])
+
+    monkeypatch.setattr("overlord.session.launch._start", begin)
+    ov.launch(job(), **options)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_keyword_still_works_and_its_warning_names_the_new_form(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, ray = OLD[name], name in {f.name for f in fields(ov.RayPlacement)}
+    group, made = ("ray", ov.RayPlacement) if ray else ("memory", ov.MemoryLimits)
+    new: dict[str, Any] = {group: made(**{name: value})}
+    form = re.escape(f"launch({name}=...) is deprecated; use {group}={made.__name__}({name}=...)")
+    with pytest.warns(DeprecationWarning, match=form) as warned:
+        old = launched_with(monkeypatch, **{name: value})
+    assert [w.filename for w in warned] == [__file__]
+    assert old == launched_with(monkeypatch, **new)
+    assert getattr(old, name) == value
+    by_name: dict[str, Any] = {group: {name: value}}  # as the command line gives it
+    assert old == launched_with(monkeypatch, **by_name)
+
+
+def test_limits_of_memory_may_be_the_total_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = launched_with(monkeypatch, memory="64GB")
+    assert alone.memory == "64GB"
+    assert alone == launched_with(monkeypatch, memory=ov.MemoryLimits(total="64GB"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ray": 3}, "ray: expected RayPlacement(...), got 3"),
+        ({"ray": {"adress": "a:1"}}, "ray: unknown field 'adress'; did you mean 'address'"),
+        ({"memory": {"ring": 1}}, "memory: unknown field 'ring'"),
+        (
+            {"memory": ov.MemoryLimits(open_files=3), "open_files": 4},
+            "open_files: expected once, got it in memory= too",
+        ),
+        ({"total": 1}, "unknown option 'total'"),
+    ],
+)
+def test_groups_of_options_are_refused_in_words(options: dict[str, Any], says: str) -> None:
+    (found,) = problems(lambda: ov.launch(job(), **options))
+    assert says in found
 
 
 @pytest.mark.parametrize(

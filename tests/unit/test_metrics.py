@@ -56,7 +56,7 @@ def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(
 ) -> None:
     with running:
         next(running.client(0))
-        for row in running._figures()["loaders"]:
+        for row in running.internals.figures()["loaders"]:
             assert set(silent(row["loader"], row["source"])) == set(row)
 
 
@@ -65,7 +65,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
 ) -> None:
     with running:
         next(running.client(0))
-        told, figures = running.metrics()["sources"], running._host.figures
+        told, figures = running.metrics()["sources"], running.internals.runtime.figures
         assert {name: {"storage", "store"} & set(row) for name, row in told.items()} == {
             "web": {"storage"},
             "list": set(),
@@ -77,7 +77,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
                 "loaders": [silent(row["loader"], row["source"]) for row in found["loaders"]]
             }
 
-        monkeypatch.setattr(running._host, "figures", untold)
+        monkeypatch.setattr(running.internals.runtime, "figures", untold)
         found = running.metrics()["sources"]
     assert {name: set(row) for name, row in found.items()} == {
         name: set(row) for name, row in told.items()

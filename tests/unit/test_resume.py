@@ -336,7 +336,10 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
         the next one is looked at.
         """
         deadline = time.monotonic() + 0.2
-        while not (found := bool(session._journal._writer._orders)) and time.monotonic() < deadline:
+        while (
+            not (found := bool(session.internals.journal._writer._orders))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
         return found
 
@@ -345,7 +348,7 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
             raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
         plans.append(len(data))
         if len(plans) >= 6 and one_waits():
-            session._pump.post(is_busy)
+            session.internals.loop.post(is_busy)
             assert busy.wait(30)
         real(self, name, data, at)
 
@@ -359,7 +362,7 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
 
         trainer = threading.Thread(target=drain)
         trainer.start()
-        until(lambda: session._journal.failed)
+        until(lambda: session.internals.journal.failed)
         go.set()
         trainer.join(30)
     assert got == list(range(recovered(tmp_path).next_step)), "what the journal has, and no more"
@@ -480,7 +483,7 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
     with pytest.raises(ov.JournalError, match="writes to it"):
         ov.launch(job(tmp_path), resume="auto")
     gate.set()
-    session._journal._writer._thread.join(30)
+    session.internals.journal._writer._thread.join(30)
     with ov.launch(job(tmp_path), resume="auto") as session:
         assert take(session, 1)[0][0] == 0
 
@@ -538,8 +541,8 @@ def test_a_plan_says_how_many_samples_each_source_gave(tmp_path: Path) -> None:
     with ov.launch(job(tmp_path)) as session:
         client = session.client(0)
         step = next(client)
-        stage = session._host.plans[0]
-        before = session._start_state
+        stage = session.internals.runtime.plans[0]
+        before = session.internals.generation.start
         wanted = [
             sum(1 for i in range(len(stage.plan)) if stage.plan.source[i] == k) for k in range(2)
         ]
@@ -564,7 +567,7 @@ def test_a_state_of_300_sources_is_small_as_json_and_smaller_in_the_journal(tmp_
     ) as session:
         take(session, 20)
         state = session.state_dict()
-        wanted = session._blueprint.fingerprint
+        wanted = session.internals.generation.prepared.fingerprint
     assert len(json.dumps(state)) < 2**16
     assert state["fingerprint"] != wanted  # what is common to all is said once
     found = recovered(tmp_path)

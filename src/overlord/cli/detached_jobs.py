@@ -156,8 +156,8 @@ class JobActor:
         from overlord.observe.tables import placement_facts, scaling_facts
 
         metrics = session.metrics()
-        host: Any = session._host
-        asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
+        runtime: Any = session.internals.runtime
+        asked = runtime.actor_system.asked()
         # A planner without a process of its own runs on this node; a lost worker has no node.
         here = {"planner": cluster.node_here()}
         workers = tuple(
@@ -171,8 +171,8 @@ class JobActor:
             for a in metrics["actors"]
             if a["role"] in ("host", "planner")
         )
-        serving = session._serving
-        clients = serving.seats if serving is not None else []
+        serving = session.internals.remote_ranks
+        clients = serving.remote_clients if serving is not None else []
         return base | {
             "steps": metrics["planned_steps"],
             "taken": session.taken,

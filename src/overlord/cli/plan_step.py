@@ -16,6 +16,7 @@ from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
 from overlord.observe.explain import SampleExplanation, explain_sample, find
 from overlord.planning.events import skipped
+from overlord.session.inspection import current_knowledge
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
@@ -124,16 +125,16 @@ def _search(
 ) -> SampleExplanation:
     with _planning_session(job, begin, note) as (session, first):
         # Refuse an id that no step can hold before anything is read.
-        explain_sample(sample, session._known())
+        explain_sample(sample, current_knowledge(session.internals))
         found: list[PlannedStep] = []
-        session._host.on_stage.append(
+        session.internals.runtime.on_stage.append(
             lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None
         )
         session.skip(range(first, first + within))
         taker, over = _StepTaker(session), False
         while True:
             # Taken before `found` is read, so that `found` holds every step the state counts.
-            known = session._pump.ask(session._known, "the planner")
+            known = current_knowledge(session.internals)
             if progress:
                 progress(min(within, known.state.step - first))
             # All steps were watched, so none counts as forgotten. Every step is skipped here;

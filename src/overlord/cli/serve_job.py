@@ -62,7 +62,7 @@ def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console)
             output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
             with _progress(err) as show:
                 wait_for_clients(session, show)
-            finish = session._host.planner.finished
+            finish = session.internals.runtime.planner.finished
             err.print(
                 "all clients have disconnected"
                 if finish is None
@@ -124,26 +124,26 @@ def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
 
     ``show`` receives a progress line every ``POLL_S``. Raise the error that ended the job.
     """
-    serving = session._serving
+    serving = session.internals.remote_ranks
     assert serving is not None
     total = len(serving.ranks)
-    while serving.seats and not serving.finished and session._pump.broken is None:
+    while serving.remote_clients and not serving.finished and session.internals.loop.broken is None:
         show(progress_line(session, total))
         time.sleep(POLL_S)
-    finish = session._host.planner.finished
+    finish = session.internals.runtime.planner.finished
     if finish is not None:
         serving.wait_until_left(LINGER_S)
     if finish is not None and finish.error is not None:
         raise finish.error
-    if session._pump.broken is not None:
-        raise OverlordError(f"the session stopped: {session._pump.broken}")
+    if session.internals.loop.broken is not None:
+        raise OverlordError(f"the session stopped: {session.internals.loop.broken}")
 
 
 def progress_line(session: Session, total: int) -> str:
     """Return the taken steps, the number of clients, and the client that others wait for."""
-    serving = session._serving
+    serving = session.internals.remote_ranks
     assert serving is not None
-    clients = serving.seats
+    clients = serving.remote_clients
     connected = sum(client.there for client in clients)
     took = [client.steps for client in clients]
     steps = (
@@ -152,13 +152,13 @@ def progress_line(session: Session, total: int) -> str:
         else f"{max(took, default=0)}"
     )
     closed = f", {total - len(clients)} closed" if len(clients) < total else ""
-    slowest = min(clients, key=lambda client: (client._state.step, client.rank), default=None)
+    slowest = min(clients, key=lambda client: (client.position.step, client.rank), default=None)
     waits = ""
     if slowest is not None and slowest.absent:
         waits = f"  waiting for rank {slowest.rank}, {slowest.absent}"
     elif slowest is not None and connected == len(clients):
         waits = (
-            f"  next step {slowest._state.step}, longest wait of a trainer "
+            f"  next step {slowest.position.step}, longest wait of a trainer "
             f"{max((client.waited_s for client in clients), default=0.0):.1f} s"
         )
     return f"steps taken {steps}  clients {connected}/{len(clients)}{closed}{waits}"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -139,6 +140,28 @@ class Client:
         self._back: tuple[Mark, State, Step] | None = (
             None  # a step that was refused, between the place before it and the state after it
         )
+
+    @property
+    def queue(self) -> StepQueue:
+        """The queue from which the next step comes."""
+        return self._inbox
+
+    @property
+    def position(self) -> State:
+        """The state of the stream after the last step that was taken."""
+        return self._state
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Return a context in which no step is taken. For the session that changes its mesh."""
+        return self._gate
+
+    def move_to(self, queue: StepQueue, position: State) -> None:
+        """Continue in a new generation of the session."""
+        self._inbox, self._state = queue, position
+
+    def begin_with(self, begin: Callable[[], None]) -> None:
+        """Call ``begin`` before the next step is waited for."""
+        self._begin = begin
 
     def __iter__(self) -> Client:
         refuse_ahead(type(self).__name__)

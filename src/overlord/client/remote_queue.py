@@ -488,7 +488,7 @@ class RemoteStepQueue:
         raise ActorLost(
             self._name,
             f"{who} could not be reached for {gone:.1f} s while step {self._next} was "
-            f"wanted: {reason_of(fault)}{either}",
+            f"expected: {reason_of(fault)}{either}",
         ) from fault
 
     def _drop_link(self, reason: str) -> None:

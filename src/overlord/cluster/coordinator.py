@@ -731,6 +731,19 @@ class Coordinator:
         self._stop_reviews()
         self.pool.close()
 
+    @property
+    def actor_system(self) -> ActorSystem:
+        """The actor system that started the workers."""
+        return self._control
+
+    @property
+    def absent(self) -> str:
+        """Return an empty text: the planner is in this process and can always be asked."""
+        return ""
+
+    def use_buffers(self, buffers: Any) -> None:
+        """Do nothing: constructor workers have buffers of their own."""
+
     def check(self) -> None:
         self.planner.check()
 

@@ -177,6 +177,14 @@ class ClusterRuntime:
         """What a client waits for while there is no planner, in words; else empty."""
         return self._parts.absent
 
+    @property
+    def actor_system(self) -> ActorSystem:
+        """The actor system that started the workers."""
+        return self._parts.control
+
+    def use_buffers(self, buffers: Any) -> None:
+        """Do nothing: constructor workers have buffers of their own."""
+
     def _heard(self, event: tuple[Any, ...]) -> None:
         if self._closed:
             return  # another engine may serve the same clients by now

@@ -1,5 +1,6 @@
-"""What people may ask of a running job: plans, where samples went, what is going on. Nothing here
-changes it.
+"""Questions about a running job: plans, sample positions, metrics. None of them changes the job.
+
+All answers come from the event loop, so each one describes a single moment.
 """
 
 from __future__ import annotations
@@ -10,204 +11,153 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import JobError, PlanError
-from overlord.job.job import Job
 from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import Buffer
+from overlord.session.running_job import RunningJob
 from overlord.session.runtime import counted
-from overlord.setup.options import ring_bytes
+from overlord.setup.options import Options, ring_bytes
 
 if TYPE_CHECKING:
     from overlord.client.client import Client
-    from overlord.concurrency.event_loop import EventLoop
-    from overlord.messages.control import SourceLost, StreamState
     from overlord.observe.explain import Explanation, Known
     from overlord.planning.graph.dgraph import DGraph
     from overlord.sample import SampleId
     from overlord.scaling.profile import JobProfile
-    from overlord.session.runtime import Runtime
-    from overlord.setup.prepared_job import PreparedJob
-    from overlord.setup.profile_store import Refresher
+    from overlord.serving.control_server import RemoteClient
 
 
-class Questions:
-    """The half of ``Session`` that only looks. All answers come from the pump, so they are of one
-    moment.
-    """
-
-    job: Job
-    _blueprint: PreparedJob
-    _clients: Mapping[int, Client]
-    _host: Runtime
-    _joining: PreparedJob | None
-    _pump: EventLoop
-    _start_state: StreamState
-    _started: float
-    _refused: int
-    _refresher: Refresher | None
-    _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
-
-    def _blueprint_of(self, n: int, blueprint: PreparedJob | None = None) -> PreparedJob:
-        """For what a planner says of so many sources: one elsewhere may have let a source join, and
-        its answer be on the way.
-        """
-        known, joining = blueprint or self._blueprint, self._joining
-        return (
-            joining
-            if joining is not None and len(known.job.names) < n == len(joining.job.names)
-            else known
-        )
-
-    def plan(self, step: int) -> LoadingPlan:
-        """The plan of a recent step (the last 256 are kept)."""
-        step = step_number("plan", step)
-        found, steps = self._pump.ask(
-            lambda: (self._host.plans.of(step), self._host.plans.steps()), "the planner"
-        )
-        if not found:
-            held = f"{min(steps)} to {max(steps)}" if steps else "none"
-            raise PlanError(
-                f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}"
-            )
-        return found[-1].plan
-
-    def graph(self, step: int) -> DGraph:
-        """The graph of a planned step, with what strategies are not told: who read each sample, who
-        builds each bucket.
-        """
-        from overlord.observe.explain import stage_of
-        from overlord.planning.graph.lineage import planned_graph
-
-        step = step_number("graph", step)
-        known = self._pump.ask(self._known, "the planner")
-        stage = stage_of(step, known.stages, known.state.step)
-        assert stage.loader is not None
-        return planned_graph(
-            stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders, self.job.sync
-        )
-
-    def explain(self, what: int | str | SampleId) -> Explanation:
-        """A step by its number: which rows, which weights, how it was placed. A sample by its id:
-        where it went, and why.
-        """
-        from overlord.observe.explain import explain
-
-        return explain(what, self._pump.ask(self._known, "the planner"))
-
-    def _known(self) -> Known:
-        from overlord.observe.explain import Known
-
-        host, made = self._host, self._blueprint
-        return Known(
-            job=self.job,
-            names=host.planner.spec.names,
-            indexes=tuple(made.indexes),
-            orders=tuple(made.orders),
-            stages=tuple(host.plans),
-            quarantine=tuple(host.planner.ledger.bad_rows()),
-            state=host.planner.state(),
-            start=self._start_state.step,
-            loaders=tuple(loader_name(row) for row in host.figures()["loaders"]),
-        )
-
-    def summary_buffer(self) -> Buffer:
-        """What the planner sees now: metadata of all samples that are ready and not drawn, source
-        by source in stream order.
-
-        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on.
-        What is ready depends on timing, so nothing of the stream may be decided by it.
-        """
-        return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
-
-    def quarantine(self) -> list[dict[str, Any]]:
-        """Rows passed so far that never reached a plan, each with its reason; and, behind them,
-        samples of which an image could not be decoded: those were delivered, without it, and each
-        reason says in which step.
-        """
-        rows = self._pump.ask(lambda: self._host.planner.ledger.bad_rows(), "the planner")
-        indexes = self._blueprint.indexes
-        return [
-            {
-                "source": self.job.names[q.source],
-                "epoch": q.epoch,
-                "file": q.file,
-                "row": q.row,
-                "part": q.part,
-                "path": indexes[q.source].files[q.file].path
-                if q.file < len(indexes[q.source].files)
-                else "",
-                "reason": q.reason,
-            }
-            for q in rows
-        ]
-
-    def profile(self) -> JobProfile:
-        """What sources cost, with what loaders measured up to now; it is kept for the next
-        launch.
-        """
-        if self._refresher is None:
-            raise JobError(["profiles are refreshed with partition='auto' only"], "profile")
-        return self._refresher.refresh()
-
-    def _figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = self._pump.ask(lambda: self._host.figures(), "the pump")
-        return figures
-
-    def metrics(self) -> dict[str, Any]:
-        """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading
-        and transforming.
-        """
-        return self._pump.ask(self._metrics, "the pump")
-
-    def _budget(self) -> dict[str, int]:
-        """What may be held ahead of the draw, in bytes: samples ready, files being read, and by
-        each host steps on their way.
-        """
-        options = self._blueprint.options
-        return {
-            "ready": options.buffer_bytes,
-            "open": options.open_bytes,
-            "steps": ring_bytes(options),
-        }
-
-    def _metrics(self) -> dict[str, Any]:
-        figures = self._host.figures()
-        planner = counted(self._host)
-        found = job_metrics(
-            planner,
-            figures,
-            self._blueprint_of(len(planner.totals.samples)).at_nothing(),
-            self.job.on_long,
-        )
-        for name, event in self._lost.items():
-            found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
-        found["memory"]["budget"] = self._budget()
-        return {
-            **found,
-            "uptime_s": time.monotonic() - self._started,
-            "feedback": {**found["feedback"], "invalid": self._refused},
-            "files": added_up([self._blueprint.handles.metrics(), *figures.get("files", ())]),
-            "clients": {
-                r: _client_row(c, figures.get("clients", {}).get(r, {}))
-                for r, c in list(self._clients.items())
-            },
-            "actors": actors(figures, dict(self._clients)),
-            "transfer": figures.get("transfer", {}),
-            "recoveries": figures.get("recoveries", []),
-            "shadows": figures.get("shadows", []),
-            "scaling": figures.get("scaling", {}),
-            "placement": figures.get("placement", {}),
-            "journal": figures.get("journal") or self._host.journal.figures(),
-        }
-
-
-def _client_row(client: Client, told: Mapping[str, Any]) -> dict[str, Any]:
-    """``told``: by its constructor host, which alone knows of a client in another process."""
-    waited_s, ready = (
-        max(client.waited_s, told.get("waited_s", 0.0)),
-        max(len(client._inbox), told.get("kept", 0)),
+def plan(running: RunningJob, step: int) -> LoadingPlan:
+    step = step_number("plan", step)
+    found, steps = running.loop.ask(
+        lambda: (running.runtime.plans.of(step), running.runtime.plans.steps()), "the planner"
     )
-    return {"steps": max(client.steps, told.get("steps", 0)), "waited_s": waited_s, "ready": ready}
+    if not found:
+        held = f"{min(steps)} to {max(steps)}" if steps else "none"
+        raise PlanError(
+            f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}"
+        )
+    last: LoadingPlan = found[-1].plan
+    return last
+
+
+def graph(running: RunningJob, step: int) -> DGraph:
+    from overlord.observe.explain import stage_of
+    from overlord.planning.graph.lineage import planned_graph
+
+    step = step_number("graph", step)
+    known = current_knowledge(running)
+    stage = stage_of(step, known.stages, known.state.step)
+    assert stage.loader is not None
+    job = running.job
+    return planned_graph(stage.plan, job.batch, job.place, stage.loader, known.loaders, job.sync)
+
+
+def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
+    from overlord.observe import explain as explaining
+
+    return explaining.explain(what, current_knowledge(running))
+
+
+def current_knowledge(running: RunningJob) -> Known:
+    """Return a snapshot of everything that explanations use."""
+    from overlord.observe.explain import Known
+
+    def act() -> Known:
+        runtime, prepared = running.runtime, running.generation.prepared
+        return Known(
+            job=running.job,
+            names=runtime.planner.spec.names,
+            indexes=tuple(prepared.indexes),
+            orders=tuple(prepared.orders),
+            stages=tuple(runtime.plans),
+            quarantine=tuple(runtime.planner.ledger.bad_rows()),
+            state=runtime.planner.state(),
+            start=running.generation.start.step,
+            loaders=tuple(loader_name(row) for row in runtime.figures()["loaders"]),
+        )
+
+    known: Known = running.loop.ask(act, "the planner")
+    return known
+
+
+def summary_buffer(running: RunningJob) -> Buffer:
+    buffer: Buffer = running.loop.ask(
+        lambda: running.runtime.planner.summary_buffer(), "the planner"
+    )
+    return buffer
+
+
+def quarantine(running: RunningJob) -> list[dict[str, Any]]:
+    rows = running.loop.ask(lambda: running.runtime.planner.ledger.bad_rows(), "the planner")
+    names, indexes = running.job.names, running.generation.prepared.indexes
+    return [
+        {
+            "source": names[q.source],
+            "epoch": q.epoch,
+            "file": q.file,
+            "row": q.row,
+            "part": q.part,
+            "path": indexes[q.source].files[q.file].path
+            if q.file < len(indexes[q.source].files)
+            else "",
+            "reason": q.reason,
+        }
+        for q in rows
+    ]
+
+
+def profile(running: RunningJob) -> JobProfile:
+    if running.refresher is None:
+        raise JobError(["profiles are refreshed with partition='auto' only"], "profile")
+    return running.refresher.refresh()
+
+
+def metrics(running: RunningJob) -> dict[str, Any]:
+    found: dict[str, Any] = running.loop.ask(lambda: _metrics(running), "the event loop")
+    return found
+
+
+def _metrics(running: RunningJob) -> dict[str, Any]:
+    generation = running.generation
+    runtime, prepared = generation.runtime, generation.prepared
+    figures = runtime.figures()
+    planner = counted(runtime)
+    at_nothing = running.prepared_for(len(planner.totals.samples)).at_nothing()
+    found = job_metrics(planner, figures, at_nothing, running.job.on_long)
+    for name, event in generation.lost_sources.items():
+        found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
+    found["memory"]["budget"] = _budget(prepared.options)
+    clients = dict(running.clients)
+    of_clients = figures.get("clients", {})
+    return {
+        **found,
+        "uptime_s": time.monotonic() - running.started,
+        "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
+        "files": added_up([prepared.handles.metrics(), *figures.get("files", ())]),
+        "clients": {r: _client_row(c, of_clients.get(r, {})) for r, c in clients.items()},
+        "actors": actors(figures, clients),
+        "transfer": figures.get("transfer", {}),
+        "recoveries": figures.get("recoveries", []),
+        "shadows": figures.get("shadows", []),
+        "scaling": figures.get("scaling", {}),
+        "placement": figures.get("placement", {}),
+        "journal": figures.get("journal") or runtime.journal.figures(),
+    }
+
+
+def _budget(options: Options) -> dict[str, int]:
+    """Return the memory bounds of ready samples, open files and steps of one worker."""
+    return {"ready": options.buffer_bytes, "open": options.open_bytes, "steps": ring_bytes(options)}
+
+
+def _client_row(client: Client | RemoteClient, there: Mapping[str, Any]) -> dict[str, Any]:
+    """``there``: counts of the constructor worker, which alone has those of a remote client."""
+    return {
+        "steps": max(client.steps, there.get("steps", 0)),
+        "waited_s": max(client.waited_s, there.get("waited_s", 0.0)),
+        "ready": max(len(client.queue), there.get("kept", 0)),
+    }
 
 
 def step_number(what: str, step: Any) -> int:

@@ -1,10 +1,8 @@
-"""``launch``: from a job to a running session, and everything that can be wrong with how it is
-asked for.
-"""
+"""``launch``: start a job as a session, after all of its options are checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,14 @@ from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.session.runtime import RUNTIMES, budgeted, keep, sized
 from overlord.session.session import Session
-from overlord.setup.options import Options
+from overlord.setup.options import (
+    MemoryLimits,
+    Options,
+    RayPlacement,
+    memory_fields,
+    ray_fields,
+    refuse_unknown,
+)
 from overlord.setup.partition import profiled
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.removed_sources import left_behind
@@ -26,76 +31,157 @@ def launch(
     resume: Mapping[str, Any] | str | None = None,
     *,
     allow: tuple[str, ...] = (),
-    **options: Any,
+    prefetch: int = 4,
+    build_ahead: int | None = None,
+    read_ahead: int | None = None,
+    loaders: Mapping[str, int] | None = None,
+    workers: int | None = None,
+    memory: MemoryLimits | int | str | None = None,
+    cache_dir: str | Path | None = None,
+    stall_warn_s: float = 30.0,
+    stall_limit_s: float = 540.0,
+    on_stall: Callable[[str, float], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    broadcast: bool = True,
+    partition: str | None = "auto",
+    watch_s: float = 2.0,
+    autoscale: bool | Mapping[str, Any] = False,
+    sources_per_host: int | None = None,
+    hosts: int | None = None,
+    constructor_hosts: int | None = None,
+    ports: str | None = None,
+    failover: bool = True,
+    lost_after_s: float = 15.0,
+    max_restarts: int = 3,
+    shadows: str = "none",
+    ray: RayPlacement | None = None,
+    check: bool = False,
+    **deprecated: Any,
 ) -> Session:
-    """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its
-    loaders and constructors in processes of this machine, ``"ray"`` on a Ray cluster. ``resume``: a
-    state to go on from; ``"auto"``: behind the last step that all ranks took, as the job's journal
-    says.
+    """Start a job and return its session. No option changes the stream.
 
-    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=,
-    build_ahead=, buffer_bytes=, open_bytes=, open_files=, memory="64GB" (of this machine, split
-    over these), cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600),
-    on_stall=callback(words, seconds), progress=callback(done, total). Of the process runtime:
-    sources_per_host=, hosts=, constructor_hosts=, ring_bytes=. Of trainers that
-    broadcast: broadcast=True (False: every rank fetches its own). Of what is lost (process
-    runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3,
-    shadows="none", "heavy" or "all". Of the Ray runtime, which has all of these too:
-    address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
-    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for
-    loaders), node_labels={"pool": "cpu"} and node_resources={"scratch": 1} (for hosts that need not
-    be beside ranks), reserve=False (True: hosts for which there is no room wait for Ray to find
-    it). ports="7000-7099": where hosts listen, for firewalls. Of scaling: partition="auto" (loaders
-    by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
-    in more processes, or in fewer, as the mixture and the pace of trainers change), watch_s=2 (how
-    often loaders and trainers are looked at, to read sources with slow reads further ahead and to
-    name those that cannot keep up; 0: never).
+    job: the job to run.
+    runtime: "local" runs everything in threads of this process. "process" runs loaders and
+        constructors in processes of this machine, "ray" on a Ray cluster.
+    resume: a saved state to continue from. "auto": continue after the last step that all ranks
+        took, as the journal of the job records it.
+    allow: parts of the fingerprint in which a resumed state may differ from the job.
+
+    prefetch: steps that are planned ahead of the slowest rank.
+    build_ahead: steps of that window that are built. Default: all in one process, 2 in several.
+    read_ahead: steps' worth of samples that are held ready beyond the draw. Default: 2 in one
+        process, 8 in several.
+    loaders: loaders per source, as in {"web": 3}; 1 for sources that are not named.
+    workers: threads that read, transform and build.
+    memory: memory for loading on this machine, as in "64GB" or bytes; or MemoryLimits(...).
+    cache_dir: directory of indexes and profiles. Default: OVERLORD_CACHE, or the user's cache.
+
+    stall_warn_s: seconds that a client waits for a step until the reason is logged.
+    stall_limit_s: seconds until it raises DataStall. NCCL ends a job after 600.
+    on_stall: called with (reason, seconds) instead of the logged warning.
+    progress: called with (sources indexed, total) while files are indexed.
+    broadcast: False makes every rank fetch its own steps, whatever the plan's broadcasts are.
+
+    partition: "auto" gives loaders to sources by measured cost, "off" by their index alone.
+    watch_s: seconds between polls of loaders and trainers. Sources with slow reads are read further
+        ahead, and sources that cannot keep up are named. 0: never.
+    autoscale: True reads a source in more or fewer processes, as the mixture and the pace of
+        trainers change. A mapping sets other limits.
+
+    sources_per_host: sources that share a loader worker ("process" and "ray", as all below).
+    hosts: cores that loader workers may use. Default: all of this machine.
+    constructor_hosts: processes that constructors share. Default: one for sixteen cores.
+    ports: TCP ports at which workers listen, as in "7000-7099", for firewalls. Default: any.
+    failover: False makes the loss of a worker end the job.
+    lost_after_s: seconds without an answer after which a worker is killed and replaced.
+    max_restarts: restarts of one worker without a step taken by all ranks in between. One more
+        loss ends the job.
+    shadows: loaders with a standby in another worker: "none", those of the most costly sources
+        ("heavy"), or "all".
+    ray: placement on a Ray cluster, as in RayPlacement(address="10.0.0.1:6379").
+
+    check: check the invariants of all parts after every command. Slow; for tests.
+    deprecated: older names of the fields of MemoryLimits and RayPlacement, as keywords.
     """
     if not isinstance(job, Job):
         raise JobError([f"expected a Job, got {type(job).__name__}"], "launch")
     if problems := _launch_problems(job, runtime, resume, allow):
         raise JobError(problems, "launch")
-    given = Options.of(options)
-    if given.address is not None and runtime != "ray":
-        raise JobError([f"address: {given.address!r} is for runtime='ray'; leave it out"], "launch")
-    if given.ports is not None and runtime == "local":
-        raise JobError(
-            [
-                "ports: in one process nobody listens but session.serve, which has a "
-                "port= of its own: leave it out"
-            ],
-            "launch",
-        )
-    if given.reserve is True and (runtime != "ray" or given.address is None):
-        raise JobError(
-            [
-                "reserve: True is for runtime='ray' with the address of a cluster; one "
-                "machine cannot get more: leave it out"
-            ],
-            "launch",
-        )
-    if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
-        raise JobError(
-            [
-                f"shadows: {given.shadows!r} is for runtime='process'; what is in one "
-                "process is lost together"
-            ],
-            "launch",
-        )
+    refuse_unknown(deprecated)
+    given = Options(
+        prefetch=prefetch,
+        build_ahead=build_ahead,
+        read_ahead=read_ahead,
+        loaders=loaders,
+        workers=workers,
+        cache_dir=cache_dir,
+        stall_warn_s=stall_warn_s,
+        stall_limit_s=stall_limit_s,
+        on_stall=on_stall,
+        progress=progress,
+        broadcast=broadcast,
+        partition=partition,
+        watch_s=watch_s,
+        autoscale=autoscale,
+        sources_per_host=sources_per_host,
+        hosts=hosts,
+        constructor_hosts=constructor_hosts,
+        ports=ports,
+        failover=failover,
+        lost_after_s=lost_after_s,
+        max_restarts=max_restarts,
+        shadows=shadows,
+        check=check,
+        **memory_fields(memory, deprecated),
+        **ray_fields(ray, deprecated),
+    )
+    return _start(job, runtime, resume, allow, given)
+
+
+def _start(
+    job: Job,
+    runtime: str,
+    resume: Mapping[str, Any] | str | None,
+    allow: tuple[str, ...],
+    given: Options,
+) -> Session:
+    if problems := _runtime_problems(runtime, given):
+        raise JobError(problems[:1], "launch")
     if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
         raise JobError(problems, "launch")
-    let_go = keep(
-        runtime, given.address
-    )  # a cluster is there while files are indexed; then the session has it
+    # held while files are indexed; the session holds the cluster afterwards
+    release_cluster = keep(runtime, given.address)
     try:
-        return _launched(
-            job, runtime, resume, allow, budgeted(runtime, job, sized(runtime, job, given))
-        )
+        options = budgeted(runtime, job, sized(runtime, job, given))
+        return _session(job, runtime, resume, allow, options)
     finally:
-        let_go()
+        release_cluster()
 
 
-def _launched(
+def _runtime_problems(runtime: str, given: Options) -> list[str]:
+    """Return the options that this runtime does not have."""
+    found = []
+    if given.address is not None and runtime != "ray":
+        found.append(f"address: {given.address!r} is for runtime='ray'; leave it out")
+    if given.ports is not None and runtime == "local":
+        found.append(
+            "ports: in one process nobody listens but session.serve, which has a "
+            "port= of its own: leave it out"
+        )
+    if given.reserve is True and (runtime != "ray" or given.address is None):
+        found.append(
+            "reserve: True is for runtime='ray' with the address of a cluster; one "
+            "machine cannot get more: leave it out"
+        )
+    if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
+        found.append(
+            f"shadows: {given.shadows!r} is for runtime='process'; all loaders of one process are "
+            "lost together"
+        )
+    return found
+
+
+def _session(
     job: Job,
     runtime: str,
     resume: Mapping[str, Any] | str | None,
@@ -103,20 +189,20 @@ def _launched(
     given: Options,
 ) -> Session:
     if runtime == "process":
-        from overlord.process import forkserver  # processes: for those who ask for them
+        from overlord.process import forkserver  # imported for runtimes with processes only
 
         forkserver.warm_up()  # while files are indexed
     if job.journal is not None:
         from overlord.session.resume import launch_with_journal
 
         return launch_with_journal(job, runtime, resume, allow, given)
-    left = left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
-    blueprint = profiled(PreparedJob(job, given, left), runtime)
+    removed = left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
+    prepared = profiled(PreparedJob(job, given, removed), runtime)
     if resume is None:
-        return Session(job, blueprint, None, runtime)
+        return Session(job, prepared, None, runtime)
     assert isinstance(resume, Mapping)
-    blueprint = blueprint.fitting(resume)
-    return Session(job, blueprint, blueprint.restore(resume, allow), runtime)
+    prepared = prepared.fitting(resume)
+    return Session(job, prepared, prepared.restore(resume, allow), runtime)
 
 
 def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[str]:
@@ -131,7 +217,7 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
                 "one in Job.journal, or give a state"
             )
     elif isinstance(resume, (str, PathLike)):
-        found.append(_no_state(resume))
+        found.append(_not_a_state(resume))
     elif resume is not None and not isinstance(resume, Mapping):
         found.append(
             f"resume: expected a state as state_dict() gives it, got {type(resume).__name__}"
@@ -143,8 +229,11 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
     return found
 
 
-def _no_state(resume: str | PathLike[str]) -> str:
-    """What is no file by its name, nor there, was to be the one word there is."""
+def _not_a_state(resume: str | PathLike[str]) -> str:
+    """Describe a text that is not a state: a file name, or a misspelt ``"auto"``.
+
+    A text without a suffix or a slash, and without a file of that name, was meant as a word.
+    """
     word = (
         isinstance(resume, str)
         and not Path(resume).suffix

@@ -114,6 +114,7 @@ class LocalRuntime:
         self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
+        self.on_taken: Callable[[int, int], None] = lambda rank, step: None  # never called here
 
     @property
     def journal(self) -> NullJournal:
@@ -360,6 +361,22 @@ class LocalRuntime:
             ],
             "kill",
         )
+
+    # clients in other processes: this process serves them itself
+
+    absent, actor_system = "", None
+
+    def use_buffers(self, buffers: Any) -> None:
+        self.building.slabs = buffers
+
+    def listen(self, host: str, token: str) -> None:
+        """Do nothing: there are no constructor workers."""
+
+    def outside(self, rank: int) -> None:
+        """Return None: there are no constructor workers."""
+
+    def taken_by(self, rank: int) -> None:
+        """Return None: there are no constructor workers."""
 
     # what people ask
 

@@ -139,8 +139,9 @@ def _owning(
     def close(store: _Board | None = store) -> None:
         atexit.unregister(at_exit)
         leave()
-        if not client._failed and session._serving is not None:
-            session._serving.wait_until_left(leave_s)
+        remote_ranks = session.internals.remote_ranks
+        if not client._failed and remote_ranks is not None:
+            remote_ranks.wait_until_left(leave_s)
         session.close()
 
     def at_exit() -> None:

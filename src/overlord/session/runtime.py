@@ -16,7 +16,7 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import NullJournal
-from overlord.messages.control import Report, StreamState
+from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.process.shutdown import Steps, in_turn
@@ -40,27 +40,53 @@ RUNTIMES = {
 
 
 class Runtime(Protocol):
-    """What a session needs of its cores. All but ``prepare_source`` and ``close`` run in the
-    pump.
+    """The planner, loaders and constructors of a job at a state, wherever they run.
+
+    Runs on: event loop, except ``prepare_source``, ``listen``, ``outside``, ``taken_by``,
+    ``absent`` and ``close``, which run on any thread.
     """
+
+    on_stage: list[Callable[[Any], None]]  # called with every planned step
+    on_lost: list[Callable[[SourceLost], None]]  # called with every source whose storage failed
+    on_late: list[Callable[[Any], None]]  # called with events that were applied after a timeout
+    on_taken: Callable[[int, int], None]  # called with (rank, step) by constructor workers
+    journal: NullJournal  # of this process: plans are written before any of them is executed
 
     @property
     def planner(self) -> Planner | CoordinatorClient: ...
     @property
     def plans(self) -> RecentPlans | RemotePlans: ...
+    @property
+    def absent(self) -> str:
+        """Why no question can be answered now; empty if the planner can be asked."""
 
-    on_stage: list[Any]
-    on_lost: list[Any]
-    on_late: list[
-        Any
-    ]  # told of events that were given up by who said them, and have happened since
-    journal: NullJournal  # of the session: what is planned is written before anyone acts on it
+    @property
+    def actor_system(self) -> ActorSystem | None:
+        """The actor system that started the workers; None without workers."""
 
-    def settle(self) -> None: ...
+    # clients
     def attach(self, mailboxes: Mapping[int, Any]) -> None: ...
     def detach(self, rank: int) -> None: ...
     def stop(self) -> None: ...
-    def consumed(self, ranks: Any, step: int) -> None: ...
+    def consumed(self, ranks: Sequence[int], step: int) -> None: ...
+    def inbox(self, rank: int, next_step: int) -> StepQueue: ...
+    def waiting_for(self, rank: int) -> str: ...
+
+    # clients in other processes
+    def use_buffers(self, buffers: Any) -> None:
+        """Build steps in memory that clients map, where constructors run in this process."""
+
+    def listen(self, host: str, token: str) -> None:
+        """Accept clients at constructor workers. Without such workers nothing is done."""
+
+    def outside(self, rank: int) -> tuple[str, str] | None:
+        """Return address and token of the constructor worker of a rank; None without workers."""
+
+    def taken_by(self, rank: int) -> int | None:
+        """Return the last step that a rank took, as its constructor worker knows; or None."""
+
+    # events
+    def settle(self) -> None: ...
     def event(self, event: Any) -> None: ...
     def report(self, report: Report) -> bool | None: ...
     def prepare_source(self, blueprint: PreparedJob) -> Any: ...
@@ -68,12 +94,14 @@ class Runtime(Protocol):
     def add_source(
         self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
     ) -> None: ...
-    def inbox(self, rank: int, next_step: int) -> StepQueue: ...
-    def waiting_for(self, rank: int) -> str: ...
+
+    # workers
     def move(self, source: int, hosts: Sequence[str]) -> None: ...
     def spread(self, source: int, n: int) -> bool: ...
     def kill(self, name: str) -> None: ...
     def figures(self) -> dict[str, Any]: ...
+
+    # the end
     def broke(self, error: Exception) -> None: ...
     def close(self) -> None: ...
 
@@ -228,22 +256,12 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
     return let_go
 
 
-def dismiss(host: Runtime) -> None:
-    """The parts of a host that is closed, if that was interrupted before they were asked to
-    leave.
-    """
-    control = getattr(host, "_control", None) or getattr(
-        getattr(host, "_parts", None), "control", None
-    )
-    if control is not None:
-        control.shutdown(HURRY_S)
+def end_processes(runtime: Runtime) -> None:
+    """End the processes that an interrupted ``close`` of the runtime has left."""
+    if (actors := runtime.actor_system) is not None:
+        actors.shutdown(HURRY_S)
 
 
 def counted(host: Runtime) -> Planner | Counted:
     """The planner's counts, of one moment."""
     return host.planner if isinstance(host.planner, Planner) else host.planner.counted()
-
-
-def why_not(host: Runtime) -> str:
-    """What keeps a host from answering, in words; empty for one that can be asked."""
-    return str(getattr(host, "absent", ""))

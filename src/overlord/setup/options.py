@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,90 +31,108 @@ PARTITION = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RayPlacement:
+    """Where a job runs on a Ray cluster. None of these changes the stream."""
+
+    address: str | None = None
+    """``host:port`` of the head of a cluster. None: a cluster of this machine, for this job."""
+    rank_nodes: Sequence[str] | None = None
+    """Node of each rank: name, address or id. Constructors and loaders are placed there first."""
+    sidecar: float = 0.5
+    """Share of the idle cores and memory of those nodes for loading; the rest goes elsewhere."""
+    node_labels: Mapping[str, str] | None = None
+    """Labels of nodes for workers that need not be next to ranks: ``{"pool": "cpu"}``."""
+    node_resources: Mapping[str, float] | None = None
+    """Custom resources that each of those workers requests: ``{"scratch": 1}``."""
+    reserve: bool = False
+    """True: workers without room wait for Ray, or its autoscaler, to find a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """Bounds of the memory that loading holds. None of these changes the stream."""
+
+    total: int | str | None = None
+    """For loading on this machine, ``"64GB"`` or bytes: it bounds the sum of the others."""
+    buffer_bytes: int = 2**30
+    """Samples that are ready and not drawn, over all sources."""
+    open_bytes: int = 2**28
+    """Files that are open in the middle of a chunk."""
+    open_files: int = 512
+    """Number of such files."""
+    ring_bytes: int | None = None
+    """Shared memory of one worker. None: a quarter of the memory of the machine or container."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Launch options. None of them changes the stream."""
+    """Launch options, with the fields of all groups. None of them changes the stream."""
 
     prefetch: int = 4
-    # Steps of the window that are built ahead; the others wait as payload. None: all of them in one
-    # process, 2 in several.
+    # steps of the window that are built; None: all in one process, 2 in several processes, where
+    # the others wait as payload
     build_ahead: int | None = None
-    loaders: Mapping[str, int] | None = None  # loaders by source; 1 where not named
+    loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
-    # Steps' worth of samples held ready beyond the draw. None: 2 where one process reads, 8 where
-    # several do. All sources must have theirs before a step can be drawn, so workers that run
-    # concurrently need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
+    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where
+    # several do. All sources must have theirs before a step can be drawn, so concurrent workers
+    # need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
     read_ahead: int | None = None
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk
     open_files: int = 512
-    # Memory of this machine for loading, as "64GB", split over all that loading holds there.
-    # buffer_bytes, open_bytes and ring_bytes can only lower it.
+    # of this machine, "64GB", split over everything that loading holds there; buffer_bytes,
+    # open_bytes and ring_bytes can only reduce their shares
     memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
-    # Below the ten minutes after which NCCL ends a job without a reason.
+    # below the ten minutes after which NCCL ends a job without a reason
     stall_limit_s: float = 540.0
-    # Called with (what is waited for, seconds) instead of the warning.
+    # called with (reason, seconds) instead of a logged warning
     on_stall: Callable[[str, float], None] | None = None
     check: bool = False  # check every core's invariants after every command (slow; for tests)
-    # Called with (indexed sources, all sources).
-    progress: Callable[[int, int], None] | None = None
-    # Sources that share a loader worker. None: about 25, and fewer workers than cores.
+    progress: Callable[[int, int], None] | None = None  # called with (sources indexed, total)
+    # sources that share a loader worker; None: about 25, fewer workers than cores
     sources_per_host: int | None = None
     hosts: int | None = None  # cores that loader workers may use; None: all of this machine
-    # Processes that constructors share. None: one for sixteen cores.
+    # processes that constructors share; None: one for sixteen cores
     constructor_hosts: int | None = None
-    # Bytes of shared memory that one worker may use. None: a quarter of all memory.
+    # of shared memory that one worker may use; None: a quarter of the memory that there is
     ring_bytes: int | None = None
-    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts
+    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts are
     failover: bool = True  # False: a lost worker ends the job
-    # A worker that does not answer for this long is considered dead, killed and replaced.
+    # a worker that does not answer for this time is killed and replaced
     lost_after_s: float = 15.0
-    # Restarts of one worker without a step acknowledged by all ranks in between. After them the job
-    # ends with the worker's last error.
+    # of one worker without a step taken by all ranks in between; then the job ends with its error
     max_restarts: int = 3
-    # Loaders with a standby in another worker: those of the sources that cost most ("heavy"), or
-    # "all".
+    # loaders with a standby in another worker: those of the most costly sources ("heavy"), or "all"
     shadows: str = "none"
-    # Address of a Ray cluster's head, as host:port. None: a cluster on this machine, which ends
-    # with the job.
+    # of the head of a Ray cluster, host:port; None: one of this machine, that ends with the job
     address: str | None = None
-    # Nodes of the cluster by rank: name, address or id. Constructors and loaders are placed there
-    # first.
+    # of the cluster, by rank: name, address or id; constructors and loaders are placed there first
     rank_nodes: Sequence[str] | None = None
-    # Share of the idle cores of those nodes, for constructors and then loaders. Others are placed
-    # on nodes without ranks.
+    # of the idle cores of those nodes, for constructors and then loaders; the others are placed on
+    # nodes without ranks
     sidecar: float = 0.5
-    # Labels of nodes for workers that need not be near ranks, in Ray's form: {"pool": "cpu"}.
+    # of nodes for workers that need not be next to ranks, as Ray writes them: {"pool": "cpu"}
     node_labels: Mapping[str, str] | None = None
-    # Custom resources of the cluster that each of those workers requests: {"scratch": 1}.
+    # custom resources that each of those workers requests: {"scratch": 1}
     node_resources: Mapping[str, float] | None = None
-    # True: workers for which no node has room wait until Ray, or its autoscaler, finds one.
+    # True: workers without room on any node wait for Ray, or its autoscaler, to find one
     reserve: bool = False
-    # TCP ports on which workers listen, as "7000-7099". None: any free port.
+    # "7000-7099": TCP ports at which workers listen; None: any that is free
     ports: str | None = None
-    # "auto": loaders by the measured costs of sources. "off" or None: by estimates from their
-    # index.
+    # loaders by measured cost of sources; "off" or None: by their index
     partition: str | None = "auto"
-    # Seconds between two polls of loaders and trainers, which detect sources that must be read
-    # further ahead or cannot keep up. 0: no polls.
+    # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # Start and stop workers of a source as needed. A mapping: True, with other limits
-    # (scaling.Limits).
+    # loader workers for a source as it needs them; a mapping: True, with other scaling.Limits
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
-        """Return options by name; an unknown name is a ``JobError`` with similar names."""
-        known = [f.name for f in fields(Options)]
-        if unknown := [name for name in given if name not in known]:
-            raise JobError(
-                [
-                    REMOVED.get(name) or f"unknown option {name!r}{did_you_mean(name, known)}"
-                    for name in unknown
-                ],
-                "launch",
-            )
+        """Return options by name; refuse unknown names."""
+        refuse_unknown(given)
         return Options(**given)
 
     def problems(self, job: Job) -> list[str]:
@@ -324,6 +343,68 @@ class Options:
             "steps ahead, and reports must arrive before the plan that uses them: "
             "raise the job's feedback_lag, or lower prefetch"
         ]
+
+
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Raise for names that no option has, with the nearest one that exists."""
+    known = [f.name for f in fields(Options)]
+    if unknown := [name for name in given if name not in known]:
+        raise JobError(
+            [
+                REMOVED.get(name) or f"unknown option {name!r}{did_you_mean(name, known)}"
+                for name in unknown
+            ],
+            "launch",
+        )
+
+
+def ray_fields(
+    given: RayPlacement | Mapping[str, Any] | None, old: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of ``ray=``, a placement or a mapping, and of deprecated keywords."""
+    return _group_fields("ray", RayPlacement, given, old)
+
+
+def memory_fields(
+    given: MemoryLimits | Mapping[str, Any] | int | str | None, old: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of ``memory=``, which may be the total alone, and of old keywords."""
+    if not isinstance(given, (MemoryLimits, Mapping)):
+        given = None if given is None else {"total": given}
+    found = _group_fields("memory", MemoryLimits, given, old)
+    return {"memory" if name == "total" else name: value for name, value in found.items()}
+
+
+def _group_fields(
+    name: str, group: type[Any], given: Any, old: Mapping[str, Any]
+) -> dict[str, Any]:
+    defaults = {f.name: f.default for f in fields(group)}
+    if isinstance(given, group):
+        found = {field: getattr(given, field) for field in defaults}
+    elif given is None or isinstance(given, Mapping):
+        found = dict(given or {})
+    else:
+        raise JobError([f"{name}: expected {group.__name__}(...), got {given!r:.80}"], "launch")
+    if unknown := [field for field in found if field not in defaults]:
+        problems = [
+            f"{name}: unknown field {field!r}{did_you_mean(str(field), list(defaults))}"
+            for field in unknown
+        ]
+        raise JobError(problems, "launch")
+    old = {field: value for field, value in old.items() if field in defaults}
+    changed = {field: value for field, value in old.items() if value != defaults[field]}
+    if twice := [
+        field for field in changed if found.get(field, defaults[field]) != defaults[field]
+    ]:
+        problems = [f"{field}: expected once, got it in {name}= too" for field in twice]
+        raise JobError(problems, "launch")
+    for field in changed:
+        warnings.warn(
+            f"launch({field}=...) is deprecated; use {name}={group.__name__}({field}=...)",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+    return {**defaults, **found, **changed}
 
 
 def address_problems(address: object) -> list[str]:

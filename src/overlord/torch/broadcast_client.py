@@ -279,7 +279,11 @@ class BroadcastClient(Client):
     @property
     def _generation(self) -> int:
         inbox, session = self._own_client._inbox, self._own_client.session
-        return int(getattr(inbox, "generation", 0) if session is None else session._generation)
+        return int(
+            getattr(inbox, "generation", 0)
+            if session is None
+            else session.internals.generation.number
+        )
 
     def _state_of(self, queue: StepQueue, state: State) -> dict[str, Any]:
         if self._own is not None:

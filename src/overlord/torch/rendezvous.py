@@ -129,7 +129,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
             "encodes": encodes,
         }
         published["job"] = parts
-        published["start"] = sealed(session._start_state)
+        published["start"] = sealed(session.internals.generation.start)
         _excuse_served(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:
@@ -151,18 +151,21 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
 
     Return None if the job ends without a step; each rank then receives the reason.
     """
-    assert session._serving is not None
-    session._begin()
+    assert session.internals.remote_ranks is not None
+    session.internals.begin()
     deadline = time.monotonic() + timeout_s
     while True:
-        plans, over = session._pump.ask(
-            lambda: ([s.plan for s in session._host.plans], session._host.planner.finished),
+        plans, over = session.internals.loop.ask(
+            lambda: (
+                [s.plan for s in session.internals.runtime.plans],
+                session.internals.runtime.planner.finished,
+            ),
             "the planner",
         )
         if plans or over is not None:
             return plans[0] if plans else None
         if time.monotonic() >= deadline:
-            raise DataStall(session._why(0), timeout_s, rank=0)
+            raise DataStall(session.internals.waiting_for(0), timeout_s, rank=0)
         time.sleep(LOOK_S / 5)
 
 
@@ -172,7 +175,7 @@ def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], enco
     The queue of a rank that is served is not read, unless the rank fetches images of its own or
     its fetcher reads the queue.
     """
-    assert session._serving is not None
+    assert session.internals.remote_ranks is not None
     place = session.job.place
     queues, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()
     served = [
@@ -180,7 +183,9 @@ def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], enco
         for rank, by in enumerate(fetchers)
         if rank != by and (not encodes or queues[rank] == rank)
     ]
-    session._serving.excuse(served, [rank for rank in served if queues[rank] != rank])
+    session.internals.remote_ranks.serve_by_broadcast(
+        served, [rank for rank in served if queues[rank] != rank]
+    )
 
 
 class _ClientFactory:

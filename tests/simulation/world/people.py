@@ -27,7 +27,8 @@ from overlord.errors import DataStall, JournalError
 from overlord.messages.control import SetMixture, Skip, StreamState
 from overlord.rpc.actors import ActorHandle
 from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
-from overlord.session.events import Changes
+from overlord.session.events import EventTarget, UserEvents
+from overlord.session.generation import Generation
 from tests.simulation.world.control import SimControl
 from tests.simulation.world.scenario import Saying
 from tests.simulation.world.virtual import SimMachine
@@ -174,27 +175,38 @@ class _Here:
         return call()
 
 
-class Hand(Changes):
-    """A session in the hand of whoever changes it."""
+class _Target:
+    """A simulated session, as far as its users send events to it."""
+
+    def __init__(self, launched: Launched, elsewhere: Elsewhere | None):
+        self._launched = launched
+        self.loop = _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
+        self.lock = threading.RLock()
+        runtime, prepared = cast(Any, elsewhere or launched.host), launched.blueprint
+        start = cast(StreamState, None)  # clients of the simulation know their steps themselves
+        self.generation = Generation(0, prepared, runtime, start, "", launched.log, {})
+
+    def refuse_closed(self) -> None:
+        """Do nothing: nobody closes it."""
+
+    def slowest_step(self) -> int:
+        return self._launched.cluster.slowest + 1
+
+
+class Hand:
+    """Sends the events of a user to a simulated session."""
 
     def __init__(self, launched: Launched, elsewhere: Elsewhere | None):
         assert launched.host is not None or elsewhere is not None
-        self._launched, self._log, self.job = launched, launched.log, launched.blueprint.job
-        self._host = cast(Any, elsewhere or launched.host)
-        self._pump = cast(
-            EventLoop, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
-        )
-        self._closed, self._lock = False, threading.RLock()
-        self._host.on_late += [self._note, launched.cluster.people.heard_late]
-
-    def _slowest(self) -> int:
-        return self._launched.cluster.slowest + 1
+        target = _Target(launched, elsewhere)
+        self._events = UserEvents(cast(EventTarget, target))
+        target.generation.runtime.on_late += [self._events.note, launched.cluster.people.heard_late]
 
     def say(self, event: SetMixture | Skip) -> None:
         if isinstance(event, Skip):
-            self.skip(event.steps)
+            self._events.skip(event.steps)
         else:
-            self.set_mixture(event.weights, event.at)
+            self._events.set_mixture(event.weights, event.at)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,100 @@
+"""The calls that a session answers for clients in other processes, and their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from overlord.client.client import State
+from overlord.errors import OverlordError
+from overlord.serving.step_publisher import MOVED, PublishedQueue, sealed
+
+BROADCAST_CALLS = ("why", "export", "report", "refused")  # of ranks that take no steps here
+
+
+class SessionApi(Protocol):
+    """A session as its server sees it. ``took``: generation and number of the last step taken."""
+
+    @property
+    def generation(self) -> int: ...
+
+    def admit(self, rank: int) -> None:
+        """Raise if the rank cannot be served. Runs on: server thread, so it must not block."""
+
+    def admit_broadcast(self, rank: int) -> None:
+        """Raise unless another rank fetches the steps of this one. Runs on: server thread."""
+
+    def connected(self, rank: int, peer: str) -> None: ...
+    def disconnected(self, rank: int) -> None: ...
+
+    def acked(self, rank: int, step: int, queue: PublishedQueue | None = None) -> None:
+        """Record that a client took a step. ``queue``: its queue, maybe of an older generation."""
+
+    def start(self, rank: int) -> dict[str, Any]:
+        """Begin to plan, and return the position at which the rank starts."""
+
+    def where(self, rank: int, generation: Any) -> dict[str, Any]:
+        """Return the position of the rank and the address of its constructor."""
+
+    def why(self, rank: int) -> str:
+        """Describe what the rank waits for."""
+
+    def export(self, rank: int, generation: Any, state: State) -> dict[str, Any]: ...
+
+    def rewind(
+        self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], took: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Rewind the rank, and return its new position."""
+
+    def report(
+        self, rank: int, generation: Any, step: Any, metrics: Any, next_step: int
+    ) -> None: ...
+
+    def refused(self) -> None:
+        """Count a report that the client itself refused."""
+
+    def crashed(self, rank: int, took: tuple[int, int]) -> None:
+        """Record the last step of a client that failed. It may connect again."""
+
+    def detach(self, rank: int, took: tuple[int, int]) -> None:
+        """Close the rank: no step is kept for it any more."""
+
+
+def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: bool = False) -> Any:
+    """Answer a request. ``broadcast``: of a rank whose steps another rank fetches.
+
+    Such a rank has no queue that would tell whether the session was rewound since.
+    """
+    calls: dict[str, Callable[[], Any]] = {
+        "start": lambda: api.start(rank),
+        "where": lambda: api.where(rank, request.get("generation")),
+        "why": lambda: api.why(rank),
+        "export": lambda: api.export(rank, request.get("generation"), request["state"]),
+        "rewind": lambda: api.rewind(rank, request["state"], request["allow"], request["took"]),
+        "report": lambda: api.report(
+            rank,
+            request.get("generation"),
+            request["step"],
+            request["metrics"],
+            request["next_step"],
+        ),
+        "refused": api.refused,
+        "detach": lambda: api.detach(rank, request["took"]),
+        "crashed": lambda: api.crashed(rank, request["took"]),
+    }
+    known = [name for name in calls if not broadcast or name in BROADCAST_CALLS]
+    if (name := request["ask"]) not in known:
+        raise OverlordError(f"expected one of {', '.join(known)}, got {name!r:.60}")
+    if broadcast and request.get("generation", api.generation) != api.generation:
+        raise OverlordError(f"rank {rank}: {MOVED}")
+    return calls[name]()
+
+
+def position(state: State, generation: int, constructor: tuple[str, str]) -> dict[str, Any]:
+    """Return the message from which a client takes its next step."""
+    return {
+        "state": sealed(state),
+        "generation": generation,
+        "constructor": constructor[0],
+        "token": constructor[1],
+    }

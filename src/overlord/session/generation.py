@@ -1,0 +1,85 @@
+"""A generation of a session: everything that a rewind or a reshard replaces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from overlord.client.client import State, StepQueue
+from overlord.errors import ActorLost, JournalError
+from overlord.hashing import digest
+from overlord.messages.control import SourceLost, StreamState
+from overlord.planning.events import EventLog, lost
+from overlord.session.runtime import Runtime
+from overlord.setup.prepared_job import PreparedJob
+from overlord.transport.state_codec import unseal
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A runtime at a start state, and the progress of every rank since then.
+
+    A session swaps generations as one reference, under its lock. Rank-wise fields are guarded by
+    the same lock. Only ``prepared`` is replaced within a generation: by a source that is added.
+    """
+
+    number: int
+    prepared: PreparedJob
+    runtime: Runtime
+    start: StreamState
+    mark: str  # digest of the state that began this generation; empty for the first one
+    events: EventLog  # events that the state of some client may not hold yet
+    lost_sources: dict[str, SourceLost]
+    queues: dict[int, StepQueue] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)  # ranks whose clients loaded ``start``
+    acked: dict[int, int] = field(default_factory=dict)  # rank -> last step it took
+    acked_by_all: int = -1  # last step that all ranks took, as sent to the runtime
+    last_state: State | None = None  # position of the last client when it closed
+
+    @classmethod
+    def of(
+        cls, number: int, prepared: PreparedJob, runtime: Runtime, start: StreamState, mark: str
+    ) -> Generation:
+        events = EventLog(prepared.given.feedback_lag)
+        lost_sources = {event.name: event for event in lost(start.events)}
+        return cls(number, prepared, runtime, start, mark, events, lost_sources)
+
+    def add_queue(self, rank: int, queue: StepQueue, *, joined: bool = True) -> None:
+        self.queues[rank] = queue
+        if joined:
+            self.joined.add(rank)
+
+    def remove(self, rank: int) -> None:
+        """Forget a rank whose client is closed."""
+        self.queues.pop(rank, None)
+        self.joined.discard(rank)
+        self.acked.pop(rank, None)
+
+    @property
+    def failed_for_good(self) -> bool:
+        """Whether a process or the journal was lost, so that no further step is planned."""
+        end = self.runtime.planner.finished
+        return end is not None and isinstance(end.error, (ActorLost, JournalError))
+
+
+def decoded(state: State) -> StreamState:
+    return state if isinstance(state, StreamState) else unseal(state)
+
+
+def mark_of(prepared: PreparedJob, state: StreamState) -> str:
+    """Return a digest that is equal for equal states, whatever their encoding.
+
+    Reports are left out: states of some ranks hold the reports of a step before others do.
+    """
+    return digest(json.dumps(prepared.export(replace(state, reports=())), sort_keys=True))
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the fields in which two exported states differ; the step alone if it differs."""
+    names = [n for n in sorted({*one, *other} - {"reports"}) if one.get(n) != other.get(n)]
+    return {
+        n: (f"{one.get(n)!s:.80}", f"{other.get(n)!s:.80}")
+        for n in (["step"] if "step" in names else names)
+    }

@@ -1,0 +1,370 @@
+"""The mutable state behind a ``Session``: event loop, clients and current generation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from overlord.client.client import Client, State, StepQueue
+from overlord.client.local_queue import LaunchedStepQueue
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.job.job import Job
+from overlord.journal.write_ahead import JournalStart
+from overlord.messages.control import StreamState
+from overlord.planning.events import EventLog
+from overlord.planning.schedule.base import learns
+from overlord.process.shutdown import CloseOnce, Steps
+from overlord.serving.control_server import RemoteClient
+from overlord.serving.session_server import SessionServer
+from overlord.serving.step_publisher import MOVED
+from overlord.session.events import UserEvents
+from overlord.session.generation import Generation, decoded
+from overlord.session.local_runtime import LocalRuntime
+from overlord.session.runtime import Runtime, end_processes, keep, make_engine
+from overlord.setup.prepared_job import PreparedJob
+from overlord.setup.profile_store import Refresher
+
+log = logging.getLogger("overlord")
+
+WAITING_FOR_S = 1.0  # timeout of the question what a rank waits for
+
+
+Rewind = Callable[[int, Mapping[str, Any], tuple[str, ...]], tuple[StepQueue, State]]
+
+
+class RemoteRanks(Protocol):
+    """Ranks whose clients are in other processes; ``session/served_ranks.py`` implements it."""
+
+    @property
+    def server(self) -> SessionServer: ...
+    @property
+    def ranks(self) -> frozenset[int]: ...
+    @property
+    def remote_clients(self) -> list[RemoteClient]: ...
+    @property
+    def finished(self) -> bool: ...
+
+    def take_over(self, rank: int) -> StepQueue | None: ...
+    def new_queue(self, rank: int, generation: int) -> StepQueue: ...
+    def follow(self, runtime: Runtime) -> None: ...
+    def rewound(self) -> None: ...
+    def expect(self, ranks: Iterable[int]) -> None: ...
+    def serve_by_broadcast(self, ranks: Iterable[int], idle: Iterable[int]) -> None: ...
+    def constructor_address(self, rank: int) -> tuple[str, str]: ...
+    def explain_wait(self, words: str) -> str: ...
+    def wait_until_left(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+
+
+class RunningJob:
+    """Clients, their progress and the current generation of a session.
+
+    Not part of the public API: ``Session`` is. The packages of Overlord use it as
+    ``session.internals``. ``lock`` guards ``clients``, ``begun`` and the rank-wise fields of the
+    generation. It is held for moments only, also by signal handlers.
+    """
+
+    def __init__(
+        self, prepared: PreparedJob, state: StreamState | None, kind: str, start: JournalStart
+    ):
+        self.kind, self.options = kind, prepared.options
+        # one for each source that was added: a state may be older than the source
+        self.prepared_jobs = [prepared]
+        self.adding: PreparedJob | None = None  # with the source that is being added
+        self.clients: dict[int, Client | RemoteClient] = {}
+        self.closed = self.begun = False
+        self.remote_ranks: RemoteRanks | None = None  # of a session that serves
+        self.broadcast_ranks: frozenset[int] = frozenset()  # other ranks take their steps
+        self.lock = threading.RLock()
+        self.switching = threading.Lock()  # held while one generation replaces another
+        mixture = prepared.given.mixture
+        self.learns = learns(mixture)
+        self.started = time.monotonic()
+        self.loop = EventLoop(prepared.given.name)
+        self.events = UserEvents(self, reports_used=self.learns or not callable(mixture))
+        self.journal = start.journal
+        self._close_once = CloseOnce()
+        self.journal.start(self.loop.post)
+        self._release_cluster: Callable[[], None] = lambda: None
+        runtime: Runtime | None = None
+        try:
+            self._release_cluster = keep(kind, prepared.options.address)
+            runtime = make_engine(kind, prepared.floored(start.floor), state, self.loop)
+            self.events.observe(runtime)
+            self.generation = Generation.of(0, prepared, runtime, runtime.planner.state(), "")
+            start.write(runtime, prepared)
+        except BaseException:
+            if runtime is not None:
+                runtime.close()
+            prepared.close()
+            self.journal.close()
+            self._release_cluster()
+            raise
+        self.loop.start(self.fail)
+        self.refresher = (
+            Refresher(prepared, self.figures) if prepared.options.partition == "auto" else None
+        )
+        if self.refresher is not None:
+            self.refresher.start()
+        self._stop_watching = self._watch_local_loaders()
+
+    @property
+    def job(self) -> Job:
+        return self.generation.prepared.given
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.generation.runtime
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self.loop.ask(lambda: self.runtime.figures(), "the event loop")
+        return figures
+
+    def refuse_closed(self) -> None:
+        if self.closed:
+            raise OverlordError("the session is closed")
+
+    def prepared_for(self, n: int, known: PreparedJob | None = None) -> PreparedJob:
+        """Return the prepared job with ``n`` sources.
+
+        A coordinator in another process may have added a source before its answer arrives here.
+        """
+        known, adding = known or self.generation.prepared, self.adding
+        late = adding is not None and len(known.job.names) < n == len(adding.job.names)
+        return adding if adding is not None and late else known
+
+    # clients
+
+    def open_client(self, rank: int, rewind: Rewind) -> Client:
+        self.refuse_closed()
+        if problem := self.job.place.rank_problem(rank):
+            raise JobError([problem], "client")
+        with self.lock:
+            queue = None if self.remote_ranks is None else self.remote_ranks.take_over(rank)
+            if isinstance(client := self.clients.get(rank), Client):
+                return client
+            if queue is None and self.begun:
+                raise OverlordError(
+                    f"rank {rank}: the first step was asked for already, and no step is "
+                    "kept for a rank that comes later; open the "
+                    "clients of all ranks of this process before iterating, or load a "
+                    "state on every rank"
+                )
+            if queue is None:
+                queue = self.runtime.inbox(rank, self.generation.start.step)
+            self.generation.add_queue(rank, queue)
+            client = self.clients[rank] = self._new_client(rank, queue, rewind)
+            return client
+
+    def _new_client(self, rank: int, queue: StepQueue, rewind: Rewind) -> Client:
+        job, options = self.job, self.options
+        return Client(
+            rank,
+            queue,
+            begin=self.begin,
+            consumed=lambda queue, step: self.acked(rank, queue, step),
+            waiting_for=lambda: self.waiting_for(rank),
+            export=lambda queue, state: self.export(rank, queue, state),
+            rewind=lambda state, allow: rewind(rank, state, allow),
+            start=self.generation.start,
+            report=lambda queue, step, metrics, next_step: self.events.report(
+                rank, queue, step, metrics, next_step
+            ),
+            close=lambda: self.detach(rank),
+            stall_warn_s=options.stall_warn_s,
+            stall_limit_s=options.stall_limit_s,
+            on_stall=options.on_stall,
+            microbatches=job.batch.microbatches,
+            world_size=job.place.world_size,
+        )
+
+    def new_queue(self, rank: int, generation: Generation) -> StepQueue:
+        """Return an empty step queue of a rank. The caller holds the lock."""
+        if self.remote_ranks is not None and not isinstance(self.clients.get(rank), Client):
+            return self.remote_ranks.new_queue(rank, generation.number)
+        return generation.runtime.inbox(rank, generation.start.step)
+
+    def begin(self) -> None:
+        """Start to plan: a client asks for the first step. All open clients are served from now."""
+        with self.lock:
+            if self.begun or self.closed:
+                return
+            self.begun = True
+            generation = self.generation
+        self.loop.ask(lambda: self.attach(generation), "clients to be attached")
+
+    def attach(self, generation: Generation) -> None:
+        """Attach the ranks that are open now. Runs on: event loop.
+
+        A rank that was closed since the call was posted would block all others for ever.
+        """
+        with self.lock:
+            queues = dict(generation.queues) if generation is self.generation else {}
+        generation.runtime.attach(queues)
+
+    def acked(self, rank: int, queue: StepQueue, step: int) -> None:
+        """Record that a rank took a step.
+
+        The event loop is notified once all clients took it: the slowest sets the pace anyway, and
+        waking a thread for every rank costs more than planning.
+        """
+        if isinstance(queue, LaunchedStepQueue):  # its constructor worker must know
+            queue.took(step)
+        with self.lock:
+            # else the client is closed, or of an older generation
+            if self.generation.queues.get(rank) is queue:
+                self.generation.acked[rank] = step
+                self._notify_slowest()
+
+    def _notify_slowest(self) -> None:
+        """Send the step of the slowest client if it has changed. The caller holds the lock."""
+        generation = self.generation
+        acked, runtime = generation.acked, generation.runtime
+        if (
+            acked
+            and len(acked) == len(self.clients)
+            and min(acked.values()) > generation.acked_by_all
+        ):
+            generation.acked_by_all = slowest = min(acked.values())
+            ranks = list(acked)
+            self.loop.post(lambda: runtime.consumed(ranks, slowest))
+
+    def slowest_step(self) -> int:
+        """Return the lowest step at which the state of a client stands."""
+        steps = (client.position.step for client in list(self.clients.values()))
+        return min(steps, default=self.generation.start.step)
+
+    def detach(self, rank: int) -> None:
+        with self.lock:
+            if (client := self.clients.pop(rank, None)) is not None and not self.clients:
+                self.generation.last_state = client.position
+            self.generation.remove(rank)
+            if self.begun and not self.closed:
+                runtime = self.runtime
+                self.loop.post(lambda: runtime.detach(rank))
+                self._notify_slowest()
+
+    def waiting_for(self, rank: int) -> str:
+        """Describe what a rank waits for. It must not fail for the same reason."""
+        if self.loop.broken is not None:
+            return f"the event loop, which stopped: {self.loop.broken}"
+        with self.lock:
+            runtime, acked = self.runtime, dict(self.generation.acked)
+        if missing := runtime.absent:
+            return missing
+
+        def act() -> str:
+            for r, step in acked.items():  # acks that were not sent yet: to find the slowest rank
+                runtime.consumed([r], step)
+            return runtime.waiting_for(rank)
+
+        try:
+            words: str = self.loop.ask(act, "the event loop", WAITING_FOR_S)
+            return words if self.remote_ranks is None else self.remote_ranks.explain_wait(words)
+        except DataStall:
+            return (
+                "the event loop, which is busy: with the strategy, the schedule, or work that was "
+                "short before"
+            )
+
+    def _watch_local_loaders(self) -> Callable[[], None]:
+        """Poll loaders and clients every ``watch_s``; in a cluster the coordinator does so."""
+        options = self.options
+        if not options.watch_s or not isinstance(self.runtime, LocalRuntime):
+            return lambda: None
+
+        def poll() -> None:
+            runtime, waits = self.runtime, [c.waited_s for c in list(self.clients.values())]
+            if isinstance(runtime, LocalRuntime) and waits:
+                mean = math.fsum(waits) / len(waits)
+                self.loop.post(lambda: runtime.look(options, mean, time.monotonic()))
+
+        return Platform().every(options.watch_s, poll, "overlord watch")
+
+    # states
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.lock:
+            generation = self.generation
+            # a rank that has not loaded the state of this generation took no step of it
+            positions = [
+                client.position if rank in generation.joined else generation.start
+                for rank, client in self.clients.items()
+            ]
+            slowest = (
+                min(positions, key=lambda s: s.step)
+                if positions
+                else generation.last_state or generation.start
+            )
+            prepared, events = generation.prepared, generation.events
+        return self._exported(slowest, prepared, events)
+
+    def export(self, rank: int, queue: StepQueue, state: State) -> dict[str, Any]:
+        """Export the state of a client, with the events of the client's own generation only."""
+        with self.lock:
+            if self.generation.queues.get(rank, queue) is not queue:
+                raise OverlordError(f"rank {rank}: {MOVED}")
+            prepared, events = self.generation.prepared, self.generation.events
+        return self._exported(state, prepared, events)
+
+    def _exported(self, state: State, prepared: PreparedJob, events: EventLog) -> dict[str, Any]:
+        """Export a state with the events and reports that came after its step was planned.
+
+        Steps are planned ahead of the events and reports that trainers send.
+        """
+
+        def act() -> dict[str, Any]:
+            whole = decoded(state)
+            known = self.prepared_for(len(whole.owed), prepared)
+            return known.export(events.completed(whole, known.job.names))
+
+        if not self.learns:
+            return act()
+        try:  # after the reports that are on their way to the planner
+            done: dict[str, Any] = self.loop.ask(act, "the planner")
+            return done
+        # the planner is lost for long: reports that it has not received are in no state
+        except (ActorLost, DataStall):
+            return act()
+
+    # the end
+
+    def fail(self, error: BaseException) -> None:
+        """End all queues with an error that stopped the event loop, or a switch of generations."""
+        if not isinstance(error, Exception):  # it must not end the thread of a trainer
+            error = ActorLost("the event loop", f"{type(error).__name__}: {error}")
+        for queue in list(self.generation.queues.values()):
+            queue.end(error)
+        self.runtime.broke(error)
+
+    def close(self) -> None:
+        self.closed = True
+        first = [
+            self._stop_watching,
+            *([] if self.refresher is None else [self.refresher.close]),
+            self.loop.stop,
+        ]
+        self._close_once.go(lambda: [*first, *self.steps_to_close()])
+
+    def steps_to_close(self) -> Steps:
+        generation, remote_ranks = self.generation, self.remote_ranks
+
+        def end_queues() -> None:  # before the constructors exit, or clients would reconnect
+            for queue in list(self.generation.queues.values()):
+                queue.end(OverlordError("the session is closed"))
+
+        return [
+            end_queues,
+            generation.runtime.close,
+            lambda: end_processes(generation.runtime),
+            generation.prepared.close,
+            lambda: self.journal.close(self.generation.acked_by_all),
+            *([] if remote_ranks is None else [remote_ranks.close]),
+            self._release_cluster,
+        ]

@@ -1,0 +1,443 @@
+"""Ranks of a session whose clients are in other processes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from overlord.client.client import LocalStepQueue, State, StepQueue
+from overlord.errors import DataStall, JobError, OverlordError
+from overlord.messages.control import PlannedStep, StreamState
+from overlord.serving.control_server import RemoteClient, WorkerServedQueue
+from overlord.serving.session_api import position
+from overlord.serving.session_server import ServedAddress, SessionServer
+from overlord.serving.step_publisher import MOVED, PublishedQueue
+from overlord.session.rewind import not_in_mesh, rewind_rank
+from overlord.session.running_job import RunningJob
+from overlord.session.runtime import Runtime
+
+log = logging.getLogger("overlord")
+
+POLL_S = 0.05
+
+
+def serve(
+    running: RunningJob, host: str, port: int, token: str | None, ranks: Iterable[int] | None
+) -> ServedAddress:
+    """Start the server of a session, or return the address of the one that runs."""
+    running.refuse_closed()
+    with running.switching:  # one call at a time; the lock is held for moments only
+        with running.lock:
+            if running.remote_ranks is not None:
+                return running.remote_ranks.server.again(host, port, token, ranks)
+            wanted = _ranks_to_serve(running, ranks)
+            token = secrets.token_urlsafe(24) if token is None else token
+            if not isinstance(token, str) or not token:
+                raise JobError(
+                    ["token: expected a text that is not empty, or None for one that is made up"],
+                    "serve",
+                )
+        running.runtime.listen(host, token)
+        with running.lock:
+            generation, wanted = running.generation, _ranks_to_serve(running, wanted)
+            served = ServedRanks(running, host=host, port=port, token=token, ranks=wanted)
+            running.remote_ranks = served
+            served.follow(generation.runtime, listen=False)
+            for rank in wanted:
+                queue = running.new_queue(rank, generation)
+                generation.add_queue(rank, queue)
+                running.clients[rank] = RemoteClient(rank, queue, generation.start)
+            return served.server.served
+
+
+def _ranks_to_serve(running: RunningJob, ranks: Iterable[int] | None) -> list[int]:
+    """Return the ranks without a client in this process. The caller holds the lock."""
+    if running.begun:
+        raise OverlordError(
+            "serve: the first step was asked for already; call serve() before iterating a client"
+        )
+    place = running.job.place
+    wanted = list(range(place.world_size) if ranks is None else ranks)
+    if problems := [problem for rank in wanted if (problem := place.rank_problem(rank))]:
+        raise JobError(problems, "serve")
+    return sorted(set(wanted) - set(running.clients))
+
+
+class ServedRanks:
+    """Answers the requests of clients in other processes: the ``SessionApi`` of a running job."""
+
+    def __init__(
+        self, running: RunningJob, *, host: str, port: int, token: str, ranks: Iterable[int]
+    ):
+        self._running = running
+        self._added: set[int] = set()  # ranks of a mesh that came with a reshard
+        self._closed: set[int] = set()  # ranks whose clients were closed
+        self._states: dict[int, StreamState] = {}  # after steps that some client has not taken
+        self._last = -1  # last step that is delivered
+        self._lock = threading.Lock()  # of these; no other lock is taken under it
+        self.server = SessionServer(
+            self,
+            name=running.job.name,
+            publishes=running.kind == "local",
+            prefetch=running.options.prefetch,
+            host=host,
+            port=port,
+            token=token,
+            ranks=ranks,
+        )
+
+    @property
+    def generation(self) -> int:
+        return self._running.generation.number
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that were served at first."""
+        return self.server.ranks
+
+    # generations
+
+    def follow(self, runtime: Runtime, *, listen: bool = True) -> None:
+        """Observe a new runtime, before its first step."""
+        with self._lock:
+            self._states, self._last = {}, -1
+        runtime.on_stage.append(self._planned)
+        if (buffers := self.server.buffers()) is not None:
+            runtime.use_buffers(buffers)
+        runtime.on_taken = self.acked
+        if listen:
+            runtime.listen(self.server.host, self.server.served.token)
+
+    def new_queue(self, rank: int, generation: int) -> StepQueue:
+        return self.server.queue(rank, generation)
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Accept the ranks of a new mesh; planning waits for all of them."""
+        running, expected = self._running, set(ranks)
+        for rank in {*self.ranks, *self._added} - expected:
+            self.server.forget(rank, not_in_mesh(rank, running.job.place))
+        self._added |= expected
+        with running.lock:
+            generation = running.generation
+            for rank in expected - set(running.clients):
+                self._closed.discard(rank)
+                queue = self.new_queue(rank, generation.number)
+                generation.add_queue(rank, queue)
+                running.clients[rank] = RemoteClient(rank, queue, generation.start)
+
+    def rewound(self) -> None:
+        """Continue connected clients in the new generation, to which all ranks were moved."""
+        ranks = [client.rank for client in self.remote_clients]
+        self.server.rewound(ranks, self._running.generation.start)
+
+    def close(self) -> None:
+        self.server.close()
+
+    # clients
+
+    @property
+    def remote_clients(self) -> list[RemoteClient]:
+        clients = list(self._running.clients.values())
+        return [client for client in clients if isinstance(client, RemoteClient)]
+
+    def _client_or_none(self, rank: int) -> RemoteClient | None:
+        client = self._running.clients.get(rank)
+        return client if isinstance(client, RemoteClient) else None
+
+    def _client(self, rank: int) -> RemoteClient:
+        if (client := self._client_or_none(rank)) is None:
+            place = self._running.job.place
+            removed = rank >= place.world_size
+            raise OverlordError(
+                not_in_mesh(rank, place) if removed else f"the client of rank {rank} is closed"
+            )
+        return client
+
+    def admit(self, rank: int) -> None:
+        running = self._running
+        running.refuse_closed()
+        if problem := running.job.place.rank_problem(rank):
+            raise JobError([problem], "connect")
+        with running.lock:
+            if self._client_or_none(rank) is not None:
+                return
+        if rank in self._closed:
+            raise OverlordError(
+                f"rank {rank}: its client was closed, and no step is kept for it since"
+            )
+        known = f"; served to others are ranks {_few(sorted(self.ranks))}"
+        raise OverlordError(
+            f"rank {rank} has its client in the session's own process, or none at all{known}"
+        )
+
+    def admit_broadcast(self, rank: int) -> None:
+        self._running.refuse_closed()
+        if rank not in self._running.broadcast_ranks:
+            raise OverlordError(f"rank {rank} is served by no broadcast: it connects as a client")
+
+    def serve_by_broadcast(self, ranks: Iterable[int], idle: Iterable[int]) -> None:
+        """Let other ranks fetch the steps of ``ranks``, which may still ask and report.
+
+        No step is kept for the ``idle`` ones, and no rank waits for them. The queues of the others
+        are emptied by the ranks that fetch for them.
+        """
+        self._running.broadcast_ranks = frozenset(ranks)
+        for rank in idle:
+            self._running.detach(rank)
+            self.server.forget(rank)
+
+    def connected(self, rank: int, peer: str) -> None:
+        if (client := self._client_or_none(rank)) is not None:
+            client.set_connected(connected=True, peer=peer)
+
+    def disconnected(self, rank: int) -> None:
+        if (client := self._client_or_none(rank)) is not None:
+            client.set_connected(connected=False)
+
+    def take_over(self, rank: int) -> StepQueue | None:
+        """Give a rank to which no client has connected to a client of this process.
+
+        Return its queue, with all steps that are kept for it. None: the rank is not served. The
+        caller holds the lock of the running job.
+        """
+        if (client := self._client_or_none(rank)) is None:
+            return None
+        if client.peer:
+            raise OverlordError(
+                f"rank {rank} is served to a client of another process, {client.peer}; open "
+                "the clients of this process before serve()"
+            )
+        queue: StepQueue = self._running.runtime.inbox(rank, client.position.step)
+        if isinstance(client.queue, PublishedQueue) and isinstance(queue, LocalStepQueue):
+            client.queue.hand_over(queue)
+        del self._running.clients[rank]
+        return queue
+
+    # progress
+
+    def _planned(self, stage: PlannedStep) -> None:
+        """Keep the state after a planned step. Runs on: any thread.
+
+        A restarted coordinator may send a step that was taken already, if the one before it died
+        too early to send it.
+        """
+        running, step = self._running, stage.plan.step
+        with running.lock, self._lock:
+            assert isinstance(stage.after, StreamState)
+            self._states[step] = stage.after
+            if not stage.skipped:
+                self._last = max(step, self._last)
+            acked = running.generation.acked
+            if step > max(acked.values(), default=-1):
+                return
+            for client in self.remote_clients:
+                if acked.get(client.rank) == step:
+                    client.position = stage.after
+
+    def acked(self, rank: int, step: int, queue: PublishedQueue | None = None) -> None:
+        running = self._running
+        with running.lock:
+            generation, client = running.generation, self._client_or_none(rank)
+            if client is None:
+                return
+            current, acked = generation.queues[rank], generation.acked
+            before = acked.get(rank, -1)
+            if (queue is not None and current is not queue) or step < max(
+                before, generation.start.step
+            ):
+                # after a loss constructors count every rank as having taken all steps up to where
+                # planning begins: no news
+                return
+            generation.joined.add(rank)  # a rank that takes a step of a generation is in it
+            with self._lock:
+                client.position = self._states.get(step, client.position)
+                all_acked = len(acked) == len(running.clients)
+                slowest = min([step, *acked.values()]) if all_acked else -1
+                for old in [s for s in self._states if s < slowest]:
+                    del self._states[old]
+            client.took(new=step > before, waited_s=getattr(current, "waited_s", 0.0))
+        running.acked(rank, current, step)
+
+    def explain_wait(self, words: str) -> str:
+        """Name the slowest ranks that are not connected, where ``words`` wait for a rank."""
+        if not words.startswith("rank "):
+            return words
+        running = self._running
+        with running.lock:
+            acked = running.generation.acked
+            slowest = min(acked.values()) if len(acked) == len(running.clients) else -1
+            absent = [
+                c for c in self.remote_clients if c.absent and acked.get(c.rank, -1) <= slowest
+            ]
+        if not absent:
+            return words
+        named = "; ".join(f"rank {c.rank}, {c.absent}" for c in absent[:8]) + (
+            f"; and {len(absent) - 8} more" if len(absent) > 8 else ""
+        )
+        prefetch = running.options.prefetch
+        return f"{named} ({prefetch} steps are kept, and none is planned beyond them)"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has ended and every expected rank took its last step."""
+        running = self._running
+        end = running.runtime.planner.finished
+        if end is None:
+            return False
+        with running.lock:
+            acked, last = running.generation.acked, min(self._last, end.step - 1)
+            return all(acked.get(rank, -1) >= last for rank in running.clients)
+
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """Wait until all clients of other processes are closed or disconnected."""
+        deadline = time.monotonic() + timeout_s
+        while waiting := [c for c in self.remote_clients if c.there or not c.peer]:
+            if time.monotonic() >= deadline:
+                ranks = [c.rank for c in waiting]
+                log.warning(
+                    "closing, though rank%s %s did not close within %.0f s",
+                    "" if len(ranks) == 1 else "s",
+                    _few(ranks),
+                    timeout_s,
+                )
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    # requests; run on threads that may block
+
+    def start(self, rank: int) -> dict[str, Any]:
+        running = self._running
+        self._client(rank)
+        running.begin()
+        self._catch_up(rank)
+        with running.lock:
+            client, generation = self._client(rank), running.generation
+            state: State = client.position if rank in generation.joined else generation.start
+        job, options = running.job, running.options
+        return position(state, generation.number, self._address_or_none(rank)) | {
+            "job": job.name,
+            "world_size": job.place.world_size,
+            "prefetch": options.prefetch,
+            "microbatches": job.batch.microbatches,
+            "stall_warn_s": float(options.stall_warn_s),
+            "stall_limit_s": float(options.stall_limit_s),
+        }
+
+    def _catch_up(self, rank: int) -> None:
+        """Move a rank that reconnects to the step after the last one it took.
+
+        Its constructor worker sends acks when the slowest rank moves on, which may be later. A
+        worker that is alive and does not answer is waited for: a client that began at an older step
+        would be refused.
+        """
+        with self._running.lock:
+            generation = self._running.generation
+            before = generation.acked.get(rank, -1)
+        step = generation.runtime.taken_by(rank)
+        if step is not None and step > before and generation is self._running.generation:
+            self.acked(rank, step)
+
+    def constructor_address(self, rank: int) -> tuple[str, str]:
+        """Return the address of the constructor of a rank, and its token.
+
+        An empty token stands for the one that the client connected with.
+        """
+        return self._running.runtime.outside(rank) or (self.server.served.address, "")
+
+    def _address_or_none(self, rank: int) -> tuple[str, str]:
+        """Return empty texts while the constructor is restarted: the client asks again."""
+        try:
+            return self.constructor_address(rank)
+        except DataStall:
+            return "", ""
+
+    def _queue_of(self, rank: int, generation: Any) -> StepQueue:
+        """Return the queue of a rank, or an unknown one for a client of an older generation."""
+        with self._running.lock:
+            now = self._running.generation
+            queue = now.queues.get(rank)
+            return (
+                queue
+                if queue is not None and generation == now.number
+                else WorkerServedQueue(rank, -1)
+            )
+
+    def where(self, rank: int, generation: Any) -> dict[str, Any]:
+        running = self._running
+        with running.lock:
+            client, now = self._client(rank), running.generation
+            if now.number != generation and rank not in now.joined:
+                raise OverlordError(f"rank {rank}: {MOVED}")
+            state = client.position
+        # a client of an older generation must know this even while its constructor is restarted
+        rewound = now.number != generation
+        address = self._address_or_none(rank) if rewound else self.constructor_address(rank)
+        return position(state, now.number, address)
+
+    def why(self, rank: int) -> str:
+        return self._running.waiting_for(rank)
+
+    def export(self, rank: int, generation: Any, state: State) -> dict[str, Any]:
+        running = self._running
+        queue = self._queue_of(rank, generation)
+        with running.lock:
+            client, now = self._client_or_none(rank), running.generation
+            current = now.queues.get(rank, queue)
+            # the whole session was rewound, with this rank
+            if client is not None and queue is not current and rank in now.joined:
+                state, queue = client.position, current
+        return running.export(rank, queue, state)
+
+    def rewind(
+        self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], took: tuple[int, int]
+    ) -> dict[str, Any]:
+        running, (generation, step) = self._running, took
+        with running.lock:
+            now = running.generation
+            # perhaps a retry: the first answer was lost with its connection
+            retry = generation != now.number and rank not in now.acked
+            if step >= 0 and rank in now.queues and generation == now.number:
+                now.acked.setdefault(rank, step)
+        queue, start = rewind_rank(running, rank, state, allow, retry=retry)
+        with running.lock:
+            self._client(rank).move_to(queue, start)
+            number = running.generation.number
+        return position(start, number, self._address_or_none(rank))
+
+    def report(self, rank: int, generation: Any, step: Any, metrics: Any, next_step: int) -> None:
+        queue = self._queue_of(rank, generation)
+        self._running.events.report(rank, queue, step, metrics, next_step)
+
+    def refused(self) -> None:
+        self._running.events.count_refused()
+
+    def crashed(self, rank: int, took: tuple[int, int]) -> None:
+        generation, step = took
+        with self._running.lock:
+            now = self._running.generation
+            is_new = generation == now.number and step > now.acked.get(rank, -1)
+        if is_new:
+            self.acked(rank, step)
+
+    def detach(self, rank: int, took: tuple[int, int]) -> None:
+        self._closed.add(rank)
+        generation, step = took
+        with self._running.lock, self._lock:  # its last ack may arrive later
+            client = self._client_or_none(rank)
+            if client is not None and generation == self._running.generation.number:
+                client.position = self._states.get(step, client.position)
+        self._running.detach(rank)
+        self.server.forget(rank)
+
+
+def _few(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return listed if ranks else "none"
+
+
+__all__ = ["ServedRanks", "serve"]
