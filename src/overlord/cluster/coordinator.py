@@ -224,18 +224,14 @@ class Coordinator:
 
     # starting
 
-    @staticmethod
-    def launch(*args: Any, **options: Any) -> Coordinator:
-        """Return a coordinator whose workers have started. Arguments are those of the class."""
-        coordinator = Coordinator(*args, **options)
-        with coordinator.closed_on_error():
-            sendable(coordinator.prepared.job.hooks, "hooks")
-            coordinator.pool.start_all(
-                range(len(coordinator.prepared.job.sources)),
-                coordinator.starts.at(coordinator.planner.state()),
-            )
-            coordinator.begin()
-        return coordinator
+    def start(self) -> Coordinator:
+        """Start all workers, wait for them, and supervise them. Returns this coordinator."""
+        with self.closed_on_error():
+            job = self.prepared.job
+            sendable(job.hooks, "hooks")
+            self.pool.start_all(range(len(job.sources)), self.starts.at(self.planner.state()))
+            self.begin()
+        return self
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:

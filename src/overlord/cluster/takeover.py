@@ -118,7 +118,7 @@ def first_coordinator(
     send: Send,
 ) -> Coordinator:
     """Return the first coordinator of a session, whose workers have started."""
-    return Coordinator.launch(
+    coordinator = Coordinator(
         config.blueprint,
         config.state,
         peers,
@@ -128,6 +128,7 @@ def first_coordinator(
         starter,
         Incarnation(barrier=barrier_of(config, send)),
     )
+    return coordinator.start()
 
 
 class Takeover:
