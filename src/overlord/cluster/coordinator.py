@@ -253,16 +253,10 @@ class Coordinator:
         if self.autoscaler is not None:
             self.autoscaler.start()
         if self._starter.placement is not None:
+            relocate = self.rebalancer.relocate_later
             self._stop_reviews = watch(
-                self._starter.placement, self._platform, self._control, self._relocate_later
+                self._starter.placement, self._platform, self._control, relocate
             )
-
-    def _relocate_later(self, workers: Sequence[int], accept: Callable[[], None]) -> None:
-        def act() -> None:
-            if not self.pool.closed and self.rebalancer.relocate(workers):
-                accept()
-
-        self._event_loop.post(act)
 
     # journal
 
@@ -420,7 +414,8 @@ class Coordinator:
 
     def _give_up(self, error: ActorLost) -> None:
         """End the job: a worker cannot be kept alive."""
-        error = self.recovery.worn_out(error, self._duty_of(error.name))
+        duty = self.status.duty_of(error.name, self.history.acked)
+        error = self.recovery.worn_out(error, duty)
         log.error("%s", error)
         self._end_with(error)
 
@@ -497,18 +492,6 @@ class Coordinator:
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
         return Planner(spec, state, generation=self.recovery.generation, floor=floor)
-
-    def _duty_of(self, name: str) -> str:
-        """Describe what a worker is there for."""
-        kind, _, number = name.partition("/")
-        if kind != "loader-host":
-            acked = self.history.acked
-            if acked < 0:
-                return "no step was taken by all ranks"
-            return f"all ranks took the steps up to {acked}"
-        sources = self.status.sources_on(int(number))
-        more = f" and {len(sources) - 5} more" if len(sources) > 5 else ""
-        return f"it reads {', '.join(sources[:5])}{more}" if sources else ""
 
     # commands of the planner
 
@@ -681,14 +664,8 @@ class Coordinator:
         busy = self.status.busy(answers)
         # Constructor workers report only when their slowest rank moves on: the planner must know
         # which one that is.
-        self._count(
-            [
-                Consumed(other, client["took"])
-                for answer in answers.values()
-                for other, client in answer.get("clients", {}).items()
-                if other in self._attached
-            ]
-        )
+        acks = self.status.acks(answers)
+        self._count([ack for ack in acks if ack.rank in self._attached])
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 

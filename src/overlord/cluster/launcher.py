@@ -336,7 +336,7 @@ class Launcher:
                 self.control.kill(self.planner)
 
     def _give_up(self, error: Exception) -> None:
-        """End the job: there is no other coordinator. Runs under the lock."""
+        """End the job without another coordinator. Runs under the lock."""
         log.error("%s", error)
         self._over, self.absent = error, str(error)
         self._lock.notify_all()
