@@ -709,7 +709,7 @@ def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(
 
     with Told(failover=True) as told:
         asked = threading.Event()
-        told.host._pump.post(lambda: asked.wait(20.0))
+        told.host._event_loop.post(lambda: asked.wait(20.0))
         before = told.host.beat()  # on its way when the opening begins
         monkeypatch.setattr(loader_worker, "open_loader", slow)
         told.host.do([replace(told.back(0, 1, STRIDE), afresh=True)])

@@ -50,7 +50,7 @@ class ConstructorWorker(Worker):
         images: PixelForm | None = None,
     ):
         super().__init__(f"constructor-host/{number}", settings)
-        self._ring = self._machine.ring(self.name, settings.ring_bytes)
+        self._ring = self._platform.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
         # Building never waits for a segment: short work runs on the event loop, and only the loop
         # releases segments.
@@ -82,17 +82,17 @@ class ConstructorWorker(Worker):
         self._behind = -1  # the same of this coordinator, which may know less than an earlier one
         self._told = -1  # the last step that all ranks took, as reported
         self._said: dict[int, int] = {}  # and the last that each rank took, as reported
-        self._servers = [self._serve(settings.token, **self._machine.inside())]
+        self._servers = [self._serve(settings.token, **self._platform.inside())]
         self._start()
 
     def _serve(self, token: str, **where: Any) -> Server:
-        return self._machine.serve(
+        return self._platform.serve(
             token, self._ring, self._message, self._opened, self._closed, **where
         )
 
     def listen(self, host: str, token: str) -> str:
         """Accept clients of other processes, which present another token; return the address."""
-        self._servers.append(self._serve(token, **self._machine.outside(host)))
+        self._servers.append(self._serve(token, **self._platform.outside(host)))
         return self._servers[-1].address
 
     def address(self) -> str:
@@ -124,7 +124,7 @@ class ConstructorWorker(Worker):
         if former is not None:
             del self._loaders[former]
             former.close(f"loader-host/{host} has connected again: its place is taken")
-        self._pump.post(lambda: self._gathering.found(host))
+        self._event_loop.post(lambda: self._gathering.found(host))
         return {}
 
     def _message(self, link: Connection, value: Any) -> None:
@@ -134,7 +134,7 @@ class ConstructorWorker(Worker):
                     f"expected payload of loader-host/{host}, got {type(value).__name__}"
                 )
             check_payload(value, host)
-            self._pump.post(lambda: self.run(self._gathering.payload(value)))
+            self._event_loop.post(lambda: self.run(self._gathering.payload(value)))
         else:
             self._delivery.message(link, value)
 
@@ -143,7 +143,7 @@ class ConstructorWorker(Worker):
         if host is None:
             self._delivery.closed(link, reason)
         else:
-            self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
+            self._event_loop.post(lambda: self.run(self._gathering.lost(host, reason)))
 
     def _heard(self, rank: int, step: int) -> None:
         """Note an acknowledgement. Runs on: server thread.
@@ -154,7 +154,7 @@ class ConstructorWorker(Worker):
             woken = bool(self._news)
             self._news[rank] = step
         if not woken:
-            self._pump.post(self._took)
+            self._event_loop.post(self._took)
 
     # messages, on the event loop
 
@@ -247,7 +247,7 @@ class ConstructorWorker(Worker):
                 else self._gathering.waiting() or self._building.waiting(rank)
             )
 
-        return self._pump.ask(say, "the constructor worker's event loop", 1.0)
+        return self._event_loop.ask(say, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
         """Return the last step that a rank's client took, after all received bytes are read.
@@ -268,10 +268,10 @@ class ConstructorWorker(Worker):
         ]
 
     def figures(self) -> dict[str, Any]:
-        return self._pump.ask(
+        return self._event_loop.ask(
             lambda: {
                 "pid": os.getpid(),
-                "node": self._machine.node(),
+                "node": self._platform.node(),
                 "pss": pss_bytes(),
                 "constructors": self._building.figures(),
                 "memory": self._building.held_bytes(),

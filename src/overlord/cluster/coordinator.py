@@ -20,6 +20,7 @@ import numpy as np
 from overlord.client.local_queue import LaunchedStepQueue
 from overlord.cluster.autoscale import Autoscaler, scaler_of
 from overlord.cluster.client_endpoints import ClientEndpoints
+from overlord.cluster.coordinator_config import Incarnation
 from overlord.cluster.job_sources import JobSources
 from overlord.cluster.loader_starts import LoaderStarts
 from overlord.cluster.node_placement import watch
@@ -28,7 +29,6 @@ from overlord.cluster.plan_history import PlanHistory, RecentPlans
 from overlord.cluster.plan_router import ImageContext, PlanRouter
 from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
 from overlord.cluster.recovery import RecoveryManager
-from overlord.cluster.report_barrier import ReportBarrier
 from overlord.cluster.standby import StandbyManager, standby_sizes
 from overlord.cluster.status import StatusReporter
 from overlord.cluster.worker_factory import (
@@ -86,9 +86,8 @@ PLANNERS = 2**40  # generations between two coordinators: each may roll back a m
 class Coordinator:
     """Plans steps, routes them to workers, and recovers lost workers. Runs on: event loop.
 
-    ``starter`` starts workers elsewhere; without it they are started here. ``incarnation`` counts
-    the coordinators of this session before this one, ``planned`` has the digests of steps that they
-    planned after ``state``. ``barrier`` holds acknowledgements until reports have arrived.
+    ``starter`` starts workers elsewhere; without it they are started here. ``incarnation`` tells a
+    coordinator in its own process from those before it.
     """
 
     def __init__(
@@ -100,10 +99,7 @@ class Coordinator:
         session: int = 0,
         platform: Platform | None = None,
         starter: WorkerStarter | None = None,
-        *,
-        incarnation: int = 0,
-        planned: Mapping[int, str] | None = None,
-        barrier: ReportBarrier | None = None,
+        incarnation: Incarnation = Incarnation(),  # noqa: B008
     ):
         hosting = hosting_of(prepared) if starter is None else starter.hosting
         read_ahead = read_ahead_of(hosting, scales(prepared))
@@ -113,7 +109,7 @@ class Coordinator:
         self._control, self._event_loop = control, event_loop
         self._platform = platform or Platform()
         self.planner = prepared.planner(state)
-        self._barrier = barrier
+        self._barrier = incarnation.barrier
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
@@ -156,7 +152,9 @@ class Coordinator:
             self._execute, check=self.check if options.check else None, after=self.pool.flush
         )
         self.gate = WriteAheadGate(self.commands, lambda: self.planner)
-        self.history = PlanHistory(self.planner.state(), prepared.job.feedback_lag, planned)
+        self.history = PlanHistory(
+            self.planner.state(), prepared.job.feedback_lag, incarnation.planned
+        )
         sizes = standby_sizes(options.shadows, loads_of(prepared), hosting.loaders)
         self.standby = StandbyManager(self.placement, *sizes)
         self.recovery = RecoveryManager(
@@ -167,7 +165,7 @@ class Coordinator:
             lost_after_s=options.lost_after_s,
             max_restarts=options.max_restarts,
             fails_over=options.failover,
-            generation=incarnation * PLANNERS,
+            generation=incarnation.number * PLANNERS,
             roll_back=self.rollback,
             use_as_standby=lambda name: self.rebalancer.use_as_standby(name),
             give_up=self._give_up,
@@ -189,7 +187,7 @@ class Coordinator:
             platform=self._platform,
             job=lambda: self.prepared.job,
             planner=lambda: self.planner,
-            first=SCALED + incarnation * PER_PLANNER,
+            first=SCALED + incarnation.number * PER_PLANNER,
         )
         self.autoscaler = self._autoscaler(hosting)
         self.status = StatusReporter(
@@ -226,18 +224,14 @@ class Coordinator:
 
     # starting
 
-    @staticmethod
-    def launch(*args: Any, **options: Any) -> Coordinator:
-        """Return a coordinator whose workers have started. Arguments are those of the class."""
-        coordinator = Coordinator(*args, **options)
-        with coordinator.closed_on_error():
-            sendable(coordinator.prepared.job.hooks, "hooks")
-            coordinator.pool.start_all(
-                range(len(coordinator.prepared.job.sources)),
-                coordinator.starts.at(coordinator.planner.state()),
-            )
-            coordinator.begin()
-        return coordinator
+    def start(self) -> Coordinator:
+        """Start all workers, wait for them, and supervise them. Returns this coordinator."""
+        with self.closed_on_error():
+            job = self.prepared.job
+            sendable(job.hooks, "hooks")
+            self.pool.start_all(range(len(job.sources)), self.starts.at(self.planner.state()))
+            self.begin()
+        return self
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -259,16 +253,10 @@ class Coordinator:
         if self.autoscaler is not None:
             self.autoscaler.start()
         if self._starter.placement is not None:
+            relocate = self.rebalancer.relocate_later
             self._stop_reviews = watch(
-                self._starter.placement, self._platform, self._control, self._relocate_later
+                self._starter.placement, self._platform, self._control, relocate
             )
-
-    def _relocate_later(self, workers: Sequence[int], accept: Callable[[], None]) -> None:
-        def act() -> None:
-            if not self.pool.closed and self.rebalancer.relocate(workers):
-                accept()
-
-        self._event_loop.post(act)
 
     # journal
 
@@ -345,7 +333,7 @@ class Coordinator:
         """Count steps that clients of this process took.
 
         Constructor workers report the same; an acknowledgement that was lost with a worker arrives
-        here, before the client asks for a step that others do not have yet.
+        here, before the client requests a step that others do not have yet.
         """
         if self.recovery.fails_over:
             self.run(
@@ -426,7 +414,8 @@ class Coordinator:
 
     def _give_up(self, error: ActorLost) -> None:
         """End the job: a worker cannot be kept alive."""
-        error = self.recovery.worn_out(error, self._duty_of(error.name))
+        duty = self.status.duty_of(error.name, self.history.acked)
+        error = self.recovery.worn_out(error, duty)
         log.error("%s", error)
         self._end_with(error)
 
@@ -503,18 +492,6 @@ class Coordinator:
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
         return Planner(spec, state, generation=self.recovery.generation, floor=floor)
-
-    def _duty_of(self, name: str) -> str:
-        """Describe what a worker is there for."""
-        kind, _, number = name.partition("/")
-        if kind != "loader-host":
-            acked = self.history.acked
-            if acked < 0:
-                return "no step was taken by all ranks"
-            return f"all ranks took the steps up to {acked}"
-        sources = self.status.sources_on(int(number))
-        more = f" and {len(sources) - 5} more" if len(sources) > 5 else ""
-        return f"it reads {', '.join(sources[:5])}{more}" if sources else ""
 
     # commands of the planner
 
@@ -687,14 +664,8 @@ class Coordinator:
         busy = self.status.busy(answers)
         # Constructor workers report only when their slowest rank moves on: the planner must know
         # which one that is.
-        self._count(
-            [
-                Consumed(other, client["took"])
-                for answer in answers.values()
-                for other, client in answer.get("clients", {}).items()
-                if other in self._attached
-            ]
-        )
+        acks = self.status.acks(answers)
+        self._count([ack for ack in acks if ack.rank in self._attached])
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
@@ -717,7 +688,7 @@ class Coordinator:
     # the end
 
     def broke(self, error: Exception) -> None:
-        """End the job after the event loop has failed: constructor workers tell their clients."""
+        """End the job after the event loop has failed: constructor workers end their clients."""
         for worker in list(self.pool.constructors.values()):
             if not worker.lost and not self.pool.closed:
                 with contextlib.suppress(OverlordError):

@@ -1,6 +1,6 @@
 """The coordinator in its own process, for a job whose coordinator may die: its RPC interface.
 
-The launching process starts and ends workers, and redirects them here; this process asks for that
+The launching process starts and ends workers, and redirects them here; this process requests them
 by name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of
 the session arrive as calls of this actor and are answered on its event loop.
 """
@@ -109,23 +109,23 @@ class SessionNews:
 class CoordinatorActor:
     """The RPC interface of a coordinator.
 
-    The launching process calls its methods. Those that read or change the coordinator run on its
+    The launching process calls its methods. Methods that read or change the coordinator run on its
     event loop, in order.
     """
 
-    def __init__(self, kit: CoordinatorConfig):
-        self._kit, self._events = kit, EventQueue()
-        self._pump = EventLoop("planner")
-        self._peers = RpcServer(
+    def __init__(self, config: CoordinatorConfig):
+        self._config, self._events = config, EventQueue()
+        self._event_loop = EventLoop("planner")
+        self._rpc = RpcServer(
             end=lambda name, ticket, why: self._send(KillProcess(ticket, name)),
             cut=self._cut,
-            machine=kit.machine,
+            machine=config.machine,
         )
-        self._starter = RemoteWorkerFactory(self._peers, self._send, kit.hosting, kit.token)
+        self._starter = RemoteWorkerFactory(self._rpc, self._send, config.hosting, config.token)
         self._coordinator: Coordinator
         self._takeover: Takeover | None = None
         self._news: SessionNews
-        self._closed = self._opens_journal = self._beats_pump = False
+        self._closed = self._opens_journal = self._beats_loop = False
         self._ran = threading.Event()
         self._ran.set()
         # the end of the job as it was last sent; what an earlier coordinator sent does not count
@@ -133,14 +133,14 @@ class CoordinatorActor:
         self._acked = -2
         # events of earlier coordinators in the journal, then those that this one applied
         self._said: list[Any] = []
-        self._watched = kit.watched
+        self._watched = config.watched
         self._losses = TokenLosses()
 
     # the launching process
 
     def where(self) -> tuple[str, str]:
         """Return the address that workers connect to, and the token they present."""
-        return self._peers.address, self._peers.token
+        return self._rpc.address, self._rpc.token
 
     def beat(self) -> bool:
         """Return whether the event loop has run since the last call.
@@ -150,14 +150,14 @@ class CoordinatorActor:
         """
         if not self._ran.is_set():
             return self._writes()
-        if self._beats_pump:
+        if self._beats_loop:
             self._ran.clear()
-            self._pump.post(self._ran.set)
+            self._event_loop.post(self._ran.set)
         return True
 
     def doing(self) -> str:
         """Describe what a blocked event loop executes: the step and the function."""
-        return f"step {self._coordinator.planner.next_step}, {self._pump.at()}"
+        return f"step {self._coordinator.planner.next_step}, {self._event_loop.at()}"
 
     def _writes(self) -> bool:
         return self._opens_journal or self._coordinator.journal.settling
@@ -175,7 +175,7 @@ class CoordinatorActor:
             self._send(WorkerDisconnected(ticket, name, why))
 
     def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
-        self._peers.died(ticket, reason, fault)
+        self._rpc.died(ticket, reason, fault)
 
     def begin(self) -> Future[int]:
         """Start the workers, or take over those that live; answer with the last complete step."""
@@ -191,28 +191,28 @@ class CoordinatorActor:
             self._coordinator.on_stage.append(self._staged)
             self._coordinator.on_lost.append(lambda event: self._events.put(("lost", event)))
             self._coordinator.on_taken = self._taken
-            self._say_found()
+            self._send_found()
             behind = self._coordinator.history.acked
             self._news = SessionNews(self._coordinator)
-            self._pump.start(self._broke, self._after_turn)
-            self._beats_pump = True
+            self._event_loop.start(self._broke, self._after_turn)
+            self._beats_loop = True
             begun.set_result(behind)
         except BaseException as fault:
             begun.set_exception(fault)
 
     def _start(self) -> Coordinator:
         """Start the first coordinator's workers; a later one takes over those that live."""
-        given = (self._kit, self._peers, self._pump, self._starter)
-        if not self._kit.incarnation:
+        given = (self._config, self._rpc, self._event_loop, self._starter)
+        if not self._config.incarnation:
             return first_coordinator(*given, send=self._send)
-        if not self._kit.opened:
+        if not self._config.opened:
             # the journal is empty, or of an earlier session: ``open_journal`` follows
             self._takeover = Takeover(*given, Recovered(), send=self._send)
             return self._takeover.roll_back()
         journal, found = JobJournal.resumed(
-            self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
+            self._where_journal, self._config.blueprint.job.name, launch=self._config.launch
         )
-        journal.start(self._pump.post)
+        journal.start(self._event_loop.post)
         self._said = found.events
         try:
             self._takeover = Takeover(*given, found, send=self._send)
@@ -224,15 +224,15 @@ class CoordinatorActor:
             raise
         return self._takeover.roll_back()
 
-    def _say_found(self) -> None:
+    def _send_found(self) -> None:
         """Send what an earlier coordinator may not have sent before it died.
 
-        That is the last complete step, the step of each rank, and the removed sources.
+        The messages have the last complete step, the step of each rank, and the removed sources.
         """
         state = self._coordinator.planner.state()
         if self._said:
             self._events.put(("found", list(self._said)))
-        for event in lost(state.events) if self._kit.incarnation else ():
+        for event in lost(state.events) if self._config.incarnation else ():
             self._events.put(("lost", event))
         if self._takeover is None:
             return
@@ -243,7 +243,7 @@ class CoordinatorActor:
 
     @property
     def _where_journal(self) -> str:
-        where = self._kit.blueprint.job.journal
+        where = self._config.blueprint.job.journal
         assert where is not None, (
             "a coordinator has its own process only with a journal to recover from"
         )
@@ -256,21 +256,23 @@ class CoordinatorActor:
         """
 
         def act() -> None:
-            host, self._opens_journal = self._coordinator, True
+            coordinator, self._opens_journal = self._coordinator, True
             try:
-                if not isinstance(host.journal, JobJournal):
-                    host.journal, _ = JobJournal.resumed(
-                        self._where_journal, self._kit.blueprint.job.name, launch=launch
+                if not isinstance(coordinator.journal, JobJournal):
+                    coordinator.journal, _ = JobJournal.resumed(
+                        self._where_journal, self._config.blueprint.job.name, launch=launch
                     )
-                    host.journal.start(self._pump.post)
+                    coordinator.journal.start(self._event_loop.post)
                 if anew:
-                    host.journal.rewound(host.planner.state(), host.prepared, floor)
+                    coordinator.journal.rewound(
+                        coordinator.planner.state(), coordinator.prepared, floor
+                    )
                 else:
-                    host.journal.begin(host.planner.state(), host.prepared)
+                    coordinator.journal.begin(coordinator.planner.state(), coordinator.prepared)
             finally:
                 self._opens_journal = False
 
-        return self._in_pump(act)
+        return self._on_loop(act)
 
     def _broke(self, error: BaseException) -> None:
         """Report a failed event loop: this process is replaced, or the job ends with the error."""
@@ -280,13 +282,13 @@ class CoordinatorActor:
         self._send(CoordinatorFailed(fault))
 
     def _after_turn(self) -> float | None:
-        host = self._coordinator
-        if (finished := host.planner.finished) is not self._told:
+        coordinator = self._coordinator
+        if (finished := coordinator.planner.finished) is not self._told:
             self._told = finished
             self._events.put(("finish", finished))
-        if (acked := host.history.acked) != self._acked:
+        if (acked := coordinator.history.acked) != self._acked:
             self._acked = acked
-            figures = host.journal.figures()
+            figures = coordinator.journal.figures()
             self._events.put(
                 StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
@@ -306,7 +308,7 @@ class CoordinatorActor:
 
     # requests of the session
 
-    def _in_pump(self, act: Callable[[], Any]) -> Future[Any]:
+    def _on_loop(self, act: Callable[[], Any]) -> Future[Any]:
         """Run a call on the event loop and answer with its result."""
         answer = Future[Any]()
 
@@ -318,27 +320,30 @@ class CoordinatorActor:
             else:
                 answer.set_result(value)
 
-        if self._pump.broken is not None:
+        if self._event_loop.broken is not None:
             answer.set_exception(
-                ActorLost("planner", f"{type(self._pump.broken).__name__}: {self._pump.broken}")
+                ActorLost(
+                    "planner",
+                    f"{type(self._event_loop.broken).__name__}: {self._event_loop.broken}",
+                )
             )
         else:
-            self._pump.post(run)
+            self._event_loop.post(run)
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
         """Attach ranks; those that were attached when this coordinator started already are."""
-        return self._in_pump(
+        return self._on_loop(
             lambda: self._coordinator.attach(
                 dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
             )
         )
 
     def detach(self, rank: int) -> Future[None]:
-        return self._in_pump(lambda: self._coordinator.detach(rank))
+        return self._on_loop(lambda: self._coordinator.detach(rank))
 
     def consumed(self, ranks: list[int], step: int) -> Future[None]:
-        return self._in_pump(lambda: self._coordinator.consumed(ranks, step))
+        return self._on_loop(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
         """Apply an event and confirm it by a message: the caller may have given up waiting."""
@@ -348,7 +353,7 @@ class CoordinatorActor:
             if isinstance(event, (SetMixture, Skip)):
                 self._took(event)
 
-        return self._in_pump(act)
+        return self._on_loop(act)
 
     def report(self, report: Report) -> Future[bool]:
         """Apply a report and return whether it came in time for a plan.
@@ -364,11 +369,11 @@ class CoordinatorActor:
             self._coordinator.event(report)
             return used
 
-        return self._in_pump(act)
+        return self._on_loop(act)
 
     def all_reported(self, mark: int) -> Future[None]:
         """Note that the launching process has forwarded all reports that it had when asked."""
-        return self._in_pump(lambda: self._coordinator.all_reported(mark))
+        return self._on_loop(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
         self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
@@ -398,7 +403,7 @@ class CoordinatorActor:
                 raise
             self._took(new.event)
 
-        return self._in_pump(act)
+        return self._on_loop(act)
 
     def _claim(self, h: int) -> ActorHandle:
         """Return the handle of a worker that the launching process started for a new source."""
@@ -411,36 +416,36 @@ class CoordinatorActor:
 
     def said(self) -> Future[list[Any]]:
         """Return the events of the journal and then those applied here, in force or not."""
-        return self._in_pump(lambda: list(self._said))
+        return self._on_loop(lambda: list(self._said))
 
     def watch(self) -> None:
         """Report planned and taken steps from now on: clients are served."""
         self._watched = True
 
     def move(self, source: int, hosts: list[str]) -> Future[None]:
-        return self._in_pump(lambda: self._coordinator.move(source, hosts))
+        return self._on_loop(lambda: self._coordinator.move(source, hosts))
 
     def spread(self, source: int, n: int) -> Future[bool]:
-        return self._in_pump(lambda: self._coordinator.spread(source, n))
+        return self._on_loop(lambda: self._coordinator.spread(source, n))
 
     def relocate(self, hosts: list[int]) -> Future[bool]:
-        return self._in_pump(lambda: self._coordinator.rebalancer.relocate(hosts))
+        return self._on_loop(lambda: self._coordinator.rebalancer.relocate(hosts))
 
     # status
 
     def waiting_for(self, rank: int) -> str | Future[str]:
         if self._writes():
             return "an event to be written to the journal"  # it blocks the event loop
-        return self._in_pump(lambda: self._coordinator.waiting_for(rank))
+        return self._on_loop(lambda: self._coordinator.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
         me = {
             "pid": os.getpid(),
-            "node": self._kit.machine.node(),
+            "node": self._config.machine.node(),
             "pss": pss_bytes(),
             "state": "planning",
         }
-        return self._in_pump(
+        return self._on_loop(
             lambda: {
                 **self._coordinator.figures(),
                 "planner": me,
@@ -449,33 +454,33 @@ class CoordinatorActor:
         )
 
     def state(self) -> Future[StreamState]:
-        return self._in_pump(lambda: self._coordinator.planner.state())
+        return self._on_loop(lambda: self._coordinator.planner.state())
 
     def open_step(self) -> Future[int]:
-        return self._in_pump(lambda: self._coordinator.planner.open_step)
+        return self._on_loop(lambda: self._coordinator.planner.open_step)
 
     def refuse_planned(self, step: int) -> Future[None]:
-        return self._in_pump(lambda: self._coordinator.planner.refuse_planned(step))
+        return self._on_loop(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
         """Return the kept plans, or that of one step."""
-        return self._in_pump(
+        return self._on_loop(
             lambda: (
                 list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
             )
         )
 
     def steps(self) -> Future[list[int]]:
-        return self._in_pump(lambda: self._coordinator.plans.steps())
+        return self._on_loop(lambda: self._coordinator.plans.steps())
 
     def bad_rows(self) -> Future[list[Quarantined]]:
-        return self._in_pump(lambda: self._coordinator.planner.ledger.bad_rows())
+        return self._on_loop(lambda: self._coordinator.planner.ledger.bad_rows())
 
     def summary_buffer(self) -> Future[Buffer]:
-        return self._in_pump(lambda: self._coordinator.planner.summary_buffer())
+        return self._on_loop(lambda: self._coordinator.planner.summary_buffer())
 
     def counted(self) -> Future[Counted]:
-        return self._in_pump(self._counted)
+        return self._on_loop(self._counted)
 
     def _counted(self) -> Counted:
         p = self._coordinator.planner
@@ -499,11 +504,11 @@ class CoordinatorActor:
             return
         self._closed = True
         if hasattr(self, "_coordinator"):
-            self._pump.stop()
+            self._event_loop.stop()
             self._coordinator.close()
             known = self._coordinator.planner.taken
             self._coordinator.journal.close(taken if known is None else max(known, taken))
 
     def close(self) -> None:
         self.leave()
-        self._peers.shutdown(1.0)
+        self._rpc.shutdown(1.0)

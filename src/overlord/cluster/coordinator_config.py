@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overlord.cluster.report_barrier import ReportBarrier
 from overlord.concurrency.platform import Platform
 from overlord.constructor.images import PixelForm
 from overlord.job.job import Job
@@ -102,6 +103,19 @@ def _with(record: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         object.__setattr__(other, name, value)
     return other
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incarnation:
+    """The place of a coordinator among those of its session.
+
+    ``number`` counts the coordinators before it, ``planned`` has the digests of the steps that they
+    planned after its state. ``barrier`` holds acknowledgements until reports have arrived.
+    """
+
+    number: int = 0
+    planned: Mapping[int, str] = field(default_factory=dict)
+    barrier: ReportBarrier | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,7 @@
-"""The processes of a job whose planner is one of them, as the launching process has them: it starts
-and ends all, and starts another planner when that is lost. It never decides where a host is wanted:
-the planner asks for hosts, and calls them itself.
+"""The launcher: starts and ends all processes of a job whose coordinator has its own process.
+
+It starts another coordinator when one is lost. It does not decide which workers are needed: the
+coordinator requests them, and calls them directly.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 PLANNER = "planner"
-START_S = 120.0  # for hosts to be there: they open their sources first, and a store may be slow
-BOOT_S = 30.0  # for the planner's process alone
-# for the planner to answer, though it may have to be started again meanwhile; who asks the pump
-# waits for 30
+START_S = 120.0  # for workers to start: they open their sources first, and a store may be slow
+BOOT_S = 30.0  # for the coordinator's process alone
+# for the coordinator to answer, though it may be restarted meanwhile; a caller of the event loop
+# waits for 30 s
 ASK_S = 25.0
-CUT_S = 1.0  # between the end of a host's link and the news that it died
-TICKS = (
-    4  # within which a planner must answer: one that sleeps with the whole machine is not missed
-)
+CUT_S = 1.0  # between the end of a worker's connection and the report of its death
+# within which a coordinator must answer: one that sleeps with the whole machine is not lost
+TICKS = 4
 LEAVE_S = 1.0
-AT_S = 0.5  # for a planner that is stuck to say where
+AT_S = 0.5  # for a blocked coordinator to report where it is
 LOST = "the planner was lost: "
 
 
 class Launcher:
-    """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in
-    a thread of this class.
+    """All processes of a job by name.
+
+    ``told`` receives the coordinator's events for the session, on a thread of this class.
     """
 
     def __init__(
@@ -99,15 +100,14 @@ class Launcher:
         )
         self.hosts: dict[str, ActorHandle] = {}
         self.attached: set[int] = set()
-        self._takes_part: frozenset[int] = (
-            frozenset()
-        )  # as the present planner was told when it was started
+        # the ranks that the present coordinator was given at its start
+        self._takes_part: frozenset[int] = frozenset()
         self.kits = {
             h: tuple(range(len(blueprint.job.sources))) for h in range(self.hosting.n_hosts)
         }
         self.next_host = self.hosting.n_hosts  # a number is used once
-        self.acked = self._progress = -1  # the last step that all ranks took; as planners said
-        self.planner: ActorHandle | None = None  # the present one; it may be being started
+        self.acked = self._progress = -1  # the last step that all ranks took; as reported
+        self.planner: ActorHandle | None = None  # the present one; it may be starting
         self._beating: ActorHandle | None = None
         self.watched = False
         self.reports: dict[tuple[int, int], Report] = {}  # accepted lately, by step and rank
@@ -115,45 +115,32 @@ class Launcher:
         self._incarnation = self._restarts = 0
         self._reason = ""
         self._ended_for: tuple[ActorHandle | None, str] = (None, "")
-        self._initial: StreamState | None = (
-            None  # for a planner that died before anything was written
-        )
-        self._launch = ""  # as the journal knows it
-        self._opened = (
-            False  # the journal says where this session begins, and all planners that come know it
-        )
-        self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
-        self._lock = threading.Condition()  # for who is there
-        self._spawning = (
-            threading.RLock()
-        )  # a host that is being started for a planner is known before the next planner is
-        self.preparing: set[str] = (
-            set()
-            # hosts of sources that may join, while they start: no planner has anything to do with
-            # them
-            # yet
-        )
+        # for a coordinator whose predecessor died before it wrote anything
+        self._initial: StreamState | None = None
+        self._launch = ""  # of the journal
+        self._opened = False  # the journal has the start of this session
+        self._tickets: dict[str, int] = {}  # leases of workers with the present coordinator
+        self._lock = threading.Condition()  # guards the handles and ``_ready``
+        # held while a worker starts: the next coordinator is given every worker of the last one
+        self._spawning = threading.RLock()
+        # workers of new sources while they start: no coordinator uses them yet
+        self.preparing: set[str] = set()
         self._ready = self._closed = False
-        self.absent = ""  # why the planner cannot be asked, in words
-        self._written: dict[
-            ActorHandle, list[float]
-        ] = {}  # what each planner counted of its journal
-        self._missed: dict[
-            str, tuple[str, float]
-        ] = {}  # hosts that died, of what and when, until a planner says that they are back
+        self.absent = ""  # why the coordinator cannot be called, human-readable
+        self._written: dict[ActorHandle, list[float]] = {}  # journal counts of each coordinator
+        # lost workers with reason and time, until a coordinator reports that they are back
+        self._missed: dict[str, tuple[str, float]] = {}
         self._over: Exception | None = None
-        self._work, self._news = (
-            ThreadQueue(1, "parts"),
-            ThreadQueue(1, "planner-news"),
-        )  # what is told may wait for locks; what is asked for must not
+        # separate queues: notifications may block on session locks, starts of workers must not
+        self._work, self._news = ThreadQueue(1, "parts"), ThreadQueue(1, "planner-news")
         self._stop, self._ending = threading.Event(), CloseOnce()
         self._stop_reviews: Callable[[], None] = lambda: None
         self._starts = StartupWatchdog(self.control, blueprint.options.lost_after_s)
 
-    # the planner
+    # the coordinator
 
     def begin(self, state: StreamState | None) -> None:
-        """The first planner, and all hosts it asks for."""
+        """Start the first coordinator and all workers that it requests."""
         self._initial = state
         self._start_planner()
         self._is_ready()
@@ -163,7 +150,7 @@ class Launcher:
         )
 
     def _start_planner(self) -> int:
-        """Behind which step it begins."""
+        """Start a coordinator and return the last step before its start."""
         with self._spawning, self._lock:
             there = [
                 name
@@ -203,15 +190,14 @@ class Launcher:
 
     @property
     def _begin_s(self) -> float:
-        """For a planner to be there with all its hosts: some may have to be given up first, and
-        others started.
+        """Seconds for a coordinator to start with all its workers.
+
+        Some of them may have to be given up first, and others started.
         """
         return 2 * START_S + 2 * self.blueprint.options.lost_after_s
 
     def _is_ready(self) -> None:
-        """One that died since it began, and was not missed because it was not there yet, is missed
-        here.
-        """
+        """Accept calls from now on; raise if the coordinator died during its start."""
         with self._lock:
             planner = self.planner
             assert planner is not None
@@ -220,11 +206,14 @@ class Launcher:
                 self._lock.notify_all()
                 self._say_who_takes_part()
                 return
-        self.control.get(self.control.call(planner, "beat"), BOOT_S)  # raises what it died of
+        self.control.get(
+            self.control.call(planner, "beat"), BOOT_S
+        )  # raises the reason of its death
 
     def _say_who_takes_part(self) -> None:
-        """Under the lock, before anything else is asked: who came and went while it was being
-        started may have given up meanwhile.
+        """Send the ranks that were attached and detached while the coordinator started.
+
+        Runs under the lock, before any other call: those clients may have stopped waiting.
         """
         now = frozenset(self.attached)
         for rank in sorted(self._takes_part - now):
@@ -233,10 +222,10 @@ class Launcher:
             self.tell("attach", came)
 
     def _planner_died(self, planner: ActorHandle, reason: str) -> None:
-        """In the control plane's thread."""
+        """Restart a lost coordinator. Runs on: thread of the actor system."""
         with self._lock:
             if self._closed or planner is not self.planner or not self._ready:
-                return  # one that is being started is missed by who starts it
+                return  # the thread that starts a coordinator detects its death
             reason = self._why(planner, reason)
             self._ready, self.absent = (
                 False,
@@ -247,15 +236,13 @@ class Launcher:
         ).start()
 
     def _why(self, planner: ActorHandle | None, reason: str) -> str:
-        """What it died of: one that was killed here has done something else before."""
+        """Return the reason of a loss; after a kill from here, the cause of the kill."""
         of, why = self._ended_for
         return why if of is planner else self._starts.why(PLANNER, reason)
 
     def _start_again(self, reason: str) -> None:
-        since, unopened = (
-            time.monotonic(),
-            None,
-        )  # why the journal could not be opened: that is what the job ends with then
+        # ``unopened``: the error of a journal that could not be opened, with which the job ends
+        since, unopened = time.monotonic(), None
         while not self._closed:
             with self._lock:
                 self._restarts += 1
@@ -266,7 +253,7 @@ class Launcher:
                     return self._give_up(
                         unopened or worn_out(ActorLost(PLANNER, reason), most, self._did())
                     )
-            log.warning("the planner is lost: %s; it is started again", reason)
+            log.warning("the planner is lost: %s; restarting it", reason)
             try:
                 self._reason = f"{LOST}{reason}"
                 behind = self._start_planner()
@@ -280,22 +267,22 @@ class Launcher:
                 if isinstance(fault, ActorLost) and fault.name == PLANNER:
                     reason = self._why(self.planner, fault.reason)
                 self._end_planner()
-                if isinstance(fault, JournalTaken):  # by another launch: it will not be ours again
+                if isinstance(fault, JournalTaken):  # another launch has it for good
                     with self._lock:
                         return self._give_up(fault)
         return None
 
     def _was_mended(self, reason: str, since: float, behind: int) -> None:
-        """The planner is back, and with it the hosts that were lost together with it: it knows of
-        none of them that it was missed.
+        """Report the recovery of the coordinator and of workers that were lost with it.
+
+        The new coordinator does not know that they were lost.
         """
         now = time.monotonic()
         there = [
             name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive
         ]
-        found = {
-            name: self._missed.pop(name, None) for name in there
-        }  # a planner may have said so of some already
+        # a coordinator may have reported some of them already
+        found = {name: self._missed.pop(name, None) for name in there}
         lost = {PLANNER: (reason, since)} | {
             name: missed for name, missed in found.items() if missed is not None
         }
@@ -308,7 +295,7 @@ class Launcher:
                 "stand_bys": False,
             }
             log.warning(
-                "%s is back after %.2f s%s",
+                "%s recovered after %.2f s%s",
                 part,
                 now - when,
                 "" if part == PLANNER else f", with the planner; it was lost: {why}",
@@ -316,14 +303,15 @@ class Launcher:
             self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
 
     def _miss(self, name: str, why: str, silent_s: float = 0.0) -> None:
-        """From any thread. The first reason counts: one that is killed because it was silent is
-        missed since then.
+        """Note the loss of a worker. Runs on: any thread.
+
+        The first reason counts: a worker that is killed for its silence is lost since then.
         """
         if not self._closed and name in self.hosts:
             self._missed.setdefault(name, (why, time.monotonic() - silent_s))
 
     def _is_awaited(self, names: Sequence[str]) -> None:
-        """By a planner that is being started."""
+        """Note the workers that a starting coordinator waits for."""
         with self._lock:
             if not self._ready:
                 few = ", ".join(names[:8]) + (
@@ -348,15 +336,17 @@ class Launcher:
                 self.control.kill(self.planner)
 
     def _give_up(self, error: Exception) -> None:
-        """Under the lock."""
+        """End the job without another coordinator. Runs under the lock."""
         log.error("%s", error)
         self._over, self.absent = error, str(error)
         self._lock.notify_all()
         self._news.do(lambda: self._told(("over", error)))
 
     def _beats(self) -> None:
-        """A planner that answers nothing, or does nothing, is killed; then it is missed like any
-        other. One who is being started is watched too, once its process is there.
+        """Kill a coordinator that does not answer or whose event loop is blocked.
+
+        Its death is then handled like any other. A starting one is watched too, once its process
+        runs.
         """
         lost_after_s = self.blueprint.options.lost_after_s
         still, answers, beat, of = 0, False, Future[Any](), self._beating
@@ -365,9 +355,8 @@ class Launcher:
             self._end_stopped()
             planner = self._beating
             moves = planner is not of or _moves(beat)
-            still, answers = (
-                (0, False) if moves else (still + 1, answers or beat.done())
-            )  # the last answer may be on its way
+            # the last answer may be under way
+            still, answers = (0, False) if moves else (still + 1, answers or beat.done())
             if still >= TICKS and planner is not None:
                 for_s = f"for {lost_after_s:g} s"
                 self._end_for(
@@ -379,7 +368,7 @@ class Launcher:
             of = planner
 
     def _stuck(self, planner: ActorHandle, for_s: str) -> str:
-        """Its process lives, and can say what its pump is at."""
+        """Describe what a blocked event loop executes, if its process answers."""
         try:
             at = f": {self.control.get(self.control.call(planner, 'doing'), AT_S)}"
         except Exception:
@@ -388,7 +377,7 @@ class Launcher:
 
     def _end_stopped(self) -> None:
         for handle in self._starts.look():
-            log.warning("%s is killed: it was stopped while it was being started", handle.name)
+            log.warning("%s killed: it was stopped during its start", handle.name)
             self.end(handle)
 
     def _end_for(self, planner: ActorHandle, why: str) -> None:
@@ -397,7 +386,7 @@ class Launcher:
         with contextlib.suppress(OverlordError):
             self.control.kill(planner)
 
-    # asking
+    # calls
 
     def ask(
         self,
@@ -406,8 +395,9 @@ class Launcher:
         timeout_s: float = ASK_S,
         done: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """An answer of the planner; if it is lost meanwhile, of the one that comes in its place.
-        ``done``: asked after a loss, whether what was said had been taken by then.
+        """Call the coordinator; after a loss, call its successor.
+
+        ``done`` is called after a loss and returns whether the request was already executed.
         """
         deadline, lost = self._machine.now() + timeout_s, False
         while True:
@@ -423,12 +413,13 @@ class Launcher:
                 if fault.name != PLANNER:
                     raise
                 lost = True
-                self._machine.sleep(0.005)  # what it died of is told in a moment
+                self._machine.sleep(0.005)  # its death is reported in a moment
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
-        """Where this session begins is written down, before anyone takes part. If the planner that
-        did so is lost before its answer is here, the next one has begun at the same place, not
-        knowing of it: it writes it once more. Nothing was planned meanwhile.
+        """Have the start of this session written, before any rank is attached.
+
+        If the coordinator is lost before its answer arrives, its successor starts at the same state
+        and writes it again. Nothing was planned meanwhile.
         """
         self._launch = launch
         while not self._opened:
@@ -438,15 +429,13 @@ class Launcher:
                 self._opened = planner is self.planner
 
     def tell(self, method: str, *args: Any) -> None:
-        """A word that the planner may miss: one that comes in its place asks for it."""
+        """Send a call without an answer. It may be lost: a successor asks for its content."""
         if (planner := self.planner) is not None:
             with contextlib.suppress(ActorLost, DataStall):
                 self.control.tell(planner, method, *args)
 
     def _relocate(self, hosts: list[int], accept: Callable[[], None]) -> None:
-        """Ask the planner to replace loader hosts; one that is being started again is asked by the
-        next review.
-        """
+        """Ask the coordinator to replace loader workers; the next review asks a restarting one."""
         if (planner := self.planner) is None:
             return
 
@@ -473,13 +462,11 @@ class Launcher:
 
     @property
     def is_over(self) -> bool:
-        """There is no planner, and there will be none."""
+        """Whether no coordinator runs, and none will be started."""
         return self._over is not None
 
     def written_before(self) -> dict[str, float]:
-        """What the planners that are gone had counted of their journal, up to the last step that
-        all ranks took.
-        """
+        """Return the journal counts of lost coordinators, up to the last acknowledged step."""
         before = [
             counts for planner, counts in list(self._written.items()) if planner is not self.planner
         ]
@@ -488,7 +475,7 @@ class Launcher:
             for what, column in zip(WRITTEN, zip(*before, strict=True), strict=False)
         }
 
-    # what the planner says
+    # events of the coordinator
 
     def _listen(self, planner: ActorHandle) -> None:
         def heard(future: Future[Any]) -> None:
@@ -506,7 +493,7 @@ class Launcher:
             try:
                 self._do(planner, event)
             except Exception:
-                log.exception("what the planner asked for could not be done: %.200r", event)
+                log.exception("request of the planner failed: %.200r", event)
 
     def _do(self, planner: ActorHandle, event: Any) -> None:
         match event:
@@ -581,13 +568,13 @@ class Launcher:
         self.send(planner, ticket, host)
 
     def prepared(self, host: ActorHandle) -> None:
-        """It starts; whoever has it started says when it is there."""
+        """Note a worker that is being prepared for a new source."""
         with self._lock:
             self.preparing.add(host.name)
             self.hosts[host.name] = host
 
     def joined(self, h: int, loaders: int) -> None:
-        """A source takes part from here on, in a host of its own."""
+        """Note that a source was added, read by its own worker."""
         with self._lock:
             had = self.hosting
             self.hosting = replace(
@@ -598,7 +585,7 @@ class Launcher:
             )
 
     def send(self, planner: ActorHandle, ticket: int, host: ActorHandle) -> None:
-        """A host goes to the planner, and its death is told there."""
+        """Redirect a worker to the coordinator, and report its death there."""
         self._tickets[host.name] = ticket
         self.control.tell(host, "meet", *self._where, ticket)
 
@@ -616,9 +603,7 @@ class Launcher:
         self.control.on_death(host, died)
 
     def end(self, host: ActorHandle) -> None:
-        """Whoever asks does not wait for it, and neither do others that are killed: Ray may need
-        seconds for each.
-        """
+        """Kill a worker in a thread: Ray may need seconds for each."""
         self._beside(lambda: self._kill(host), f"kill {host.name}")
 
     def _kill(self, host: ActorHandle) -> None:
@@ -629,8 +614,10 @@ class Launcher:
         self._machine.thread(work, f"overlord {name}")
 
     def _kill_for(self, planner: ActorHandle, ticket: int, name: str) -> None:
-        """One that is gone already cannot die any more: it is told once more that it did, or the
-        planner would wait for that for ever.
+        """Kill a worker for the coordinator.
+
+        The death of one that is already gone is reported again: otherwise the coordinator would
+        wait for it forever.
         """
         host = self.hosts.get(name)
         if self._tickets.get(name) != ticket:
@@ -643,7 +630,7 @@ class Launcher:
             self.end(host)
 
     def _end_host(self, h: int) -> None:
-        """Nobody misses it."""
+        """End a loader worker that is not needed; it is not reported as lost."""
         self.kits.pop(h, None)
         with self._lock:
             host = self.hosts.pop(f"loader-host/{h}", None)
@@ -652,14 +639,15 @@ class Launcher:
                 self.recipes.end(h, host)
 
     def _cut_off(self, host: ActorHandle | None, why: str) -> None:
-        """The planner has lost its link to a host: nearly always because the host died, which is
-        told by itself.
+        """Kill a worker that lost its connection to the coordinator and does not die by itself.
+
+        Nearly always the worker died, which is reported separately.
         """
         deadline = time.monotonic() + CUT_S
         while host is not None and host.alive and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
         if host is not None and host.alive and not self._closed:
-            log.warning("%s is killed: its link to the planner ended: %s", host.name, why)
+            log.warning("%s killed: its connection to the planner ended: %s", host.name, why)
             self._kill(host)
 
     # the end
@@ -686,5 +674,5 @@ class Launcher:
 
 
 def _moves(beat: Future[Any]) -> bool:
-    """Whether a planner has answered, and has done something since it did before."""
+    """Return whether a coordinator has answered, and its event loop has run."""
     return beat.done() and (beat.exception() is not None or bool(beat.result()))

@@ -74,7 +74,7 @@ class LoaderWorker(Worker):
     ):
         super().__init__(f"loader-host/{number}", settings, links=len(constructors))
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
-        self._born = settings.born or int(self._machine.now() * 1000)
+        self._born = settings.born or int(self._platform.now() * 1000)
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
@@ -88,7 +88,7 @@ class LoaderWorker(Worker):
         self._failover = settings.failover
         self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose plan was executed since the last rollback
-        self._ring = self._machine.ring(self.name, settings.ring_bytes)
+        self._ring = self._platform.ring(self.name, settings.ring_bytes)
         self._links: dict[int, Connection] = {}  # by constructor worker
         self._where: dict[int, str] = {}  # and its address
         self._sent_bytes = 0
@@ -103,11 +103,11 @@ class LoaderWorker(Worker):
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
         hello = {"role": "loader", "host": self._number, "incarnation": self._born}
-        link, _ = self._machine.dial(
+        link, _ = self._platform.dial(
             address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
         )
         self._links[constructor] = link
-        self._machine.thread(
+        self._platform.thread(
             lambda: self._listen(constructor, link), f"overlord-link-{constructor}"
         )
 
@@ -140,7 +140,7 @@ class LoaderWorker(Worker):
             log.debug("%s: %s", self.name, lost)
             if self._failover:
                 reason = str(lost)
-                self._pump.post(lambda: self._cut(constructor, link, reason))
+                self._event_loop.post(lambda: self._cut(constructor, link, reason))
 
     def _cut(self, constructor: int, link: Connection, reason: str) -> None:
         """Report a lost connection: payload may be lost with it. The coordinator reacts."""
@@ -178,7 +178,7 @@ class LoaderWorker(Worker):
         """
         answer = Future[bool]()
         self._beats.append(answer)
-        self._pump.post(self._answer_beats)
+        self._event_loop.post(self._answer_beats)
         if self._opens:
             self._answer_beats()
         return answer
@@ -276,7 +276,7 @@ class LoaderWorker(Worker):
         Then a standby among them can take over. False: one of them cannot read.
         """
         answer = Future[bool]()
-        self._pump.post(lambda: self._awaited.append((loaders, answer)))
+        self._event_loop.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
     def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
@@ -285,7 +285,7 @@ class LoaderWorker(Worker):
         These are core seconds, seconds, samples, and the seconds of a median and of a slow read.
         """
         answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
-        self._pump.post(lambda: answer.set_result(self._loading.gauge()))
+        self._event_loop.post(lambda: answer.set_result(self._loading.gauge()))
         return answer
 
     def weighs(self) -> int:
@@ -357,7 +357,7 @@ class LoaderWorker(Worker):
             if not self._failover or link is None:
                 raise
             slow, reason = link, str(stall)
-            self._pump.post(lambda: self._cut(constructor, slow, reason))
+            self._event_loop.post(lambda: self._cut(constructor, slow, reason))
             return 0
         except ActorLost as lost:
             if self._failover:
@@ -399,10 +399,10 @@ class LoaderWorker(Worker):
 
     def figures(self) -> dict[str, Any]:
         """Return what this worker does and holds, as plain values."""
-        return self._pump.ask(
+        return self._event_loop.ask(
             lambda: {
                 "pid": os.getpid(),
-                "node": self._machine.node(),
+                "node": self._platform.node(),
                 "loaders": self._loading.figures(),
                 "busy": self._loading.busy(),
                 "memory": self._loading.held_bytes()

@@ -155,6 +155,18 @@ class Rebalancer:
             self._start(migration, h, was)
         return True
 
+    def relocate_later(self, workers: Sequence[int], accept: Callable[[], None]) -> None:
+        """Relocate workers on the event loop and call ``accept`` if that starts.
+
+        Runs on: any thread.
+        """
+
+        def act() -> None:
+            if not self._pool.closed and self.relocate(workers):
+                accept()
+
+        self._event_loop.post(act)
+
     def move(self, source: int, workers: Sequence[str]) -> None:
         """Read the k-th loader of a source on ``workers[k % len(workers)]``."""
         known = {w.name: h for h, w in list(self._pool.loaders.items()) if not w.lost}

@@ -1,4 +1,4 @@
-"""Standby loaders: which loader has one, on which worker, and who takes over. Pure.
+"""Standby loaders: their placement on workers, and their promotion. Pure.
 
 A *standby* is a second loader of the same number on another worker. It receives the same plans,
 holds the same samples and sends nothing. When the worker of a loader is lost, the standby's worker

@@ -13,6 +13,7 @@ from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages.control import Consumed
 
 ASK_S = 0.6  # for all workers to answer: a waiting client gives the event loop one second
 
@@ -87,6 +88,25 @@ class StatusReporter:
     def sources_on(self, h: int) -> list[str]:
         """Return the names of the sources that a worker reads."""
         return list(dict.fromkeys(self.source_name(k) for k in self._placement.loaders_on(h)))
+
+    def duty_of(self, name: str, acked: int) -> str:
+        """Describe what a worker is there for; ``acked`` is the last step that all ranks took."""
+        kind, _, number = name.partition("/")
+        if kind != "loader-host":
+            if acked < 0:
+                return "no step was taken by all ranks"
+            return f"all ranks took the steps up to {acked}"
+        sources = self.sources_on(int(number))
+        more = f" and {len(sources) - 5} more" if len(sources) > 5 else ""
+        return f"it reads {', '.join(sources[:5])}{more}" if sources else ""
+
+    def acks(self, answers: Answers) -> list[Consumed]:
+        """Return the last steps that ranks took, as constructor workers answered."""
+        return [
+            Consumed(rank, client["took"])
+            for answer in answers.values()
+            for rank, client in answer.get("clients", {}).items()
+        ]
 
     def source_name(self, loader: int) -> str:
         return self._names()[self._placement.source_of(loader)]

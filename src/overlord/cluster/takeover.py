@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from overlord.cluster.coordinator import PLANNERS, Coordinator
-from overlord.cluster.coordinator_config import CoordinatorConfig
+from overlord.cluster.coordinator_config import CoordinatorConfig, Incarnation
 from overlord.cluster.node_placement import NodePlacement
 from overlord.cluster.rebalance import SCALED
 from overlord.cluster.report_barrier import ReportBarrier
@@ -92,7 +92,7 @@ class RemoteWorkerFactory:
 def behind(found: Recovered, taken: Sequence[int | None]) -> int:
     """Return the last step that every rank took.
 
-    That is the step of the journal, or a later one where all ranks are known to have it. The
+    This is the step of the journal, or a later one where all ranks are known to have it. The
     journal's step is of the ranks of this launch, since no other has opened the journal after it.
     """
     known = [step for step in taken if step is not None]
@@ -118,7 +118,7 @@ def first_coordinator(
     send: Send,
 ) -> Coordinator:
     """Return the first coordinator of a session, whose workers have started."""
-    return Coordinator.launch(
+    coordinator = Coordinator(
         config.blueprint,
         config.state,
         peers,
@@ -126,8 +126,9 @@ def first_coordinator(
         config.session,
         platform,
         starter,
-        barrier=barrier_of(config, send),
+        Incarnation(barrier=barrier_of(config, send)),
     )
+    return coordinator.start()
 
 
 class Takeover:
@@ -180,9 +181,7 @@ class Takeover:
             config.session,
             platform,
             starter,
-            incarnation=config.incarnation,
-            planned=found.planned,
-            barrier=self._barrier,
+            Incarnation(config.incarnation, found.planned, self._barrier),
         )
         with self.coordinator.closed_on_error():
             self._adopt_workers()

@@ -103,12 +103,12 @@ class Worker(ABC):
     def __init__(self, name: str, settings: WorkerConfig, links: int = 0):
         """``links`` is the number of connections, each of which gets a thread."""
         self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
-        self.name, self._machine = name, settings.machine
-        self._machine.prepare(settings.workers, links=links, background=self.BACKGROUND)
-        self._events = EventQueue(self._machine.now)
-        self._pump = self._machine.pump(name)
-        self._executor = self._machine.executor(settings.workers, self._pump)
-        self._sibling = RpcEndpoint(name, self, dial=self._machine.dial, leave=self._machine.end)
+        self.name, self._platform = name, settings.machine
+        self._platform.prepare(settings.workers, links=links, background=self.BACKGROUND)
+        self._events = EventQueue(self._platform.now)
+        self._event_loop = self._platform.pump(name)
+        self._executor = self._platform.executor(settings.workers, self._event_loop)
+        self._rpc = RpcEndpoint(name, self, dial=self._platform.dial, leave=self._platform.end)
 
     @abstractmethod
     def _execute(self, command: Any) -> None:
@@ -126,7 +126,7 @@ class Worker(ABC):
         self.commands.run(commands)
 
     def _start(self) -> None:
-        self._pump.start(self._broke, self._after_turn)
+        self._event_loop.start(self._broke, self._after_turn)
 
     def _broke(self, error: BaseException) -> None:
         """Exit: after an error on the event loop no state of this process can be trusted.
@@ -134,13 +134,13 @@ class Worker(ABC):
         Others detect an exit at once, a silent process only after a deadline.
         """
         log.critical("%s exits: %s: %s", self.name, type(error).__name__, error)
-        self._machine.end(70)
+        self._platform.end(70)
 
     def _after_turn(self) -> float | None:
         return self._events.answer()
 
     def do(self, messages: Sequence[Any]) -> None:
-        self._pump.post(lambda: self._do(messages))
+        self._event_loop.post(lambda: self._do(messages))
 
     def _do(self, messages: Sequence[Any]) -> None:
         for message in messages:
@@ -149,12 +149,12 @@ class Worker(ABC):
 
     def at(self) -> str:
         """Return the cluster node of this worker; the answer also shows that it has started."""
-        return self._machine.node()
+        return self._platform.node()
 
     def beat(self) -> Future[bool]:
         """Answer on the event loop: a worker whose loop is blocked is of no use."""
         answer = Future[bool]()
-        self._pump.post(lambda: answer.set_result(True))
+        self._event_loop.post(lambda: answer.set_result(True))
         return answer
 
     def events(self) -> Future[list[Any]]:
@@ -168,9 +168,9 @@ class Worker(ABC):
 
     def meet(self, address: str, token: str, ticket: int) -> None:
         """Connect to a coordinator in its own process, which calls this worker from now on."""
-        self._sibling.meet(address, token, ticket)
+        self._rpc.meet(address, token, ticket)
 
     def close(self) -> None:
-        self._sibling.close()
-        self._pump.stop()
+        self._rpc.close()
+        self._event_loop.stop()
         self._executor.close()

@@ -97,7 +97,7 @@ class WorkerPool:
         self._watchdog = StartupWatchdog(control, lost_after_s)
         self.closed = False
 
-    # who is there
+    # membership
 
     def workers(self) -> list[WorkerHandle]:
         """Return all workers, loader workers first."""

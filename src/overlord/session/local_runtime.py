@@ -1,9 +1,8 @@
-"""All cores of a job in one pump: the host of the runtimes that live in one process. Payload is
-handed over as it is, without a copy.
+"""The local runtime: planner, loaders and constructors of a job on one event loop, in one process.
 
-Work that takes time (reading, transforming, building) goes to an *executor*, whose outcome comes
-back as an event; the local runtime's is a pool of threads, the simulated one's a virtual clock.
-Everything else happens in the pump, in order.
+Payload is passed on without a copy. Work that takes time (reading, transforming, building) goes to
+an *executor*, and its result returns as an event. The executor is a pool of threads, or a virtual
+clock in a dry run. Everything else runs on the event loop, in order.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class LocalRuntime:
         )
         self._images, self._batch, self._multiple = images, batch, multiple
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
-        self._taken = -1  # the last step that all clients took
+        self._taken = -1  # the last step that a client took
         self._observer: LoadObserver | None = None
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
@@ -143,9 +142,7 @@ class LocalRuntime:
         return used
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
-        """Clients of these ranks exist. All that will take part come together: a step is not kept
-        for one who comes later.
-        """
+        """Attach the clients of these ranks together: steps are not kept for a later one."""
         self.commands.queue.extend(self.building.attach(mailboxes))
         self.run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
@@ -155,9 +152,7 @@ class LocalRuntime:
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
-        """Nobody is served any more; outcomes of work still under way lead to nothing that is
-        seen.
-        """
+        """Detach all ranks; results of work that is under way have no visible effect."""
         for rank in list(self.building.mailboxes):
             self.detach(rank)
 
@@ -171,15 +166,15 @@ class LocalRuntime:
         self.gate.acked()
 
     def inbox(self, rank: int, next_step: int) -> LocalStepQueue:
-        """Where a client in this process gets its steps."""
+        """Return the step queue of a client in this process."""
         return LocalStepQueue()
 
     def prepare_source(self, blueprint: PreparedJob) -> list[tuple[Loader, SourceReader]]:
-        """Loaders for the last source of a blueprint, still to be added."""
+        """Return loaders for the last source of a job, which is still to be added."""
         return blueprint.loaders_for(len(blueprint.job.sources) - 1, Cursor())
 
     def drop_prepared(self, prepared: object) -> None:
-        """They hold nothing yet; worker processes are the blueprint's."""
+        """Do nothing: prepared loaders hold nothing, and the job owns transform workers."""
 
     def add_source(
         self,
@@ -188,8 +183,9 @@ class LocalRuntime:
         budget_bytes: int,
         joined: Callable[[], None] = lambda: None,
     ) -> None:
-        """A source joins, with loaders behind all others; the planner refuses before anything has
-        changed. ``joined`` is called when it has, before a step with the source reaches anyone.
+        """Add a source with loaders after all others. The planner refuses before any change.
+
+        ``joined`` is called once it is added, before a step with the source reaches a client.
         """
         commands = self.planner.handle(new)
         for loader, reader in cores:
@@ -225,9 +221,7 @@ class LocalRuntime:
                 raise TypeError(f"no handler for the command {type(unknown).__name__}")
 
     def _stage(self, stage: PlannedStep) -> None:
-        """Pop the step's samples from their loaders and hand them to the constructors: the
-        payload's one hop.
-        """
+        """Pop the step's samples from their loaders and pass them to the constructors."""
         loaders = np.flatnonzero(stage.pops)
         pops = dict(zip(loaders.tolist(), stage.pops[loaders].tolist(), strict=True))
         pieces, commands = self.loading.pop(stage.plan.step, pops, stage.kept)
@@ -238,7 +232,7 @@ class LocalRuntime:
         self.building.plan(stage)
         if stage.skipped:
             return
-        if stage.kept is not None:  # what stays held would keep all it was popped with alive
+        if stage.kept is not None:  # a held sample would keep alive all that was popped with it
             pieces, stage = (
                 [Content.pick(pieces, stage.doc)],
                 replace(stage, doc=np.arange(len(stage.doc))),
@@ -250,13 +244,13 @@ class LocalRuntime:
             self._executor.submit(
                 "loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True
             )
-        else:  # ahead of what the planner asked loaders for: a step is what a trainer waits for
+        else:  # before the reads that the planner requested: a trainer waits for a step
             self.commands.queue.extendleft(
                 reversed(self.building.staged(staged, StepInfo.of(stage)))
             )
 
     def _with_images(self, staged: StepDocuments, found: Scattered | None) -> StepDocuments:
-        """Who encodes what; the images themselves lie as they were popped."""
+        """Add the images, and which rank encodes which of them."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
             Encodings(stage.plan, self._batch, self._multiple),
@@ -319,7 +313,7 @@ class LocalRuntime:
         return tuple(self.loaders_of(source))
 
     def able(self, source: int) -> tuple[int, ...]:
-        """Return no worker: there is no other process that could read a source."""
+        """Return an empty tuple: no other process can read a source."""
         return ()
 
     def n_processes(self, source: int) -> int:
@@ -378,23 +372,21 @@ class LocalRuntime:
     def taken_by(self, rank: int) -> None:
         """Return None: there are no constructor workers."""
 
-    # what people ask
+    # status
 
     def waiting_for(self, rank: int) -> str:
-        """Why a rank has no step, in words: the constructor first, then the planner, then the
-        loaders it waits for.
-        """
+        """Describe what a rank's next step waits for: constructor, journal, planner or loaders."""
         if words := self.building.waiting(rank) or self.gate.waiting_for():
             return words
         busy = self.loading.busy()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
     def held_bytes(self) -> dict[str, int]:
-        """What the roles hold now."""
+        """Return the bytes that loaders and constructors hold."""
         return self.loading.held_bytes() | self.building.held_bytes()
 
     def figures(self) -> dict[str, Any]:
-        """What loaders and constructors do and have cost, each with the process it lives in."""
+        """Return what loaders and constructors do and have cost."""
         here = {"pid": os.getpid()}
         return {
             "loaders": [row | here for row in self.loading.figures()],
@@ -405,10 +397,10 @@ class LocalRuntime:
         }
 
     def broke(self, error: Exception) -> None:
-        """The pump has stopped for good: whoever waits is told by the session."""
+        """Do nothing: the session ends its clients after the event loop has failed."""
 
     def close(self) -> None:
-        """Take no more work; outcomes of what is under way lead nowhere."""
+        """Accept no more work; results of work that is under way are dropped."""
         self.building.stopped = True
         if isinstance(self._executor, ThreadExecutor):
             self._executor.close()

@@ -142,7 +142,7 @@ def _apart(
             return ClusterRuntime(
                 blueprint, state, pump, generation, control=control, machine=machine
             )
-        return Coordinator.launch(blueprint, state, control, pump, generation, machine)
+        return Coordinator(blueprint, state, control, pump, generation, machine).start()
     except BaseException:
         control.shutdown(HURRY_S)
         raise

@@ -203,9 +203,10 @@ class Launched:
     def _make_host(self, reason: str) -> Coordinator:
         cluster = self.cluster
         if cluster.disk is None:
-            return Coordinator.launch(
+            host = Coordinator(
                 self.blueprint, self._initial, self.control, self.pump, self.session, self.machine
             )
+            return host.start()
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
             self._found = found.events

@@ -135,10 +135,10 @@ class _Planner(CoordinatorActor):
         found: Sequence[Any],
         now: Callable[[], float],
     ):
-        self._kit, self._coordinator, self._pump = kit, host, pump
+        self._config, self._coordinator, self._event_loop = kit, host, pump
         self._takeover, self._events = None, EventQueue(now)
         self._said, self._watched = list(found), False
-        self._say_found()
+        self._send_found()
 
     def _after_turn(self) -> float | None:
         return self._events.answer()
