@@ -224,7 +224,7 @@ class LookAheadPool:
                 piece.found.part[last],
             )
             if n < size:
-                record.pieces[0] = piece._replace(start=piece.start + n)
+                record.pieces[0] = StreamPiece(*piece[:4], piece.start + n, piece.stop)
             else:
                 record.pieces.pop(0)
             n -= min(n, size)

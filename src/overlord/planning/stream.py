@@ -285,10 +285,10 @@ class SourceStream:
     def _next_window(self, lasts: list[int | None]) -> None:
         at = self._at
         if any(last is None or last > at.window for last in lasts):
-            self._at = at._replace(window=at.window + 1)
+            self._at = Cursor(at.epoch, at.group, at.window + 1)
             return
         del self._lasts[at.epoch, at.group]
-        self._at = at._replace(group=at.group + 1, window=0)
+        self._at = Cursor(at.epoch, at.group + 1)
         if self._at.group < self._n_groups:
             return
         if not self._epoch_has_sample:
