@@ -32,7 +32,7 @@ LAWS = (
     "properties/test_stream.py",
 )
 TESTS = {
-    "plan": ("properties/test_views.py", "properties/test_plan.py"),
+    "plan": ("unit/test_step.py", "properties/test_plan.py"),
     "planning": (
         "unit/test_golden.py",
         "unit/test_planner.py",
