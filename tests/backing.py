@@ -15,7 +15,7 @@ from overlord.loader.loader import Loader
 from overlord.loader.service import LoaderService
 from overlord.messages.control import Cursor, LoaderStart, Refill, Rollback
 from overlord.messages.loader import Announce
-from overlord.planning.stream import Piece, SourceStream
+from overlord.planning.stream import StreamPiece, SourceStream
 from overlord.sample import Content
 from overlord.setup.prepared_job import PreparedJob, open_loader
 
@@ -315,7 +315,7 @@ class Drawing:
         )
 
 
-def ids_of(pieces: list[Piece]) -> list[tuple[int, ...]]:
+def ids_of(pieces: list[StreamPiece]) -> list[tuple[int, ...]]:
     return [
         (p.at.epoch, int(p.found.file[i]), int(p.found.row[i]), int(p.found.part[i]))
         for p in pieces
@@ -323,7 +323,7 @@ def ids_of(pieces: list[Piece]) -> list[tuple[int, ...]]:
     ]
 
 
-def holders(pieces: list[Piece]) -> list[int]:
+def holders(pieces: list[StreamPiece]) -> list[int]:
     found = []
     for p in pieces:
         found += (

@@ -88,7 +88,7 @@ class Mesh:
         ).reshape([degrees[a] for a in AXES])
         for order in permutations(AXES):  # the default first: a mesh of one axis fits any order
             tree = Mesh(**degrees, order=order)
-            if np.array_equal(by_axis, tree._grid()):
+            if np.array_equal(by_axis, tree.grid()):
                 return tree
         raise JobError(
             [
@@ -174,7 +174,7 @@ class Mesh:
     def _shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in self.order)
 
-    def _grid(self) -> np.ndarray:
+    def grid(self) -> np.ndarray:
         """Return ranks by [pp, dp, cp, tp]."""
         return (
             np.arange(self.world_size)
@@ -227,7 +227,7 @@ class Mesh:
         if axis == "WORLD":
             return [[rank] for rank in range(n)]
         inner = [a for a in self.order if a not in BUCKET_AXES[axis]]
-        moved = self._grid().transpose([AXES.index(a) for a in (*BUCKET_AXES[axis], *inner)])
+        moved = self.grid().transpose([AXES.index(a) for a in (*BUCKET_AXES[axis], *inner)])
         return moved.reshape(n, -1).tolist()
 
     def n_buckets(self, axis: str = "DP") -> int:
@@ -252,7 +252,7 @@ class Mesh:
         The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any
         order), from coordinate 0.
         """
-        grid = self._grid()
+        grid = self.grid()
         dims = {dim.lower() for dim in broadcast_dims(broadcast)}
         first = grid[tuple(slice(0, 1) if axis in dims else slice(None) for axis in AXES)]
         served = np.empty(self.world_size, np.int64)

@@ -259,7 +259,7 @@ def test_blocks_are_what_constructors_and_planner_leave_divided_by_all_workers()
     assert (image.level, image.cores, image.loaders, image.actors) == (30.0, 15.0, 15, 15)
     assert (code.level, code.cores, code.loaders) == (4.0, 2.0, 2)
     assert image.reason == "83% of the work is worth 15.0 cores; 15 loaders, its share of the cores"
-    assert {s.reason for s in made.shares[2:]} == {"light: shares a host"}
+    assert {s.reason for s in made.shares[2:]} == {"light: shares a worker"}
     assert made.rate == pytest.approx(24 / 48)
 
 
@@ -299,11 +299,11 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
     assert made.shortfall(4000) == ""
     said = made.shortfall(16_000)
     assert said.startswith(
-        "75.0% of the demand are not met; it takes 16 cores in all, and what holds it back is "
+        "75.0% of the demand are not met; it takes 16 cores in all; the bottleneck is "
     )
     chunks = partition([load("web", 1e-3, max_loaders=2)], Resources(cores=4), Limits(batch=512))
     assert (
-        "more cores would not help, and what holds it back is source 'web', which has 2 "
+        "more cores would not help; the bottleneck is source 'web', which has 2 "
         "loaders, as many as its open" in chunks.shortfall(3000)
     )
 

@@ -93,7 +93,7 @@ def test_a_crowded_host_has_half_as_many_shares_as_the_others() -> None:
 
 
 def test_shares_need_a_host() -> None:
-    with pytest.raises(ValueError, match="expected at least one host for the shares of a source"):
+    with pytest.raises(ValueError, match="expected at least one worker for the shards of a source"):
         spread([0, 1], [])
 
 

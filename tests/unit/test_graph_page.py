@@ -24,7 +24,7 @@ from overlord.planning.graph import page_data
 from overlord.planning.graph.lineage import Binding, planned_graph
 from overlord.planning.graph.mermaid import escaped
 from overlord.planning.graph.page import SCRIPTS, page
-from overlord.planning.graph.page_data import Step, column, facts, spans
+from overlord.planning.graph.page_data import PageStep, column, facts, spans
 from overlord.planning.strategies import llm_balance, vlm_hybrid
 from tests.worlds import Rows
 
@@ -73,9 +73,9 @@ def planned(
     return planned_graph(plan, graph.buffer.batch, graph.tree, loader, names)
 
 
-def step_of(graph: ov.DGraph) -> Step:
+def step_of(graph: ov.DGraph) -> PageStep:
     assert graph.bound is not None
-    return Step(
+    return PageStep(
         plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader
     )
 
@@ -402,7 +402,7 @@ def test_modules_are_on_the_page_each_with_its_items(tmp_path: Path) -> None:
         dict.fromkeys(TOKENS, 1.0)
     )
     plan = vlm_hybrid(mixed.buffer, place)
-    found = facts(Step(plan=plan, place=place, edges=[]))
+    found = facts(PageStep(plan=plan, place=place, edges=[]))
     assert [(m["name"], m["axis"], m["buckets"]) for m in found["modules"]] == [
         ("backbone", "DP", 2),
         ("encoder", "WORLD", 4),
@@ -498,7 +498,7 @@ def test_a_step_of_a_quarter_million_samples_makes_a_page_below_three_megabytes(
         ov.Buffer.from_columns(columns, batch=batch), place, meta="tokens"
     ).mix(dict.fromkeys(columns, 1.0))
     plan = llm_balance(graph.buffer, place)
-    step = Step(
+    step = PageStep(
         plan=plan, place=place, edges=[], loader=Binding(index=plan.source, names=tuple(columns))
     )
     found = facts(step)

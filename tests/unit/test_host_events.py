@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overlord.cluster.worker import QUIET_S, EventQueue
-from overlord.planning.demand import HORIZON_STRIDE, Demand
+from overlord.planning.demand import HORIZON_STRIDE, LoaderRequests
 
 
 def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:
@@ -34,7 +34,7 @@ def test_what_waits_is_told_when_a_draw_begins_to_wait_for_it_also_if_nobody_has
 
 
 def test_the_horizon_is_told_in_strides_and_a_loader_always_has_groups_to_open() -> None:
-    demand, told = Demand([2], read_ahead=2), -1
+    demand, told = LoaderRequests([2], read_ahead=2), -1
     words = 0
     for group in range(1, 40):
         for refill in demand.move_horizon(0, group):

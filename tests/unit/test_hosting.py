@@ -203,9 +203,9 @@ def test_memory_asks_for_more_hosts_than_cores_and_says_so_where_one_loader_need
 
 def test_a_table_tells_people_what_runs_where() -> None:
     table = plan_hosts([*equal(30), load("web", 30.0)], cores=4).to_table()
-    assert table.splitlines()[0] == "32 loaders of 31 sources in 4 hosts, the busiest does 25%"
+    assert table.splitlines()[0] == "32 loaders of 31 sources in 4 workers, the busiest does 25%"
     assert len(table.splitlines()) == 5
-    assert "host 0" in table
+    assert "worker 0" in table
     assert "and 11 more" in table
     assert "web (1 of its 2 loaders; 50% of the work)" in table
 
@@ -293,7 +293,7 @@ def _same(columns: dict[str, Any]) -> dict[str, Any]:
 def test_wrong_numbers_are_named() -> None:
     with pytest.raises(ValueError, match="cores: expected at least 1, got 0"):
         plan_hosts(equal(2), cores=0)
-    with pytest.raises(ValueError, match="web: share, cost"):
+    with pytest.raises(ValueError, match="web: expected share, cost"):
         load("web", float("nan"))
 
 

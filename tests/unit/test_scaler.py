@@ -68,10 +68,10 @@ def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> No
         source="photos",
         hosts=2,
         had=1,
-        reason="625 samples a second of 2 ms take 1.2 hosts, its hosts have room for 1, "
+        reason="625 samples a second of 2 ms take 1.2 workers, its workers have room for 1, "
         "trainers wait 20% of their time",
     )
-    assert str(scale).startswith("photos: 1 -> 2 loader hosts: 625 samples")
+    assert str(scale).startswith("photos: 1 -> 2 loader workers: 625 samples")
 
 
 def test_hosts_come_before_a_schedule_needs_them() -> None:
@@ -136,7 +136,7 @@ def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another
         ("CannotKeepUp", "photos"),
         ("Scale", "text"),
     ]
-    assert "all 4 loader hosts that cores and memory allow are in use" in str(found[0])
+    assert "all 4 loader workers that cores and memory allow are in use" in str(found[0])
 
 
 def test_memory_bounds_hosts_as_cores_do() -> None:
@@ -340,7 +340,7 @@ def test_a_source_whose_hosts_are_full_is_short_of_hosts_whatever_its_storage_do
     found = told(
         Scaler(LIMITS), look(seen(lanes=1.0, took_s=5.0, waited_for=True, most=1), waited_s=0.5), 6
     )
-    assert {getattr(d, "what", "") for d in found} == {"loader hosts"}
+    assert {getattr(d, "what", "") for d in found} == {"loader workers"}
 
 
 def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_does_not_follow_every_change() -> (

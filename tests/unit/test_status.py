@@ -95,7 +95,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.output.splitlines()]
     assert (
-        "scaling: after step 85: photos: 1 -> 3 loader hosts: the mixture will give it "
+        "scaling: after step 85: photos: 1 -> 3 loader workers: the mixture will give it "
         "10.0% in place of 0.4%" in lines
     )
     assert (

@@ -12,8 +12,8 @@
 (``follow(per="microbatch")``), and 0 if the encoder is balanced once per step. In that case rows of
 all microbatches of the step come in one exchange; ``route.microbatch(m)`` selects the rows of one.
 
-An *owner* is the rank that gets an item's rows: the first rank of the bucket of its sample. That is
-pipeline stage 0, and coordinate 0 along CP and TP where those are not axes of buckets. The owner
+An *owner* is the rank that gets an item's rows: the first rank of the bucket of its sample. Its
+coordinates are pipeline stage 0, and 0 along CP and TP if those are not axes of buckets. The owner
 holds the whole microbatch, inserts the rows, and then slices or broadcasts embeddings as it does
 tokens. All other ranks receive nothing and take part with zeros. A rank without items has empty
 arrays and must still call the collective, forward and backward.

@@ -17,7 +17,7 @@ def bounds(a: Assignment) -> tuple[float, float]:
     """Return lower bounds for every placement, relative to the mean bucket: for the most expensive
     bucket, and for the sum over slots of the most expensive microbatch.
 
-    Of the k*D + 1 most expensive items, some bucket of D holds k + 1, at least the cheapest of them
+    Some bucket of D holds k + 1 of the k*D + 1 most expensive items, at least the cheapest of them
     (k = 0: the most expensive item alone). Items larger than half a microbatch are alone in theirs,
     D to a slot. So the j-th slot cannot be cheaper than item j*D.
     """

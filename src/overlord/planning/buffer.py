@@ -15,11 +15,11 @@ from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.events import present
 from overlord.planning.spec import PlannerSpec
-from overlord.planning.stream import Piece, step_meta
+from overlord.planning.stream import StreamPiece, step_meta
 from overlord.sample import Buffer, Ragged, take_rows
 
 # (source, run of its samples), source by source, in stream order
-Pieces = Sequence[tuple[int, Piece]]
+Pieces = Sequence[tuple[int, StreamPiece]]
 
 
 class Joined:

@@ -16,7 +16,7 @@ from overlord.messages.control import GROUPS_AHEAD, Refill
 HORIZON_STRIDE = 4  # groups by which the horizon advances
 
 
-class Demand:
+class LoaderRequests:
     """Counts the samples that every loader holds and should hold, and returns Refills."""
 
     def __init__(

@@ -199,7 +199,7 @@ class Drawer:
         active: Sequence[bool],
         fronts: Sequence[Front],
     ) -> Drawn | Short:
-        run = _Run(step, tuple(weights), list(owed), list(active), fronts)
+        run = _DrawAccounts(step, tuple(weights), list(owed), list(active), fronts)
         counts = []
         base, more = divmod(self._amount, self._draws)
         for k in range(self._draws):
@@ -213,7 +213,7 @@ class Drawer:
             counts.append(tuple(b - a for a, b in zip(before, run.taken, strict=True)))
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
-    def _weights(self, run: _Run) -> list[int]:
+    def _weights(self, run: _DrawAccounts) -> list[int]:
         """Return integer weights over the active sources. They are cached, since they change only
         when a source leaves or the mixture does.
         """
@@ -225,7 +225,7 @@ class Drawer:
             self._whole = (run.weights, active, whole)
         return self._whole[2]
 
-    def _by_samples(self, run: _Run, missing: int) -> dict[int, int]:
+    def _by_samples(self, run: _DrawAccounts, missing: int) -> dict[int, int]:
         while missing > 0 and any(weights := self._weights(run)):
             if self._random:
                 counts = random_counts(missing, weights, self._seed, run.step, run.picks)
@@ -250,7 +250,7 @@ class Drawer:
                 break
         return {}
 
-    def _by_tokens(self, run: _Run, amount: int) -> dict[int, int]:
+    def _by_tokens(self, run: _DrawAccounts, amount: int) -> dict[int, int]:
         while amount > 0 and any(weights := self._weights(run)):
             for i, w in enumerate(weights):
                 run.owed[i] = run.owed[i] + amount * w if w else 0
@@ -277,7 +277,7 @@ class Drawer:
         return {}
 
 
-class _Run:
+class _DrawAccounts:
     """The accounts while one step is drawn; discarded if the draw lacks samples."""
 
     def __init__(

@@ -17,17 +17,17 @@ import numpy as np
 
 from overlord.planning.buffer import Joined
 from overlord.planning.spec import Ledger
-from overlord.planning.stream import Piece, SourceStream
+from overlord.planning.stream import SourceStream, StreamPiece
 
 TAKEN = -1
 PENDING = -1  # number of a payload row that no step has popped yet
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _PulledSamples:
     """One source: pieces of its stream from the first sample left to the last one pulled."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StreamPiece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     # of the payload's row, as the last planned step left it
     number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -44,14 +44,14 @@ class LookAheadPool:
         """Start empty. ``ages``: of samples that a saved state had pulled; ``restore`` pulls
         them again.
         """
-        self._records = [_Record() for _ in range(n_sources)]
+        self._records = [_PulledSamples() for _ in range(n_sources)]
         self._open = [0] * n_sources
         self._replay = {i: a for i, a in enumerate(ages) if len(a)}
         self.held = 0  # payload rows held since the last planned step
 
     def grow(self) -> None:
         """Make room for one more source."""
-        self._records.append(_Record())
+        self._records.append(_PulledSamples())
         self._open.append(0)
 
     def open(self, i: int) -> int:
@@ -100,7 +100,7 @@ class LookAheadPool:
     def _pull(
         self,
         i: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StreamPiece],
         first_loader: np.ndarray,
         age: np.ndarray | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class LookAheadPool:
             # the held rows of a source have consecutive numbers
             other.number[other.number > held[-1]] -= len(held)
         self.held -= len(held)
-        self._records[i], self._open[i] = _Record(), 0
+        self._records[i], self._open[i] = _PulledSamples(), 0
         return record.age, len(held)
 
     def number(self, n_loaders: int) -> np.ndarray:
@@ -224,7 +224,7 @@ class LookAheadPool:
                 piece.found.part[last],
             )
             if n < size:
-                record.pieces[0] = piece._replace(start=piece.start + n)
+                record.pieces[0] = StreamPiece(*piece[:4], piece.start + n, piece.stop)
             else:
                 record.pieces.pop(0)
             n -= min(n, size)
@@ -244,7 +244,7 @@ class Candidates:
     """Samples that a step may take: rows of the joined pieces, by source, in stream order."""
 
     sources: tuple[int, ...]
-    pieces: tuple[tuple[int, Piece], ...]  # (source, piece)
+    pieces: tuple[tuple[int, StreamPiece], ...]  # (source, piece)
     rows: np.ndarray  # of the joined pieces
     age: np.ndarray
     number: np.ndarray  # of the payload's row

@@ -16,7 +16,7 @@ from overlord.sample import Buffer
 from overlord.user_code import cannot_take
 
 
-class _Front:
+class _Candidates:
     """The candidates of one source, all known, with the interface of a stream's front."""
 
     ended = True
@@ -65,7 +65,7 @@ def draw_by_hand(
     )
     n = len(rows)
     drawn = drawer.draw(
-        buffer.step, weights, [0] * n, [True] * n, [_Front(tokens[r]) for r in rows]
+        buffer.step, weights, [0] * n, [True] * n, [_Candidates(tokens[r]) for r in rows]
     )
     assert isinstance(drawn, Drawn), "every front has ended, so nothing can be missing"
     shown = (

@@ -10,13 +10,13 @@ import numpy as np
 
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.buffer import Joined, StepContext, check_plan, check_samples, gather
-from overlord.planning.demand import Demand
+from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawn, owed_after, step_positions
 from overlord.planning.images.encoding import check_images
 from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
 from overlord.planning.spec import Ledger
-from overlord.planning.stream import Piece, SourceStream
+from overlord.planning.stream import SourceStream, StreamPiece
 
 
 class PlacedStep(NamedTuple):
@@ -36,11 +36,11 @@ def place_drawn(
     context: StepContext,
     drawn: Drawn,
     streams: Sequence[SourceStream],
-    demand: Demand,
+    demand: LoaderRequests,
     ledger: Ledger,
 ) -> PlacedStep:
     """Take the first samples of each stream and place them by the strategy."""
-    spec, pieces = context.spec, list[tuple[int, Piece]]()
+    spec, pieces = context.spec, list[tuple[int, StreamPiece]]()
     for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
         if n:
             taken, bad = streams[i].take(n)
@@ -67,7 +67,7 @@ def place_drawn(
 
 
 def place_chosen(
-    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: Demand
+    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
 ) -> PlacedStep:
     """Let the strategy choose among the candidates of the pool, or defer samples that do not
     fit.

@@ -39,7 +39,7 @@ from overlord.messages.control import (
 )
 from overlord.messages.loader import Announce
 from overlord.planning.buffer import StepContext
-from overlord.planning.demand import Demand
+from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawer, Short
 from overlord.planning.events import joined, lost, said_of_all, skipped, still_in_force, widened
 from overlord.planning.feedback import Feedback
@@ -91,7 +91,9 @@ class Planner:
             _stream(s, Cursor(*c))
             for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
-        self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of)
+        self._demand = LoaderRequests(
+            [s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of
+        )
         # of each source's loaders; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
         self._drawer = Drawer(

@@ -30,7 +30,7 @@ from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items
 
 
 @dataclass(slots=True, eq=False)
-class _Segment:
+class _ReadyRun:
     """A run of final samples of one window."""
 
     at: Cursor  # epoch, group, window
@@ -65,7 +65,7 @@ class _Announced:
     closed: bool = False
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """Samples ``start`` to ``stop`` of a run, without a copy."""
 
     at: Cursor  # epoch, group, window
@@ -105,7 +105,7 @@ class SourceStream:
         self._announced: dict[tuple[int, int, int], list[_Announced]] = {}
         # (epoch, group) -> the last window of each loader, once known
         self._lasts: dict[tuple[int, int], list[int | None]] = {}
-        self._segments: deque[_Segment] = deque()
+        self._segments: deque[_ReadyRun] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
         self._epoch_long = 0  # documents of the epoch being merged that lost tokens
@@ -250,7 +250,7 @@ class SourceStream:
         np.cumsum(lengths, out=tokens[1:])
         ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
         self._segments.append(
-            _Segment(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found))
+            _ReadyRun(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found))
         )
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
@@ -285,10 +285,10 @@ class SourceStream:
     def _next_window(self, lasts: list[int | None]) -> None:
         at = self._at
         if any(last is None or last > at.window for last in lasts):
-            self._at = at._replace(window=at.window + 1)
+            self._at = Cursor(at.epoch, at.group, at.window + 1)
             return
         del self._lasts[at.epoch, at.group]
-        self._at = at._replace(group=at.group + 1, window=0)
+        self._at = Cursor(at.epoch, at.group + 1)
         if self._at.group < self._n_groups:
             return
         if not self._epoch_has_sample:
@@ -324,9 +324,9 @@ class SourceStream:
             if (announced is None or not announced[k].closed) and (last is None or at[2] <= last)
         ]
 
-    def take(self, n: int) -> tuple[list[Piece], list[BadRow]]:
+    def take(self, n: int) -> tuple[list[StreamPiece], list[BadRow]]:
         """Take the next n samples, and the quarantined rows before them."""
-        pieces: list[Piece] = []
+        pieces: list[StreamPiece] = []
         bad: list[BadRow] = []
         self._ready -= n
         while n > 0:
@@ -334,7 +334,9 @@ class SourceStream:
             a = segment.start
             segment.start = b = min(a + n, segment.size)
             if b > a:
-                pieces.append(Piece(segment.at, segment.found, segment.loader, segment.ids, a, b))
+                pieces.append(
+                    StreamPiece(segment.at, segment.found, segment.loader, segment.ids, a, b)
+                )
             if len(segment.bad_at):
                 bad += _bad_rows(
                     segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a))
@@ -353,7 +355,7 @@ class SourceStream:
             self.dropped += self._drops.popleft()[1]
         return pieces, bad
 
-    def _count_long(self, segment: _Segment, start: int, stop: int | None = None) -> None:
+    def _count_long(self, segment: _ReadyRun, start: int, stop: int | None = None) -> None:
         """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment,
         or up to its end. A truncated document counts with its sample, a dropped one with the next
         sample. So a restored stream counts each once.
@@ -366,10 +368,12 @@ class SourceStream:
         self.long += int(mine.sum())
         self.lost += int(long.lost[mine].sum())
 
-    def ahead(self) -> list[Piece]:
+    def ahead(self) -> list[StreamPiece]:
         """Return all ready samples without taking them."""
         return [
-            Piece(s.at, s.found, s.loader, s.ids, s.start, s.size) for s in self._segments if s.left
+            StreamPiece(s.at, s.found, s.loader, s.ids, s.start, s.size)
+            for s in self._segments
+            if s.left
         ]
 
     def rest(self) -> list[BadRow]:
@@ -400,7 +404,7 @@ def _tokenize(said: str) -> str:
     )
 
 
-def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
+def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:
     """Return the metadata of all pieces, joined.
 
     A number that only some sources have cannot be balanced on, so it is left out. A list is
@@ -425,7 +429,7 @@ def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
     return meta
 
 
-def _bad_rows(segment: _Segment, which: np.ndarray) -> list[BadRow]:
+def _bad_rows(segment: _ReadyRun, which: np.ndarray) -> list[BadRow]:
     f = segment.found
     return [
         (segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j])

@@ -1,3 +1,3 @@
-"""How many loaders a source needs, which process reads what, and when that changes: profiles,
-partition, scaling. Pure: nothing here starts anything.
+"""Profiles of sources, the number of their loaders, the worker of each, and changes of both. Pure:
+this package starts no process.
 """

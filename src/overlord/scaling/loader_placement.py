@@ -1,8 +1,10 @@
-"""Which loaders live in which process. Processes follow cores, not sources: a process costs memory
-and start-up, a logical loader costs next to nothing, and reading and tokenizing release the
-interpreter lock. So light sources share hosts; only a source that would hold up all others gets
-several loaders, on different hosts. Code of the user's is assumed to hold the lock: sources that
-run it share a host only as far as one core does their work. Pure, and never seen in the stream.
+"""Placement of loaders on loader workers (processes). Pure, and without effect on the stream.
+
+The number of processes follows cores, not sources. A process costs memory and start-up, a logical
+loader costs next to nothing, and reading and tokenizing release the interpreter lock. So light
+sources share workers. Only a source that would delay all others gets several loaders, on different
+workers. User code is assumed to hold the lock: sources that run it share a worker only as far as
+one core does their work.
 """
 
 from __future__ import annotations
@@ -11,34 +13,30 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from overlord.scaling.threads import locked_part
-
-if TYPE_CHECKING:
-    pass
 
 # 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each, and started 25 times
 # faster
 SOURCES_PER_HOST = 25
-NAMED = 4  # sources of a host that its reason names
+NAMED = 4  # sources that the reason of a worker names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLoad:
-    """What reading one source takes, as far as it is known before anything was read."""
+    """The cost of reading one source, as far as it is known in advance."""
 
     name: str
     share: float  # of the mixture
     # seconds of reading and transforming per step, in any unit that is the same for all sources
     cost: float
     memory: int  # bytes of file state and buffers
-    max_loaders: int = 1  # more would have nothing to do
-    state: int = 0  # of the memory: file state, which every host with a loader of the source holds
-    # loaders that it is cut into where it may be scaled: a row may cost much, whatever it weighs
-    # now
+    max_loaders: int = 1  # more would have no work
+    state: int = 0  # file state in ``memory``; every worker with a loader of the source holds it
+    # number of shards if it may be scaled: a row may be expensive, whatever its weight now
     shares: int = 1
-    # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    # seconds of a core per sample that are known to release the interpreter lock; the rest is
+    # assumed to hold it
     free_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -57,46 +55,48 @@ class SourceLoad:
 
     @property
     def locked(self) -> float:
-        """Return the part of its cost that is assumed to hold the interpreter lock: one core per
-        process does it.
+        """Share of its cost that is assumed to hold the interpreter lock: one core per process does
+        it.
         """
         return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlacement:
-    """Loaders per source, and the host of each loader; loaders are numbered source by source."""
+    """Loaders per source, and the worker (host) of each loader; loaders are numbered source by
+    source.
+    """
 
     loaders: tuple[int, ...]
     host_of: tuple[int, ...]
     n_hosts: int
-    costs: tuple[float, ...]  # predicted, per host, as shares of all work
-    memory: tuple[int, ...]  # bytes per host
-    reasons: tuple[str, ...]  # one line per host
-    threads: int = 0  # of every host; 0: an equal share of the cores
+    costs: tuple[float, ...]  # predicted, per worker, as shares of all work
+    memory: tuple[int, ...]  # bytes per worker
+    reasons: tuple[str, ...]  # one line per worker
+    threads: int = 0  # of every worker; 0: an equal share of the cores
 
     def loaders_on(self, host: int) -> tuple[int, ...]:
         return tuple(loader for loader, h in enumerate(self.host_of) if h == host)
 
     @property
     def slowest(self) -> float:
-        """The share of all work that the busiest host does."""
+        """The share of all work that the busiest worker does."""
         return max(self.costs)
 
     def to_table(self) -> str:
-        """For people."""
+        """Return a human-readable table."""
         head = (
             f"{sum(self.loaders)} loaders of {len(self.loaders)} sources in {self.n_hosts} "
-            f"hosts, the busiest does {self.slowest:.0%}"
+            f"workers, the busiest does {self.slowest:.0%}"
         )
         return "\n".join(
-            [head, *(f"  host {h:<3} {reason}" for h, reason in enumerate(self.reasons))]
+            [head, *(f"  worker {h:<3} {reason}" for h, reason in enumerate(self.reasons))]
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _LoaderGroup:
-    """Loaders that go to a host together: one, or all of a source."""
+    """Loaders that are placed together: one, or all of a source."""
 
     source: int
     loaders: tuple[int, ...]
@@ -107,20 +107,21 @@ class _LoaderGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rules:
-    """The question, with what does not change while the number of hosts is sought."""
+    """The inputs that stay fixed while the number of workers is searched."""
 
     loads: tuple[SourceLoad, ...]
     named: Mapping[str, int]
-    counts: tuple[int, ...] | None  # loaders of every source, where they are decided elsewhere
+    counts: tuple[int, ...] | None  # loaders of every source, if they are given
     per_host: int
-    strict: bool  # the user said per_host: more hosts than cores rather than more sources a host
+    # the user set per_host: more workers than cores rather than more sources per worker
+    strict: bool
     together: bool
     memory_bytes: int | None
     total: float
 
     def loaders(self, cores: int) -> tuple[int, ...]:
-        """Loaders per source: so many that none has more to do than a core's fair share, where
-        chunks allow it.
+        """Return the loaders per source: enough that none has more work than a core's fair share,
+        if chunks allow it.
         """
         if self.counts is not None:
             return self.counts
@@ -136,12 +137,12 @@ class _Rules:
         )
 
     def fair(self, load: SourceLoad, cores: int) -> float:
-        """The source's work in units of a core's fair share."""
+        """Return the source's work in units of a core's fair share."""
         return load.cost * cores / self.total - 1e-9 if self.total else 0.0
 
     def parts(self, cores: int) -> list[_LoaderGroup]:
-        """What is placed, in the order of placing: split sources while every host has room, then
-        the heaviest first.
+        """Return the groups in the order of placement: split sources while every worker has room,
+        then the heaviest first.
         """
         made, first = [], 0
         for i, (load, n) in enumerate(zip(self.loads, self.loaders(cores), strict=True)):
@@ -165,7 +166,7 @@ class _Rules:
             for p in parts
             if not p.split and self.fair(self.loads[p.source], cores) <= 1
         ]
-        # locks that are busy all the time
+        # number of locks that are always held
         held = math.ceil(
             math.fsum(load.locked * max(0.0, self.fair(load, cores)) for load in light)
         )
@@ -177,8 +178,8 @@ class _Rules:
         return min(n, len(parts))
 
     def limit(self, n_hosts: int, parts: Sequence[_LoaderGroup]) -> int:
-        """Sources a host may have: what was asked for, or an equal share where cores are too few
-        for that.
+        """Return the greatest number of sources per worker: as requested, or an equal share if
+        there are too few cores.
         """
         return self.per_host if self.strict else max(self.per_host, -(-len(parts) // n_hosts))
 
@@ -193,15 +194,17 @@ def plan_hosts(
     memory_bytes: int | None = None,
     counts: Sequence[int] | None = None,
 ) -> LoaderPlacement:
-    """Loaders and hosts for these sources on so many cores for loading.
+    """Return loaders and workers for these sources on ``cores`` cores.
 
-    ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than
-    a core's fair share of the work. Light sources whose code holds the interpreter lock get a host
-    for every core that their locked work takes. More hosts when one would hold above
-    ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than cores; 1
-    gives every source a process of its own. ``loaders`` fixes the number for the sources it names,
-    ``counts`` for all (by ``scaling.partition``, which has reasons of its own). ``together`` keeps
-    all loaders of a source on one host.
+    There are ``min(cores, sources / 25)`` workers, and one more for every loader of a source that
+    is more than a core's fair share of the work. Light sources whose code holds the interpreter
+    lock get a worker for every core of their locked work. There are more workers if one would hold
+    more than ``memory_bytes``.
+
+    ``sources_per_host`` is kept even if that takes more workers than cores; 1 gives every source a
+    process of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all
+    (from ``scaling.partition``, which has reasons of its own). ``together`` keeps all loaders of a
+    source on one worker.
     """
     for name, value in (
         ("cores", cores),
@@ -224,9 +227,9 @@ def plan_hosts(
     return _explained(rules, _layout(rules, cores) if counts is not None else _best(rules, cores))
 
 
-def _best(rules: _Rules, cores: int) -> _Layout:
-    """Placing the heaviest first is near the best, not monotone: where fewer cores happen to do
-    better, they are used.
+def _best(rules: _Rules, cores: int) -> _HostLayout:
+    """Return the best layout of all numbers of cores. Placing the heaviest first is near the best,
+    but not monotone: if fewer cores do better, they are used.
     """
     best, tried = _layout(rules, cores), set[tuple[int, tuple[int, ...]]]()
     for c in range(cores - 1, 0, -1):
@@ -241,14 +244,14 @@ def _best(rules: _Rules, cores: int) -> _Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _HostLayout:
     cores: int
     parts: list[_LoaderGroup]
-    host: list[int]  # of every part
+    host: list[int]  # of every group
     n_hosts: int
 
     def on(self) -> list[list[_LoaderGroup]]:
-        """The parts of every host."""
+        """Return the groups of every worker."""
         found: list[list[_LoaderGroup]] = [[] for _ in range(self.n_hosts)]
         for part, h in zip(self.parts, self.host, strict=True):
             found[h].append(part)
@@ -264,24 +267,24 @@ class _Layout:
 
 
 def _bound(rules: _Rules, cores: int, parts: Sequence[_LoaderGroup]) -> float:
-    """No layout for so many cores, or fewer, has a slowest host below this."""
+    """Return a lower bound of the slowest worker for ``cores`` cores or fewer."""
     hosts = len(parts) if rules.memory_bytes is not None else rules.n_hosts(cores, parts)
     return max(rules.total / hosts, max(p.cost for p in parts)) * (1 - 1e-12)
 
 
-def _layout(rules: _Rules, cores: int) -> _Layout:
+def _layout(rules: _Rules, cores: int) -> _HostLayout:
     parts = rules.parts(cores)
     n = rules.n_hosts(cores, parts)
     while (host := _placed(parts, n, rules.limit(n, parts), rules.memory_bytes)) is None:
-        n += 1  # memory: with a host for every part there always is room
-    return _Layout(cores, parts, host, n)
+        n += 1  # memory: with a worker for every group there always is room
+    return _HostLayout(cores, parts, host, n)
 
 
 def _placed(
     parts: Sequence[_LoaderGroup], n_hosts: int, limit: int, memory_bytes: int | None
 ) -> list[int] | None:
-    """A host for every part, each to the one with least to do; None where memory does not allow
-    it.
+    """Return a worker for every group, each time the one with the least work; None if memory does
+    not allow it.
     """
     heap = [(0.0, 0, h) for h in range(n_hosts)]
     sources: list[set[int]] = [set() for _ in range(n_hosts)]
@@ -295,8 +298,8 @@ def _placed(
         passed = []
         while heap and (part.source in sources[heap[0][2]] or not may(part, heap[0][2])):
             passed.append(heapq.heappop(heap))
-        # Every host has a loader of this source, or no room: then a second one of it, where there
-        # is.
+        # Every worker has a loader of this source, or no room: then a second loader goes to one
+        # with room.
         found = (
             heapq.heappop(heap)
             if heap
@@ -315,7 +318,7 @@ def _placed(
     return where
 
 
-def _explained(rules: _Rules, layout: _Layout) -> LoaderPlacement:
+def _explained(rules: _Rules, layout: _HostLayout) -> LoaderPlacement:
     loaders, total = rules.loaders(layout.cores), rules.total or 1.0
     host_of, memory = [0] * sum(loaders), [0.0] * layout.n_hosts
     for part, h in zip(layout.parts, layout.host, strict=True):
@@ -339,7 +342,7 @@ def _explained(rules: _Rules, layout: _Layout) -> LoaderPlacement:
 def _reason(
     rules: _Rules, parts: Sequence[_LoaderGroup], cost: float, memory: float, loaders: Sequence[int]
 ) -> str:
-    """What a host does, its heavy sources first, and why they are split."""
+    """Return the work of a worker as text: its heavy sources first, and why they are split."""
     mine = sorted({p.source for p in parts})
     mine.sort(key=lambda i: -rules.loads[i].cost / loaders[i])
     told = []

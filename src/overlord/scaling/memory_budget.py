@@ -1,8 +1,8 @@
-"""One budget for a machine, split over what loading may hold there. Pure.
+"""One memory budget for a machine, divided among the buffers of loading. Pure.
 
-Some of it is needed whatever the budget: processes, the open window of every loader, what the draw
-takes. That is set aside first, by estimate; the rest bounds what is held *ahead*. A budget bounds
-reading ahead, never the draw: a small one makes a job slower, never wrong.
+Some memory is needed whatever the budget: processes, the open window of every loader, the samples
+of the draw. It is set aside first, by estimate. The rest bounds what is held *ahead*. A budget
+bounds reading ahead, never the draw: a small one makes a job slower, never wrong.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-# a loader host with its libraries, nothing opened: 86 to 130 MB where it was measured
+# a loader worker with its libraries, nothing opened: 86 to 130 MB as measured
 HOST_BYTES = 110 * 2**20
-BUILDER_BYTES = 60 * 2**20  # a constructor host
-# of a loader: files and the open window. 3 to 5 MB where rows are text; images hold more
+BUILDER_BYTES = 60 * 2**20  # a constructor worker
+# of a loader: files and the open window. 3 to 5 MB if rows are text; images hold more
 WINDOW_BYTES = 8 * 2**20
-# of the rest: samples held ready, files in the middle of a read, payload and assembled steps
+# shares of the rest: samples held ready, files being read, payload and assembled steps
 READY, OPEN, BUILT = (0.4, 0.2, 0.4)
-LEAST = 16 * 2**20  # of the rest: less would have loaders wait for each other at every step
+LEAST = 16 * 2**20  # least rest: with less, loaders would wait for each other at every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class Budget:
     """Bytes of one machine."""
 
     total: int
-    processes: int  # set aside: hosts with nothing open
-    windows: int  # set aside: what every loader has open
+    processes: int  # set aside: workers with nothing open
+    windows: int  # set aside: the open windows of all loaders
     buffer_bytes: int  # samples ready beyond the draw, over all sources
-    open_bytes: int  # files in the middle of a read
-    shared_bytes: int  # payload on its way and assembled steps, over all hosts
-    hosts: int  # that share ``shared_bytes``; 0: everything is in one process
+    open_bytes: int  # files being read
+    shared_bytes: int  # payload in transit and assembled steps, over all workers
+    hosts: int  # workers that share ``shared_bytes``; 0: everything is in one process
 
     @property
     def ring_bytes(self) -> int:
-        """Of one host."""
+        """Shared memory of one worker."""
         return self.shared_bytes // max(1, self.hosts)
 
     def __str__(self) -> str:
@@ -53,7 +53,9 @@ class Budget:
 
 
 def parse_bytes(value: int | str) -> int:
-    """``"64GB"``, ``"512 MiB"``, ``2**30``. Units are powers of 1024, with or without an i."""
+    """Return the bytes of ``"64GB"``, ``"512 MiB"`` or ``2**30``. Units are powers of 1024, with or
+    without an i.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         found = value
     else:
@@ -73,7 +75,9 @@ def parse_bytes(value: int | str) -> int:
 
 
 def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts: int = 0) -> Budget:
-    """``ValueError`` with what is needed where the budget is too small."""
+    """Return the divided budget. Raise a ``ValueError`` that names the least budget if it is too
+    small.
+    """
     processes = loader_hosts * HOST_BYTES + constructor_hosts * BUILDER_BYTES
     windows = loaders * WINDOW_BYTES
     rest = total - processes - windows
@@ -100,7 +104,7 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
 
 
 def shown(nbytes: float) -> str:
-    """For people; rounded up, so that what is asked for is enough."""
+    """Return human-readable bytes, rounded up so that the named amount is enough."""
     for unit, size in (("GB", 2**30), ("MB", 2**20)):
         if nbytes >= size:
             return f"{math.ceil(10 * nbytes / size) / 10:g} {unit}"

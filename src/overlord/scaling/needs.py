@@ -1,6 +1,6 @@
-"""Needs of sources and room of their loader hosts, in cores. Pure.
+"""Needs of sources and room of their loader workers (hosts), in cores. Pure.
 
-A host has two resources: its threads, and one interpreter lock. A source needs both, the lock for
+A worker has two resources: its threads, and one interpreter lock. A source needs both, the lock for
 its locked part alone.
 """
 
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 from overlord.scaling.threads import useful
 
-# of what a host could give a source alone: the least it is taken to have, however crowded it is
+# share of a worker's capacity for a source alone that it is assumed to have at least, however
+# crowded it is
 LEAST_ROOM = 0.1
-# the same of a host that does not read it yet: with less, reading it there too is not worth the
+# the same for a worker that does not read it yet: with less, reading it there is not worth the
 # change
 WORTH = 0.3
-CLOSE = 1e-9  # cores that count as none
+CLOSE = 1e-9  # cores that count as zero
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source: cores that it needs now and soon, its locked part, the hosts that read it, the
-    processes these are, and other hosts that could read it.
+    """One source: cores that it needs now and soon, its locked part, the workers that read it, the
+    number of their processes, and other workers that could read it.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Demand:
 
     @property
     def each(self) -> float:
-        """Return the cores that it needs of each of its hosts."""
+        """The cores that it needs of each of its workers."""
         return self.now / len(self.hosts) if self.hosts else 0.0
 
 
@@ -46,9 +47,9 @@ class Need:
 
     now: float
     later: float
-    rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
+    rooms: tuple[float, ...]  # that each of its workers has for it, the least first
     per_host: float
-    # room on other hosts that could read it, the most first, and which
+    # room on other workers that could read it, the most first, and their numbers
     beside: tuple[tuple[float, int], ...] = ()
 
     @property
@@ -60,8 +61,8 @@ class Need:
         return math.fsum(self.rooms)
 
     def fewest(self, busy: float) -> int:
-        """Return the number of hosts that suffices if none is to be busier than ``busy``, whichever
-        hosts go.
+        """Return the number of workers that suffices if none is to be busier than ``busy``,
+        whichever workers are removed.
         """
         return next(
             (n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])),
@@ -69,8 +70,8 @@ class Need:
         )
 
     def grant(self, target: float, free: int, most: int) -> Grant:
-        """Return the hosts that bring it to ``target``: up to ``free`` new ones, then those there
-        are with room, ``most`` in all.
+        """Return the workers that bring it to ``target``: up to ``free`` new ones, then existing
+        ones with room, ``most`` in total.
         """
         missing = self.most / target - self.room
         new = min(free, most, max(1, math.ceil(missing / self.per_host - CLOSE)))
@@ -84,8 +85,8 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Hosts for a source: how many to start, which to use besides, and how many more it would
-    take.
+    """Workers for a source: the number to start, existing ones to use, and the number that is still
+    missing.
     """
 
     new: int
@@ -94,8 +95,8 @@ class Grant:
 
 
 def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
-    """Return what every source needs and has, where hosts have ``lanes`` threads each and may read
-    several sources.
+    """Return the needs and room of every source, if workers have ``lanes`` threads each and may
+    read several sources.
     """
     threads, lock = dict[int, float](), dict[int, float]()
     for d in demands:
@@ -114,7 +115,7 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
         ),
         reverse=True,
     )
-    # several places share a lock
+    # several workers share a lock
     apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
 
     def room(h: int) -> float:
@@ -128,8 +129,8 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
 
 
 def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:
-    """Return the cores that ``hosts`` loader hosts keep busy: at least one each, the lock's holder
-    one in all, at most ``lanes`` each.
+    """Return the cores that ``hosts`` loader workers keep busy: at least one each, one in total for
+    holders of a lock, at most ``lanes`` each.
     """
     free, held = dict[int, float](), dict[int, float]()
     for d in demands:

@@ -1,16 +1,18 @@
-"""Offline auto-partitioning: loaders for every source, and the host of each, from what sources cost
-and what there is to run them on.
+"""Offline auto-partitioning: loaders for every source, and the worker of each, from the costs of
+sources and the available resources.
 
-The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered,
-clusters get resource levels by the ratio of their means, what constructors and planner leave is
-divided by the workers of all levels into blocks, and limits by source, by actor and of memory are
-kept. Its words and ours: a *worker* is a logical loader, which does one thing at a time on one
-core; an *actor* of a source is a host that has loaders of it; several loaders on a host are its
-worker parallelism, several hosts its data parallelism, and sources spread over hosts source
-parallelism. Decision record 0019 says where this differs from the paper.
+The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered.
+Clusters get resource levels by the ratio of their means. The cores that constructors and planner do
+not need are divided by the workers of all levels into blocks. Limits by source, by actor and of
+memory are kept.
 
-Every configuration that fewer cores would allow is looked at too, and the best predicted rate wins:
-so more resources never do worse.
+Terms of the paper and ours: a paper's *worker* is a logical loader, which does one thing at a time
+on one core. An *actor* of a source is a loader worker (host) that has loaders of it. Several
+loaders on a worker are its worker parallelism, several workers its data parallelism, and sources on
+different workers source parallelism. Decision record 0019 lists the differences from the paper.
+
+Configurations for fewer cores are tried, too, and the best predicted rate wins. So more resources
+never do worse.
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from overlord.scaling.levels import CLUSTER, Cluster, clusters_of, total_workers
+from overlord.scaling.levels import CLUSTER, SourceCluster, clusters_of, total_workers
 from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
 from overlord.scaling.threads import worth
 
-HOST_BYTES = 28 * 2**20  # of a host before it reads anything
-EVERY, BY_EIGHT = 64, 512  # numbers of cores that are tried one by one, and by eight; by 64 beyond
-TOLD = 3  # sources that are named where many are the same matter
+HOST_BYTES = 28 * 2**20  # of a worker before it reads anything
+# up to these numbers of cores every one is tried, and every eighth; beyond, every 64th
+EVERY, BY_EIGHT = 64, 512
+TOLD = 3  # sources that one text names
 CLOSE = 1e-9  # rates that differ by less are equal
+LOCK_BOUND = "a worker whose code holds the interpreter lock, which one thread at a time has"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a partition must keep. ``batch`` and ``per_source`` bound the loaders of a source (the
-    paper's w_src), ``per_actor`` those of one source on one host (w_actor). Numbers that the user
+    """Limits of a partition. ``batch`` and ``per_source`` bound the loaders of a source (the
+    paper's w_src), ``per_actor`` those of one source on one worker (w_actor). Numbers that the user
     gave in ``loaders`` are kept as they are.
     """
 
@@ -43,7 +47,7 @@ class Limits:
     sources_per_host: int | None = None
     together: bool = False
     cluster: int = CLUSTER
-    worth_s: float = 0.0  # a source that costs less by step is not split
+    worth_s: float = 0.0  # cost per step below which a source is not split
 
     def __post_init__(self) -> None:
         numbers = {
@@ -58,7 +62,7 @@ class Limits:
             raise ValueError("; ".join(wrong))
 
     def most(self, load: SourceLoad) -> int:
-        """Loaders that a source may have."""
+        """Return the greatest number of loaders of a source."""
         if self.sources_per_host == 1 or load.cost * (self.batch or 1) < self.worth_s:
             return 1
         here = self.per_actor if self.together else None
@@ -70,13 +74,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What there is: cores for loading, constructors and planner together, and memory for loader
-    hosts; None: enough.
+    """Available resources: cores for loading, constructors and planner together, and memory for
+    loader workers; None: enough.
     """
 
     cores: int
     memory_bytes: int | None = None
-    beside_s: float = 0.0  # seconds of constructors, planner and hand-over for every drawn sample
+    beside_s: float = 0.0  # seconds of constructors, planner and transfer for every drawn sample
 
     def __post_init__(self) -> None:
         if (
@@ -89,15 +93,15 @@ class Resources:
             )
 
     def for_loading(self, work_s: float) -> int:
-        """Cores that are left to loaders when constructors and planner keep up with them."""
+        """Return the cores for loaders if constructors and planner keep up with them."""
         return (
             max(1, round(self.cores * work_s / (work_s + self.beside_s))) if work_s else self.cores
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one source gets, and why."""
+class SourceAllocation:
+    """The loaders and cores of one source, and the reason."""
 
     source: str
     cluster: int
@@ -105,41 +109,42 @@ class Share:
     cores: float  # its worker resource blocks
     loaders: int
     actors: int
-    work: float  # of all work
+    work: float  # share of all work
     reason: str
     cost: float  # seconds of one core for every drawn sample
-    most: int  # loaders that it may have, on however many cores
+    most: int  # greatest number of loaders, on any number of cores
     why_not_more: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A configuration with what it is predicted to give. ``rate``: drawn samples a second; 0 where
-    it does not fit into memory.
+    """A configuration and its prediction. ``rate``: drawn samples per second; 0 if it does not fit
+    into memory.
     """
 
     hosting: LoaderPlacement
-    shares: tuple[Share, ...]  # in the order of the sources
-    clusters: tuple[Cluster, ...]
+    shares: tuple[SourceAllocation, ...]  # in the order of the sources
+    clusters: tuple[SourceCluster, ...]
     resources: Resources
     loading_cores: int
     block: float  # cores of a worker of level 1
     rate: float
-    sample_s: float  # of one core, for every drawn sample: loading, and what is beside it
+    # of one core, for every drawn sample: loading, constructors, planner and transfer
+    sample_s: float
     memory: int
-    bound: str  # what keeps the rate from being higher
+    bound: str  # the bottleneck
 
     @property
     def fits(self) -> bool:
         return self.resources.memory_bytes is None or self.memory <= self.resources.memory_bytes
 
     def tokens_per_s(self, tokens: float) -> float:
-        """The rate where a drawn sample has so many tokens."""
+        """Return the rate in tokens if a drawn sample has ``tokens`` tokens."""
         return self.rate * tokens
 
     def shortfall(self, demand: float) -> str:
-        """By how much a demand of samples a second cannot be met, and what would be needed, in
-        words; empty: it is met.
+        """Return by how much a demand of samples per second cannot be met, and what would be
+        needed, as text; "" if it is met.
         """
         if not self.fits:
             assert self.resources.memory_bytes is not None
@@ -157,14 +162,14 @@ class Partition:
             else "more cores would not help"
         )
         said = (
-            f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds "
-            f"it back is {self.bound}"
+            f"{1 - self.rate / demand:.1%} of the demand are not met; {more}; the bottleneck is "
+            f"{self.bound}"
         )
         return "; ".join([said, *self._short_of_loaders(demand)])
 
     def _short_of_loaders(self, demand: float) -> list[str]:
-        """The sources that could not keep up on any number of cores, those first that are the
-        furthest from it.
+        """Return the sources that could not keep up on any number of cores, the most distant ones
+        first.
         """
         wanted = [(math.ceil(demand * s.cost - CLOSE), s) for s in self.shares]
         short = sorted(
@@ -182,9 +187,9 @@ class Partition:
 def partition(
     loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None
 ) -> Partition:
-    """Loaders and hosts for these sources. ``cost`` of a load is in seconds of one core for every
-    sample that the mixture draws. The order of the sources does not matter: they are placed in the
-    order of their names.
+    """Return loaders and workers for these sources. ``cost`` of a load is in seconds of one core
+    for every sample that the mixture draws. The order of the sources does not matter: they are
+    placed in the order of their names.
     """
     if not loads:
         raise ValueError("sources: expected at least 1, got none")
@@ -205,14 +210,14 @@ def partition(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """One configuration and what it is good for. ``cores``: for which the levels were cut;
-    ``room``: for how many hosts it was placed.
+    """One configuration and its quality. ``cores``: number for which the levels were computed;
+    ``room``: number of workers for which it was placed.
     """
 
     hosting: LoaderPlacement
     cores: int
     room: int
-    seconds: float  # by drawn sample, of the slowest part
+    seconds: float  # per drawn sample, of the bottleneck
     memory: int
 
     @property
@@ -221,8 +226,8 @@ class _Tried:
 
 
 class _Search:
-    """All configurations for up to so many cores, the largest first, until none that is left can be
-    better.
+    """Tries all configurations for up to the available cores, the largest first, until no other can
+    be better.
     """
 
     def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: Limits):
@@ -250,9 +255,10 @@ class _Search:
         return self._told(self._trimmed(best))
 
     def _ways(self) -> Iterator[tuple[int, int, float]]:
-        """Cores that levels are cut for; hosts for their loaders: one for each, and where memory is
-        bounded half as many, and so on; and the least seconds that may come of it. Loaders of a
-        source that share a host, which holds its files once, are the paper's worker parallelism.
+        """Yield numbers of cores for the levels, numbers of workers for their loaders, and the
+        least possible seconds. The number of workers is one for each core; if memory is bounded
+        also half as many, and so on. Loaders of a source that share a worker, which holds its files
+        once, are the paper's worker parallelism.
         """
         for cores in _tried_cores(self.cores):
             least, room = self._least(cores), cores
@@ -272,7 +278,7 @@ class _Search:
         )
 
     def _trimmed(self, best: _Tried) -> _Tried:
-        """The same rate with fewer loaders, where one source holds up all and the others need not
+        """Return the same rate with fewer loaders, if one source delays all and the others need not
         be ready before it.
         """
         if not best.seconds:
@@ -289,8 +295,8 @@ class _Search:
         return new if as_good and self._allowed(hosting) else best
 
     def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
-        """Loaders of every source, by its cluster's level, and by its own share: the mean may hide
-        a source that holds up all.
+        """Yield loaders of every source, by its cluster's level, and by its own share: the mean may
+        hide a source that delays all.
         """
         for wanted in (self._by_level, self._by_share):
             yield tuple(
@@ -302,8 +308,8 @@ class _Search:
             )
 
     def _by_level(self, i: int, cores: int) -> float:
-        """Worker resource blocks of a source, in cores: its level times what the workers of all
-        levels leave for each.
+        """Return the worker resource blocks of a source, in cores: its level times the cores per
+        worker of all levels.
         """
         return self.level[i].level * cores / self.workers if self.workers else 0.0
 
@@ -311,7 +317,7 @@ class _Search:
         return self.loads[i].cost * cores / self.work if self.work else 0.0
 
     def _least(self, cores: int) -> float:
-        """No configuration for so many cores, or fewer, takes less by sample."""
+        """Return a lower bound of the seconds per sample for ``cores`` cores or fewer."""
         every = [max(counts) for counts in zip(*self._counts(cores), strict=True)]
         slowest = max(load.cost / n for load, n in zip(self.loads, every, strict=True))
         return max((self.work + self.resources.beside_s) / self.resources.cores, slowest)
@@ -343,8 +349,8 @@ class _Search:
         )
 
     def _parts(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
-        """Seconds by drawn sample of what may be the slowest: all cores together, a host, its
-        interpreter lock, a loader.
+        """Return the seconds per drawn sample of every possible bottleneck: all cores together, a
+        worker, its interpreter lock, a loader.
         """
         slowest = max(
             range(len(self.loads)),
@@ -358,16 +364,14 @@ class _Search:
             )
             / self.resources.cores,
             f"source {load.name!r}, which has {self._why(load, n)}": load.cost / n,
-            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest
+            f"a worker that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest
             * self.work
             / worth(threads),
-            "a host whose code holds the interpreter lock, which one thread at a time has": self._locked(
-                hosting
-            ),
+            LOCK_BOUND: self._locked(hosting),
         }
 
     def _locked(self, hosting: LoaderPlacement) -> float:
-        """Return the seconds by drawn sample that the busiest host's lock is held."""
+        """Return the seconds per drawn sample for which the busiest worker's lock is held."""
         held: dict[int, float] = {}
         for load, n, on in zip(self.loads, hosting.loaders, _on_hosts(hosting), strict=True):
             for host, mine in on.items() if load.locked else ():
@@ -375,7 +379,7 @@ class _Search:
         return max(held.values(), default=0.0)
 
     def _why(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
-        """Why a source has no more loaders."""
+        """Return why a source has no more loaders."""
         limits = self.limits
         if load.name in limits.loaders:
             return f"{n} as loaders= says"
@@ -392,8 +396,8 @@ class _Search:
         return self.resources.memory_bytes is None or tried.memory <= self.resources.memory_bytes
 
     def _better(self, best: _Tried | None, new: _Tried) -> _Tried:
-        """What fits before what does not, then the faster; of what does not fit, the one that needs
-        least.
+        """Return the better one: a configuration that fits before one that does not, then the
+        faster; of two that do not fit, the one with less memory.
         """
         if best is None or self._fits(new) > self._fits(best):
             return new
@@ -403,8 +407,8 @@ class _Search:
             return min(best, new, key=lambda t: (t.memory, t.seconds))
         if abs(new.seconds - best.seconds) > CLOSE * best.seconds:
             return min(best, new, key=lambda t: t.seconds)
-        # Of equal ones for as many cores the smaller; but processes are not saved for their own
-        # sake: threads of one share a lock.
+        # Of equal ones for as many cores, the smaller. But processes are not saved for their own
+        # sake: threads of one process share a lock.
         return min(best, new, key=lambda t: (-t.cores, -t.room, t.small))
 
     def _told(self, best: _Tried) -> Partition:
@@ -424,7 +428,7 @@ class _Search:
             bound=max(parts, key=lambda words: parts[words]) if fits else "memory",
         )
 
-    def _share(self, i: int, best: _Tried, actors: int) -> Share:
+    def _share(self, i: int, best: _Tried, actors: int) -> SourceAllocation:
         load, n = self.loads[i], best.hosting.loaders[i]
         cores, cluster = self._by_level(i, best.cores), self.clusters.index(self.level[i])
         work = load.cost / self.work if self.work else 0.0
@@ -438,11 +442,11 @@ class _Search:
         if load.name in self.limits.loaders:
             reason = "as loaders= says"
         elif n == 1:
-            reason = "light: shares a host" if wanted <= 1 else why
+            reason = "light: shares a worker" if wanted <= 1 else why
         else:
             reason = f"{work:.0%} of the work is worth {wanted:.1f} cores; {why}"
         most = self.limits.loaders.get(load.name, self.limits.most(load))
-        return Share(
+        return SourceAllocation(
             source=load.name,
             cluster=cluster,
             level=self.level[i].level,
@@ -458,8 +462,8 @@ class _Search:
 
 
 def _tried_cores(most: int) -> Iterator[int]:
-    """Numbers of cores, the largest first. Those for fewer cores are among those for more, or more
-    could do worse.
+    """Yield numbers of cores, the largest first. Numbers for fewer cores are among those for more,
+    or more cores could do worse.
     """
     for c in range(most, 0, -1):
         if c <= EVERY or (c <= BY_EIGHT and c % 8 == 0) or c % 64 == 0:
@@ -467,7 +471,7 @@ def _tried_cores(most: int) -> Iterator[int]:
 
 
 def _on_hosts(hosting: LoaderPlacement) -> list[dict[int, int]]:
-    """Of every source: its loaders by host."""
+    """Return the loaders of every source by worker."""
     found, first = [], 0
     for n in hosting.loaders:
         mine: dict[int, int] = {}
@@ -479,8 +483,8 @@ def _on_hosts(hosting: LoaderPlacement) -> list[dict[int, int]]:
 
 
 def _in_order(made: Partition, order: Sequence[int]) -> Partition:
-    """The same for sources in the order they were given: ``order[k]`` is where the k-th by name
-    stands.
+    """Return the partition for sources in the given order: ``order[k]`` is the position of the k-th
+    by name.
     """
     hosting, place = made.hosting, {i: k for k, i in enumerate(order)}
     firsts = [0]

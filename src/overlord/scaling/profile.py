@@ -1,9 +1,9 @@
-"""What sources cost: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1, for
-each of them, and for all of a job.
+"""Profiles of sources: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1,
+for each source of a job.
 
-P is what one sample takes to be read and transformed, in seconds, and what cores were busy with of
-them; T what it takes to be handed over; M is memory: M_b of buffers, M_d of file access state. All
-of it was measured by somebody; here it is kept, checked, averaged and looked at.
+P is the time to read and transform one sample, in seconds, and the core time of it. T is the time
+to send it. M is memory: M_b of buffers, M_d of file access state. Other modules measure; this one
+stores, checks and averages the values.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import numpy as np
 from overlord.hashing import digest
 
 VERSION = 2
-# weight of what was measured last: an outlier fades in ten refreshes, a real change is half seen in
-# two
+# weight of the last measurement: an outlier fades in ten refreshes, a real change is half visible
+# after two
 NEW = 0.3
-MOST = 2**62  # samples and bytes are whole numbers of 64 bits wherever they go
+MOST = 2**62  # samples and bytes must fit 64-bit integers
 
 
 class BadProfile(ValueError):
-    """What was to be a profile is none: where, what was wanted, what was found."""
+    """A value that is not a profile: the field, what was expected, what was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """What one source costs. Seconds are per sample and by the clock; ``core_s`` says how much of
-    that cores were busy. 0 bytes: nobody has measured them.
+    """The cost of one source. Seconds are wall-clock time per sample; ``core_s`` is the core time
+    of it. 0 bytes: not measured.
     """
 
     name: str
-    fingerprint: str  # of its files and transforms: other ones cost something else
+    fingerprint: str  # of its files and transforms: others have another cost
     samples: int  # measured
     read_s: float
     transform_s: float
     tokens: float  # of a sample, on average
     transfer_s: float = 0.0  # T
     buffer_bytes: int = 0  # M_b: an open window, and the samples made of it
-    # of read_s + transform_s: the rest was waited, for storage, a core, or the interpreter's lock;
-    # 0: not told apart
+    # core time of read_s + transform_s; the rest is waiting for storage, a core or the interpreter
+    # lock; 0: not separated
     core_s: float = 0.0
-    file_bytes: int = 0  # M_d: what stays while files are open: footers, handles, decompressors
+    file_bytes: int = 0  # M_d: memory while files are open: footers, handles, decompressors
 
     def __post_init__(self) -> None:
         found = [
@@ -65,24 +65,22 @@ class SourceProfile:
 
     @property
     def sample_s(self) -> float:
-        """P, by sample."""
+        """P, per sample."""
         return self.read_s + self.transform_s
 
     @property
     def cost_s(self) -> float:
-        """Of a core, which is what is divided among sources; all of it where that is not told
-        apart.
-        """
+        """Core time per sample, which is divided among sources; all of P if it is not separated."""
         return self.core_s or self.sample_s
 
     @property
     def waited_s(self) -> float:
-        """Of ``sample_s``, what no core was busy with; 0 where that is not known."""
+        """Part of ``sample_s`` without a busy core; 0 if not known."""
         return max(0.0, self.sample_s - self.core_s) if self.core_s else 0.0
 
     @property
     def token_s(self) -> float:
-        """P, by output token: what decides how much work a step in tokens is."""
+        """P, per output token: it determines the work of a step in tokens."""
         return self.sample_s / self.tokens if self.tokens else 0.0
 
     @property
@@ -91,8 +89,8 @@ class SourceProfile:
         return self.buffer_bytes + self.file_bytes
 
     def merged(self, new: SourceProfile, weight: float = NEW) -> SourceProfile:
-        """A moving average. Of other files or transforms nothing is carried over, and what nobody
-        measured changes nothing.
+        """Return a moving average. A profile of other files or transforms replaces this one, and
+        values without a measurement change nothing.
         """
         if new.fingerprint != self.fingerprint or not self.samples:
             return new
@@ -124,8 +122,8 @@ class JobProfile:
         return JobProfile(machine=machine, sources={p.name: p for p in profiles})
 
     def merge(self, new: JobProfile, weight: float = NEW) -> JobProfile:
-        """This profile refreshed by a newer one; what another machine measured is replaced, not
-        averaged.
+        """Return this profile updated by a newer one. Measurements of another machine are replaced,
+        not averaged.
         """
         if new.machine != self.machine:
             return replace(new, sources={**self.sources, **new.sources})
@@ -136,7 +134,7 @@ class JobProfile:
         return replace(self, sources={**self.sources, **both})
 
     def known(self, fingerprints: Mapping[str, str]) -> JobProfile:
-        """Those profiles alone that are of these sources as they are now."""
+        """Return only the profiles of these sources in their current form."""
         fits = {
             n: p
             for n, p in self.sources.items()
@@ -145,7 +143,7 @@ class JobProfile:
         return replace(self, sources=fits)
 
     def file_share(self) -> float:
-        """The part of all memory that is file access state (Fig. 4 of the paper); 0 where nothing
+        """Return the share of file access state in all memory (Fig. 4 of the paper); 0 if nothing
         was measured.
         """
         file, both = (
@@ -153,7 +151,7 @@ class JobProfile:
         )
         return file / both if both else 0.0
 
-    # plain JSON, with a sum over it: a file that was cut short or edited is not to decide anything
+    # plain JSON with a checksum: a truncated or edited file must not decide anything
 
     def to_plain(self) -> dict[str, Any]:
         body = {
@@ -165,7 +163,7 @@ class JobProfile:
 
     @staticmethod
     def from_plain(value: Any) -> JobProfile:
-        """Raises ``BadProfile`` with what is wrong, whatever it is given."""
+        """Return the profile of plain JSON. Raise ``BadProfile`` for every invalid value."""
         if not isinstance(value, Mapping):
             raise BadProfile(f"expected an object, got {type(value).__name__}")
         if value.get("version") != VERSION:
@@ -174,15 +172,13 @@ class JobProfile:
         if not isinstance(body.get("machine"), str) or not isinstance(body.get("sources"), list):
             raise BadProfile("expected 'machine', a text, and 'sources', a list")
         if value.get("sum") != _sum(body):
-            raise BadProfile(
-                "its sum is not that of what it holds: it was cut short, or written by hand"
-            )
+            raise BadProfile("its checksum does not match: it was truncated or edited")
         return JobProfile.of((_source_in(v) for v in body["sources"]), body["machine"])
 
 
 def cdf(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """The values in rising order, and the share of all that are at most each (Fig. 5 of the
-    paper).
+    """Return the values in rising order, and the share of values that are at most each (Fig. 5 of
+    the paper).
     """
     x = np.sort(np.asarray(values, float))
     return x, np.arange(1, len(x) + 1) / max(1, len(x))
@@ -203,7 +199,7 @@ def _sum(body: Mapping[str, Any]) -> str:
     try:
         return digest(json.dumps(body, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise BadProfile(f"it holds what JSON does not: {error}") from None
+        raise BadProfile(f"it holds a value that is not JSON: {error}") from None
 
 
 def _between(a: float, b: float, weight: float) -> float:
@@ -218,4 +214,4 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-PROFILE = "profile.json"  # kept beside it: what the job's sources cost
+PROFILE = "profile.json"  # file in the journal with the job's profile

@@ -1,10 +1,10 @@
-"""When a source is to be read by more processes, or by fewer: the Overlord paper (arXiv
+"""Decisions to read a source in more loader workers (hosts), or in fewer: the Overlord paper (arXiv
 2504.09844), section 5.2. Pure.
 
-What a source needs is the pace at which trainers would take steps if they never waited, times the
-samples that the mixture gives it in a step, times what a sample was seen to cost: seconds of work
-per second, which is cores. That is compared with the cores that its processes can use
-(``scaling/needs.py``). Nothing here decides what is drawn, and the stream does not know of it.
+The need of a source is a product: the steps per second that trainers would take if they never
+waited, the samples that the mixture gives it in a step, and the measured cost of a sample. The
+result is seconds of work per second, which is cores. It is compared with the cores that its workers
+can use (``scaling/needs.py``). Scaling changes neither the draw nor the stream.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from dataclasses import dataclass
 from overlord.scaling.needs import Demand, Need, cores_used, needs_of
 from overlord.scaling.threads import locked_part, measured_part
 
-# a slow read counts as one of a long tail when it takes so many times what a usual one does
+# a slow read belongs to a long tail if it takes this many times the usual time
 LEAST_TAIL = 4.0
-WAITED = 0.02  # of their time that trainers wait before anybody is named where nothing can be moved
-MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
-LOCKED = 0.5  # locked part of a source above which threads are no remedy for it
-# of a core that may be missing for one host more: light sources that share a host with a heavy one
-# take a few percent
+# share of their time that trainers wait before a source is reported, if nothing can be moved
+WAITED = 0.02
+# greatest number of steps for which samples of one source are held; bytes have their own bound
+MOST_AHEAD = 32
+LOCKED = 0.5  # locked part of a source above which threads do not help
+# share of a core that may be missing for one more worker: light sources that share a worker with a
+# heavy one take a few percent
 SPARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What scaling may use, and how patient it is."""
+    """Resources and delays of scaling."""
 
-    cores: int  # that loader hosts may use; never more hosts than that
-    # cores that a host's threads can use, where their code releases the interpreter lock
+    cores: int  # that loader workers may use; never more workers than that
+    # cores that a worker's threads can use, if their code releases the interpreter lock
     lanes: float = 1.0
-    # of all loader hosts; one more is taken to hold what one holds now
+    # of all loader workers; a new one is assumed to hold as much as one does now
     memory_bytes: int | None = None
-    interval_s: float = 1.0  # between two looks
-    window: int = 4  # looks that are averaged
-    # looks in a row that must agree before a source gets more; 1 would follow every hiccup
+    interval_s: float = 1.0  # between two observations
+    window: int = 4  # observations that are averaged
+    # consecutive observations that must agree before a source gets more; 1 would follow every
+    # hiccup
     patience: int = 2
-    # and before it gets less: a host that is missed costs more than one that idles
+    # the same before it gets less: a missing worker costs more than an idle one
     idle_patience: int = 6
-    # after a change before the same source is looked at again: its figures are of before
+    # time after a change before the same source is examined again: its figures are from before
     cool_down_s: float = 5.0
-    # how far into a schedule's future is looked: about what it takes until a new host has taken
-    # over
+    # time to look ahead in a schedule: about the time until a new worker has taken over
     foresight_s: float = 10.0
-    target: float = 0.7  # of what its hosts can do; the rest is for slow moments
-    high: float = 0.85  # above it a source gets more
-    # it gets less where one host less would be below this: far enough below `target` that noise
-    # does not undo it
+    target: float = 0.7  # target utilization of its workers; the rest is for slow moments
+    high: float = 0.85  # utilization above which a source gets more
+    # it gets less if its utilization with one worker less is below this: far enough below `target`
+    # that noise does not undo it
     low: float = 0.55
 
     def __post_init__(self) -> None:
@@ -90,63 +92,64 @@ class SourceSample:
 
     name: str
     share: float  # of the mixture, now
-    # the largest share that is known to come within the foresight; the same where nothing is known
+    # the largest known share within the foresight; the current one if nothing is known
     ahead: float
-    drawn: float  # samples that steps took
-    read: float  # samples that its loaders made ready
-    busy_s: float  # seconds that cores were busy with it, all together
-    took_s: float = 0.0  # seconds that it took, with what was waited for: storage, or other threads
+    drawn: float  # samples in planned steps
+    read: float  # samples that its loaders read
+    busy_s: float  # core seconds for it, over all cores
+    took_s: float = 0.0  # wall-clock seconds for it, with waiting for storage or other threads
     waited_for: bool = False  # the next step waits for it
     hosts: tuple[int, ...]  # that read it
-    most: int = 1  # hosts that could
-    able: tuple[int, ...] = ()  # of those there are, that do not and could
-    # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    most: int = 1  # workers that could
+    able: tuple[int, ...] = ()  # existing workers that do not read it and could
+    # seconds of a core per sample that are known to release the interpreter lock; the rest is
+    # assumed to hold it
     free_s: float = math.inf
-    processes: int = 0  # that its code runs in; 0: one for each of ``hosts``
-    read_s: float = 0.0  # what a usual read takes
-    slow_read_s: float = 0.0  # and one of the slowest
+    processes: int = 0  # that run its code; 0: one for each of ``hosts``
+    read_s: float = 0.0  # duration of a usual read
+    slow_read_s: float = 0.0  # duration of one of the slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """All that scaling looks at, of one interval."""
+    """The input of scaling for one interval."""
 
     seconds: float
     planned: float  # steps
     taken: float  # steps that every trainer took
-    waited_s: float  # that trainers waited for them, on average
-    hosts: int  # loader hosts that there are
+    waited_s: float  # time that trainers waited for them, on average
+    hosts: int  # number of loader workers
     sources: tuple[SourceSample, ...]
-    host_bytes: int = 0  # of memory, of one loader host
+    host_bytes: int = 0  # memory of one loader worker
     changing: bool = False  # a change is under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Read a source in another number of hosts."""
+    """Read a source in another number of loader workers."""
 
     source: str
     hosts: int  # from here on
     had: int
     reason: str
-    # of these, hosts that read other sources already; those that are missing are started
+    # of these, workers that read other sources already; missing ones are started
     on: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
+        return f"{self.source}: {self.had} -> {self.hosts} loader workers: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CannotKeepUp:
-    """A source that trainers wait for, or will, and that gets no more hosts; with what it would
-    take.
+    """A source that trainers wait for, or will wait for, and that gets no more workers; with the
+    number it would need.
     """
 
     source: str
     hosts: int
     wanted: int
     reason: str
-    what: str = "loader hosts"
+    what: str = "loader workers"
 
     def __str__(self) -> str:
         return (
@@ -157,7 +160,7 @@ class CannotKeepUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAhead:
-    """Hold so many steps' worth of samples ready of a source."""
+    """Hold samples of a source ready for ``steps`` steps."""
 
     source: str
     steps: int
@@ -172,40 +175,40 @@ Decision = Scale | CannotKeepUp | ReadAhead
 
 @dataclass(slots=True, eq=False)
 class _SourceEstimate:
-    """What is remembered of a source."""
+    """The estimates for a source."""
 
-    looks: deque[tuple[SourceSample, Observation]]  # as many as pace is seen by
+    looks: deque[tuple[SourceSample, Observation]]  # as many as the pace is computed from
     share: float = 0.0  # moving average
     cost_s: float = 0.0  # of a sample; 0: none was ever read
-    took_s: float = 0.0  # and what it takes with all that is waited for
+    took_s: float = 0.0  # of a sample, with waiting
     locked: float | None = None  # its locked part as measured; None: it could not be measured yet
-    waited_for: int = 0  # looks in a row that found the next step waiting for it
-    above: int = 0  # looks in a row that found too few hosts
+    waited_for: int = 0  # consecutive observations in which the next step waited for it
+    above: int = 0  # consecutive observations with too few workers
     below: int = 0
     changed: float = -math.inf
-    ahead: int = 0  # steps read ahead, where it was told
-    short: int = 0  # hosts it was said to need and not to get
-    fine: int = 0  # looks in a row that found enough
+    ahead: int = 0  # steps read ahead, if it was changed
+    short: int = 0  # workers that it was reported to lack
+    fine: int = 0  # consecutive observations with enough workers
 
 
 class Scaler:
     """``handle(observed, now) -> decisions``: at most one ``Scale`` at a time, the most urgent.
 
-    ``fixed``: nothing is moved, and what a source has are loaders, each on a core of its own; there
-    it is only said who is to be read further ahead, and who cannot keep up.
+    ``fixed``: nothing can be moved, and a source has loaders, each on a core of its own. Then the
+    scaler only sets read-ahead, and reports sources that cannot keep up.
     """
 
     def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
         self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
-        # cores that all sources together take, and that their hosts can use
+        # cores that all sources need together, and that their workers can use
         self._all = self._used = 0.0
         self._known: dict[str, _SourceEstimate] = {}
-        # waits are told when they are over, and may be long
+        # waits are reported when they end, and may be long
         self._paces: deque[Observation] = deque(maxlen=4 * limits.window)
-        # steps a second that trainers would take if they never waited; 0: not known yet
+        # steps per second that trainers would take if they never waited; 0: not known yet
         self.pace = 0.0
-        self.waited = 0.0  # share of their time that they do
-        self.rate = 0.0  # steps a second that they do take
+        self.waited = 0.0  # share of their time that trainers wait
+        self.rate = 0.0  # steps per second that trainers take
 
     def handle(self, observed: Observation, now: float) -> list[Decision]:
         self._paces.append(observed)
@@ -213,7 +216,7 @@ class Scaler:
             self._learn(seen, observed)
         self._see_pace()
         if not self.pace:
-            return []  # nobody has taken a step lately
+            return []  # no trainer has taken a step recently
         demands = self._demands(observed)
         self._used, needs = (
             cores_used(demands, self.limits.lanes, observed.hosts),
@@ -233,7 +236,7 @@ class Scaler:
         ]
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What is known of every source, for people."""
+        """Return the estimates for every source, for status."""
         return {
             name: {
                 "share": k.share,
@@ -243,7 +246,7 @@ class Scaler:
             for name, k in self._known.items()
         }
 
-    # what is seen
+    # estimates
 
     def _learn(self, seen: SourceSample, observed: Observation) -> None:
         known = self._known.get(seen.name)
@@ -260,7 +263,7 @@ class Scaler:
         known.waited_for = known.waited_for + 1 if seen.waited_for else 0
 
     def _measured(self, known: _SourceEstimate) -> float | None:
-        """Return the locked part that the last looks show; None: they show nothing."""
+        """Return the locked part of the last observations; None if they do not show it."""
         seconds = math.fsum(o.seconds * (s.processes or len(s.hosts)) for s, o in known.looks)
         if not seconds:
             return None
@@ -270,7 +273,7 @@ class Scaler:
         )
 
     def _locked(self, seen: SourceSample) -> float:
-        """Return the locked part of a source: as measured, else as its code lets assume."""
+        """Return the locked part of a source: measured, else assumed from its code."""
         known = self._known[seen.name]
         return known.locked if known.locked is not None else locked_part(known.cost_s, seen.free_s)
 
@@ -281,12 +284,12 @@ class Scaler:
         )
         waited = min(seconds, math.fsum(o.waited_s for o in self._paces))
         self.waited = waited / seconds if seconds else 0.0
-        # One that only ever waits would take any number: it is told from one that computes by a
-        # twentieth of its time.
+        # A trainer that only ever waits would take any number of steps. It is assumed to compute
+        # for a twentieth of its time.
         self.pace = taken / max(seconds - waited, seconds / 20) if taken else 0.0
         self.rate = taken / seconds if seconds else 0.0
 
-    # what is needed
+    # needs
 
     def _demands(self, observed: Observation) -> list[Demand]:
         planned = math.fsum(o.planned for o in self._paces)
@@ -294,7 +297,7 @@ class Scaler:
         per_step, found = drawn / planned if planned else 0.0, []
         for s in observed.sources:
             known = self._known[s.name]
-            # What was needed a moment ago may be needed again in a moment: mixtures that learn go
+            # A need of a moment ago may return in a moment: the weights of mixtures that learn go
             # up and down.
             shares = max(s.share, known.share), s.ahead
             now, later = (
@@ -315,8 +318,8 @@ class Scaler:
         return found
 
     def _samples(self, seen: SourceSample, share: float, per_step: float) -> float:
-        """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says
-        how many samples that is.
+        """Return the samples of a source in a step. Weights of batches in tokens are shares of
+        tokens; there the drawn samples determine the number.
         """
         looks = self._known[seen.name].looks
         drawn, meant = (
@@ -340,12 +343,12 @@ class Scaler:
         return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, need, observed)
 
     def _is_busy(self, seen: SourceSample, need: Need, observed: Observation) -> bool:
-        """What is seen beats what is reckoned: a source whose loaders idle needs no more of
-        them.
+        """Return whether the loaders of a source are busy. Measurement overrides prediction: a
+        source whose loaders are idle needs no more of them.
         """
         return seen.busy_s > 0.5 * observed.seconds * len(seen.hosts) * need.per_host
 
-    # what is decided
+    # decisions
 
     def _ups(
         self, observed: Observation, needs: dict[str, Need], now: float
@@ -356,8 +359,8 @@ class Scaler:
             for s in observed.sources
             if self._known[s.name].above >= self.limits.patience and self._cool(s, now)
         ]
-        # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the
-        # others have room then.
+        # The heaviest first: on a worker that several sources share, it alone moves, and the others
+        # have room then.
         for s in sorted(ready, key=lambda s: (-needs[s.name].most, s.name)):
             if crowded & set(s.hosts):
                 continue
@@ -414,7 +417,9 @@ class Scaler:
         )
 
     def _is_news(self, source: str, wanted: int) -> bool:
-        """Said once, and again when it is another matter."""
+        """Return whether a shortage is new: it is reported once, and again if it changes by a
+        factor of two.
+        """
         known = self._known[source]
         if known.short and known.short / 2 < wanted < known.short * 2:
             return False
@@ -422,7 +427,9 @@ class Scaler:
         return True
 
     def _waits_for_storage(self, seen: SourceSample, need: Need) -> bool:
-        """Trainers wait for it though its hosts have room: what it waits for is no core."""
+        """Return whether trainers wait for a source although its workers have room: then it waits
+        for something other than a core.
+        """
         known = self._known[seen.name]
         return (
             self.waited > 0.1
@@ -446,11 +453,8 @@ class Scaler:
         known = self._known[seen.name]
         why = (
             f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} "
-            "ms: it waits for storage, for whom its "
-        )
-        why += (
-            "transforms ask, or for the interpreter's lock (workers='processes'); so many "
-            "loaders= wait side by side"
+            "ms: it waits for storage, for services that its transforms call, or for the "
+            "interpreter lock (workers='processes'); this many loaders= would wait concurrently"
         )
         return CannotKeepUp(
             source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why
@@ -460,7 +464,7 @@ class Scaler:
         free = min(
             self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE)
         )
-        # before anybody has looked how much a host holds, there is no room for one
+        # before the memory of a worker is known, there is no room for one
         if self.limits.memory_bytes is not None:
             free = min(
                 free,
@@ -473,8 +477,8 @@ class Scaler:
     def _downs(
         self, observed: Observation, needs: dict[str, Need], now: float, pressed: bool
     ) -> list[Scale]:
-        """``pressed``: another source needs hosts and there are none: then nobody keeps what it
-        does not need for long.
+        """Return decisions to use fewer workers. ``pressed``: another source needs workers and
+        there are none, so unneeded ones are released soon.
         """
         patience = self.limits.patience if pressed else self.limits.idle_patience
         downs = []
@@ -502,21 +506,21 @@ class Scaler:
         known.above, known.below, known.changed = 0, 0, now
         return scale
 
-    # in words
+    # texts
 
     def _rates(self, seen: SourceSample, need: float) -> str:
         cost = self._known[seen.name].cost_s
         return f"{need / cost if cost else 0.0:.3g} samples a second of {cost * 1e3:.3g} ms"
 
     def _why(self, seen: SourceSample, need: Need) -> str:
-        room = f"its hosts have room for {need.room:.2g}"
+        room = f"its workers have room for {need.room:.2g}"
         if need.later > need.now:
             return (
                 f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: "
                 f"{self._rates(seen, need.later)}; {room}"
             )
         waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
-        return f"{self._rates(seen, need.now)} take {need.now:.2g} hosts, {room}{waits}"
+        return f"{self._rates(seen, need.now)} take {need.now:.2g} workers, {room}{waits}"
 
     def _why_not(self, seen: SourceSample, need: Need, hosts: int) -> str:
         if hosts >= seen.most:
@@ -526,7 +530,7 @@ class Scaler:
             )
         else:
             why = (
-                f"all {self.limits.cores} loader hosts that cores and memory allow are in use "
+                f"all {self.limits.cores} loader workers that cores and memory allow are in use "
                 "(hosts=)"
             )
         return f"{self._rates(seen, need.most)}; {why}"
@@ -534,8 +538,8 @@ class Scaler:
     # read-ahead
 
     def _read_aheads(self, observed: Observation) -> list[ReadAhead]:
-        """A source whose reads have a long tail holds as many steps more as trainers take during a
-        slow one.
+        """Return read-ahead changes: a source whose reads have a long tail holds as many steps more
+        as trainers take during a slow one.
         """
         decisions = []
         for s in observed.sources:
@@ -551,7 +555,7 @@ class Scaler:
 
 
 def in_force(decisions: Sequence[Decision]) -> list[CannotKeepUp]:
-    """Of the last decisions, those on sources that cannot keep up and got nothing since."""
+    """Return the last decisions on sources that cannot keep up and have got nothing since."""
     last: dict[str, Decision] = {}
     for decision in decisions:
         if not isinstance(decision, ReadAhead):

@@ -1,8 +1,9 @@
-"""Which process reads which share of a source. Pure, and never seen in the stream.
+"""Assignment of a source's shards to loader workers (hosts). Pure, and without effect on the
+stream.
 
-A source that may become heavy is cut into as many *shares* (logical loaders) as it could ever use
-when the job is launched: they cost next to nothing. To scale it is to spread its shares over more
-processes, or over fewer; which chunks a share has never changes.
+A source that may become heavy is divided into as many *shards* (logical loaders) as it could ever
+use when the job is launched: they cost next to nothing. Scaling assigns its shards to more workers,
+or to fewer. The chunks of a shard never change.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 def spread(
     where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()
 ) -> tuple[int, ...]:
-    """A host for every share, of these hosts alone; few shares move. Each has one at least, where
-    there are so many; those that are ``crowded``, since they read other sources too, have half as
-    many as the others, and these differ by one at most.
+    """Return a worker for every shard, among these workers only; few shards move. Each worker has
+    at least one if there are enough. ``crowded`` workers, which also read other sources, have half
+    as many as the others, and these differ by one at most.
 
-    ``where``: the host that each share has now.
+    ``where``: the current worker of each shard.
     """
     if not hosts:
-        raise ValueError("expected at least one host for the shares of a source")
+        raise ValueError("expected at least one worker for the shards of a source, got none")
     room = _allotted(Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded)
     found: list[int | None] = []
     for h in where:
@@ -37,8 +38,8 @@ def spread(
 def _allotted(
     held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
 ) -> dict[int, int]:
-    """How many shares each host is to have. Of hosts with equal claims, who has most now has one
-    more: fewer shares move then.
+    """Return the number of shards of each worker. Of workers with equal claims, the one with the
+    most shards now gets one more, so that fewer shards move.
     """
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
@@ -52,9 +53,9 @@ def _allotted(
 def kept(
     hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]
 ) -> list[int]:
-    """The n of a source's hosts that go on reading it, where it needs no more. Those that read
-    other sources stay for those anyway, then those that were there ``first``: who is left over has
-    nothing to do, and can be ended. ``others``: loaders of other sources by host.
+    """Return the n workers of a source that continue to read it when it needs no more. Workers that
+    read other sources stay, since those keep them, then those that were there ``first``. The others
+    have no work and can be stopped. ``others``: loaders of other sources by worker.
     """
     return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
 
@@ -62,8 +63,8 @@ def kept(
 def widened(
     loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Loaders per source and the host of each, with every source cut into ``shares`` where it had
-    fewer: on the same hosts, in turn.
+    """Return loaders per source and the worker of each, with every source divided into at least
+    ``shares`` shards: on the same workers, in turn.
     """
     counts, where, first = [], list[int](), 0
     for n, wanted in zip(loaders, shares, strict=True):

@@ -10,36 +10,34 @@ process. Before a source runs, the part is an assumption; afterwards it is measu
 
 from __future__ import annotations
 
-# of a process that are busy at a time: beyond, they wait for the lock between two calls that
-# release it
+# threads of a process that are busy at a time; more of them wait for the lock between two calls
+# that release it
 THREADS = 8
-SECOND = 0.9  # of a core that the second thread of a process is worth, and each after it
-# pieces of work in progress per process: with fewer, threads do not compete and nothing can be
-# measured
+SECOND = 0.9  # share of a core that the second thread of a process adds, and each after it
+# work items in progress per process: with fewer, threads do not compete and nothing can be measured
 SIDE_BY_SIDE = 1.5
 # cores per process: with fewer, threads wait for storage or other programs and not for the lock
 SATURATED = 0.75
 
 
 def worth(threads: float) -> float:
-    """Return the cores that threads of one process use where their code releases the lock."""
+    """Return the cores that threads of one process use if their code releases the lock."""
     return 1 + SECOND * (min(threads, THREADS) - 1)
 
 
 def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, ``free_s`` of
-    them in code known to release the lock.
+    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, of which
+    ``free_s`` are in code known to release the lock.
     """
     return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
 
 
 def measured_part(in_progress: float, cores: float) -> float | None:
-    """Return the locked part by the Karp-Flatt metric; None: too little work in progress, or it
-    waits for something else.
+    """Return the locked part by the Karp-Flatt metric; None if too little work is in progress, or
+    it waits for something else.
 
-    ``in_progress``: pieces of work that one process has begun, on average. ``cores``: cores that
-    they kept busy. A machine without idle cores looks the same as a lock: the result is then too
-    high.
+    ``in_progress``: work items that one process has started, on average. ``cores``: cores that they
+    kept busy. A machine without idle cores looks the same as a lock: the result is then too high.
     """
     if in_progress < SIDE_BY_SIDE or cores < SATURATED:
         return None

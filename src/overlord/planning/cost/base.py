@@ -16,11 +16,11 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 
 class Cost:
     """A cost function. ``2 * a + b`` is a cost, too: a backbone and its encoder in one plan,
-    forward and backward, a slower card.
+    forward and backward, a slower card. ``unit`` is "s", "FLOPs", "tokens", or "" if only ratios
+    have a meaning.
     """
 
     __slots__ = ()
-    unit: str  # "s", "FLOPs", "tokens", or "" if only ratios have a meaning
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         raise NotImplementedError
@@ -77,7 +77,7 @@ class Sum(Cost):
         return total
 
     @property
-    def unit(self) -> str:  # type: ignore[override]
+    def unit(self) -> str:
         return max(unit_of(part) for part in self.parts)
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Scaled(Cost):
         return self.factor * np.asarray(self.of(columns), np.float64)
 
     @property
-    def unit(self) -> str:  # type: ignore[override]
+    def unit(self) -> str:
         return unit_of(self.of)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import OverlordError
-from overlord.planning.graph.page_data import Step, facts
+from overlord.planning.graph.page_data import PageStep, facts
 
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
@@ -37,18 +37,18 @@ def write_page(
         ) from fault
 
 
-def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
+def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> PageStep:
     """Return a planned graph as it was planned. Any other graph is planned here; the error names
     the missing call.
     """
     if graph.bound is not None and not modules:
-        return Step(
+        return PageStep(
             plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader
         )
-    return Step(plan=graph.plan(**modules), place=graph.tree, edges=graph.edges())
+    return PageStep(plan=graph.plan(**modules), place=graph.tree, edges=graph.edges())
 
 
-def page(step: Step) -> str:
+def page(step: PageStep) -> str:
     """Return the page as text."""
     assets = files("overlord.planning.graph") / "assets"
     text = (assets / "graph.html").read_text(encoding="utf-8")

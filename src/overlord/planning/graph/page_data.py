@@ -35,7 +35,7 @@ BINS = 24  # of the histograms of lengths: powers of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
+class PageStep:
     """One planned step for a page. ``loader`` is by sample; None if no loader is known."""
 
     plan: LoadingPlan
@@ -56,7 +56,7 @@ def column(values: np.ndarray) -> list[str]:
     return [kind, b64encode(values.astype(f"<{kind}").tobytes()).decode()]
 
 
-def facts(step: Step) -> dict[str, Any]:
+def facts(step: PageStep) -> dict[str, Any]:
     """Return everything on the page."""
     plan, n = step.plan, len(step.plan.modules)
     names = ["backbone", *sorted(name for name in plan.modules if name != "backbone")]
@@ -99,7 +99,7 @@ def _sources(plan: LoadingPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _module(step: Step, name: str, most_cells: int, most_grid: int) -> dict[str, Any]:
+def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[str, Any]:
     plan, a = step.plan, step.plan.modules[name]
     by_size = replace(plan, modules={name: replace(a, cost=a.size.astype(np.float64))})
     per = -(-a.n_microbatches // max(1, min(a.n_microbatches, most_grid // a.n_buckets)))
@@ -168,7 +168,7 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
     }
 
 
-def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
+def _list_samples(step: PageStep, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
     """Return ids and slots of all samples, or of as many as there is room for, the most expensive
     first.
     """
@@ -186,7 +186,7 @@ def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dic
     return whole
 
 
-def _listed(step: Step, rows: np.ndarray) -> dict[str, Any]:
+def _listed(step: PageStep, rows: np.ndarray) -> dict[str, Any]:
     plan = step.plan
     ids = {n: column(getattr(plan, n)[rows]) for n in ID_COLUMNS} | {"position": column(rows)}
     if step.loader is not None:
@@ -212,7 +212,7 @@ def _characters(columns: dict[str, Any]) -> int:
     )
 
 
-def _flow(step: Step, a: Assignment) -> dict[str, Any]:
+def _flow(step: PageStep, a: Assignment) -> dict[str, Any]:
     """Return boxes of four layers and the loads between neighbours. Long lists are summed into
     ranges or one last box.
     """
