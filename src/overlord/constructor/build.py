@@ -170,28 +170,30 @@ def build_groups(
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
     distinct = list(dict.fromkeys(view for _, view in wanted if not view.nothing))
-    found: dict[tuple[int, View], BucketBatch] = {}
+    batches: dict[tuple[int, View], BucketBatch] = {}
     if hooks:
         whole = build_buckets(staged, buckets, batch, multiple, allocate, hooks)
         for (b, bucket), view in product(zip(buckets, whole, strict=True), distinct):
             if (b, view) in wanted:
-                found[b, view] = replace(
+                batches[b, view] = replace(
                     bucket, built=_for_view(bucket, view, staged.plan.step, hooks)
                 )
     elif buckets:
         for view, made in _build_views(
             staged, buckets, distinct, batch, multiple, allocate, compact
         ).items():
-            found |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
+            batches |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
             rows, bounds, _ = _rows(staged.plan.main, [b])
-            found[b, view] = BucketBatch(
+            batches[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
     none = np.zeros(1, np.int64)
     return [
-        BucketBatch(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks})
+        BucketBatch(
+            none[:0], none, None, by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}
+        )
         for ranks in groups.values()
     ]
 
@@ -217,9 +219,9 @@ def build_with_images(
     if info.place is not None and any(
         v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
     ):
-        found = "context parallelism slices microbatches, but rows of images need whole ones"
+        problem = "context parallelism slices microbatches, but rows of images need whole ones"
         raise PlanError(
-            found, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+            problem, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
         )
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
     staged = replace(
@@ -282,8 +284,8 @@ def _build_views(
     documents = _gather(staged, rows, place, m * len(buckets))
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
-        found = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
-        made = {view: seen(*found, view) for view in views}
+        built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
+        made = {view: seen(*built, view) for view in views}
         arrays, forms = (
             {view: wide for view, (wide, _) in made.items()},
             {view: form for view, (_, form) in made.items()},

@@ -76,12 +76,12 @@ class PayloadGatherer:
         self._planned = max(step, self._planned)
         self._replanned.discard(step)
         self._constructors.plan(routed.stage)
-        found = {
+        arrived = {
             origin: early.pop((recovery, step))
             for origin, early in self._early.items()
             if (recovery, step) in early
         }
-        self._expected[step] = (routed, found)
+        self._expected[step] = (routed, arrived)
         return [*commands, *self._check_step(step)]
 
     def payload(self, payload: StepPayload) -> list[Any]:
@@ -186,11 +186,11 @@ class PayloadGatherer:
         """Pass the step on if all its payload is here."""
         if step not in self._expected:  # an earlier step failed, which ended the job
             return []
-        routed, found = self._expected[step]
-        missing = [origin for origin in routed.origins if origin not in found]
+        routed, arrived = self._expected[step]
+        missing = [origin for origin in routed.origins if origin not in arrived]
         if not missing:
             del self._expected[step]
-            stage, parts = routed.stage, [found[origin] for origin in routed.origins]
+            stage, parts = routed.stage, [arrived[origin] for origin in routed.origins]
             tokens = Ragged.concat(
                 [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
             )
@@ -237,9 +237,9 @@ class PayloadGatherer:
 
     def waiting(self) -> str:
         """Describe what the next step waits for; empty if nothing is in transit."""
-        for step, (routed, found) in sorted(self._expected.items()):
+        for step, (routed, arrived) in sorted(self._expected.items()):
             missing = [
-                self._worker_text(origin) for origin in routed.origins if origin not in found
+                self._worker_text(origin) for origin in routed.origins if origin not in arrived
             ]
             return f"step {step}: payload of {', '.join(missing)}"
         return (
@@ -316,9 +316,9 @@ def _mismatch(
     hosts = ", ".join(f"loader-host/{origin}" for origin in routed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
-    wanted = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
-    if wanted != (0 if items is None else len(items)):
-        return f"expected {wanted} images of {hosts}, got {0 if items is None else len(items)}"
+    expected = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
+    if expected != (0 if items is None else len(items)):
+        return f"expected {expected} images of {hosts}, got {0 if items is None else len(items)}"
     wrong = np.flatnonzero(tokens.lengths[doc[here]] != routed.stage.plan.tokens[here])
     if not len(wrong):
         return ""
@@ -326,8 +326,8 @@ def _mismatch(
     origin = routed.origins[
         int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
     ]
-    wanted, found = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
+    expected, got = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return (
-        f"expected {wanted} tokens of {routed.stage.plan.sample_id(row)} from "
-        f"loader-host/{origin}, got {found}"
+        f"expected {expected} tokens of {routed.stage.plan.sample_id(row)} from "
+        f"loader-host/{origin}, got {got}"
     )

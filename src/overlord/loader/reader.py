@@ -135,8 +135,8 @@ class ReaderStats:
         """Return the seconds of a usual and a slow read: the median and the 95th percentile."""
         if not self.reads:
             return 0.0, 0.0
-        found = sorted(self.reads)
-        return found[len(found) // 2], found[-1 - len(found) // 20]
+        reads = sorted(self.reads)
+        return reads[len(reads) // 2], reads[-1 - len(reads) // 20]
 
     @property
     def images(self) -> dict[str, int] | None:
@@ -408,10 +408,10 @@ class SourceReader:
                     content.take(keep),
                     {n: take_rows(c, keep) for n, c in meta.items()},
                 )
-        found = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
+        samples = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
         if len(block.long):
-            found = replace(
-                found,
+            samples = replace(
+                samples,
                 long=long_of(
                     key, file, row, good[block.long], block.lost, window.after if a == 0 else None
                 ),
@@ -422,13 +422,13 @@ class SourceReader:
             self.stats.raw_bytes = 0
         took = time.perf_counter() - start
         self.stats.evaluated += b - a
-        self.stats.samples += len(found)
+        self.stats.samples += len(samples)
         self.stats.tokens += int(content.tokens.offsets[-1] - content.tokens.offsets[0])
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
         self.stats.transform_busy_s += core_s(self.stages) - busy
-        return BlockReady(found, b - a, content.nbytes, took), content
+        return BlockReady(samples, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         """Turn rows of the open window into samples.

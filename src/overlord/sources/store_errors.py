@@ -95,8 +95,12 @@ def classify_mid_run(error: Exception) -> Failure:
 
     The object existed when it was indexed, so it may come back. Keys may be renewed.
     """
-    found = classify(error)
-    return replace(found, tries=UNLIMITED) if found.kind in ("gone", "changed", "denied") else found
+    failure = classify(error)
+    return (
+        replace(failure, tries=UNLIMITED)
+        if failure.kind in ("gone", "changed", "denied")
+        else failure
+    )
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:

@@ -50,14 +50,14 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
     It processes finished ids, so no later transform may change them.
     """
-    found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
-    if not found:
+    specs = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
+    if not specs:
         return None
-    at, images = found[0]
-    if len(found) > 1:
+    at, images = specs[0]
+    if len(specs) > 1:
         raise TransformError(
             source,
-            repr(found[1][1]),
+            repr(specs[1][1]),
             "a source has one Images",
             "name all the columns in it: column=(...)",
         )
@@ -217,8 +217,8 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
         if i in bad:
             continue
         try:
-            found = header(file, limits)
-            prefixes.append(spec.plan(found, random[k]) if random else spec.plan(found))
+            parsed = header(file, limits)
+            prefixes.append(spec.plan(parsed, random[k]) if random else spec.plan(parsed))
         except BadImage as fault:
             bad[i] = f"image {number[k]}: {fault.reason}"
             continue

@@ -213,12 +213,12 @@ def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | N
     token = getattr(spec, name)
     if token is None or isinstance(token, int):
         return token
-    found: int | None = tokenizer.token_to_id(token)
-    if found is None:
+    token_id: int | None = tokenizer.token_to_id(token)
+    if token_id is None:
         raise TransformError(
             source,
             "Tokenize",
             f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}",
             "or give its id",
         )
-    return found
+    return token_id
