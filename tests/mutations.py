@@ -875,12 +875,12 @@ MUTATIONS = [
             "return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))",
             "return max(1, whole)",
         ),
+        ("a side that cannot shrink ignored", "min(rows, most // min(columns, most)),", "rows,"),
         (
-            "a side that cannot shrink ignored",
-            "high, wide = (min(high, most // min(wide, most)), min(wide, most // min(high, most)))",
-            "high, wide = high, wide",
+            "too few pixels accepted",
+            "if rows * columns * area < min_pixels:",
+            "if rows * columns == 0:",
         ),
-        ("too few pixels accepted", "if high * wide * area < min_pixels:", "if high * wide == 0:"),
         (
             "the root rounded down",
             "return math.isqrt(-(-top // bottom) - 1) + 1",

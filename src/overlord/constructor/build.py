@@ -286,27 +286,28 @@ def _build_views(
     if cp == 1 and compact:
         built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
         made = {view: seen(*built, view) for view in views}
-        arrays, forms = (
-            {view: wide for view, (wide, _) in made.items()},
+        by_view, forms = (
+            {view: arrays for view, (arrays, _) in made.items()},
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
         whole = _with_exclusions(
             build_arrays(*documents, batch, multiple, allocate), staged, buckets, 0, batch
         )
-        arrays = {view: of_stage(whole, view) for view in views}
+        by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
         slices = dict(
             zip(ranks, build_slices(*documents, batch, multiple, allocate, cp, ranks), strict=True)
         )
-        arrays = {view: of_stage(slices[view.cp_rank], view) for view in views}
+        by_view = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
         view: [
-            BucketBatch(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)
+            BucketBatch(rows, cut, arrays, k * m, form=forms.get(view))
+            for k, cut in enumerate(cuts)
         ]
-        for view, wide in arrays.items()
+        for view, arrays in by_view.items()
     }
 
 
@@ -334,8 +335,8 @@ def build_buckets(
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:
-        wide = arrays_of(0, len(rows), 0, m * len(buckets))
-        return [BucketBatch(rows, cut, wide, k * m) for k, cut in enumerate(cuts)]
+        arrays = arrays_of(0, len(rows), 0, m * len(buckets))
+        return [BucketBatch(rows, cut, arrays, k * m) for k, cut in enumerate(cuts)]
     built = []
     for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
         assembly = Assembly(
@@ -352,7 +353,7 @@ def build_buckets(
 
 
 def _with_exclusions(
-    wide: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
+    arrays: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
 ) -> BatchArrays:
     """Exclude placeholders of images and samples without their image from the loss.
 
@@ -362,16 +363,16 @@ def _with_exclusions(
     if staged.excluded_targets is not None and len(staged.excluded_targets):
         runs = staged.excluded_targets[np.isin(staged.excluded_targets[:, 0], buckets)]
         k = np.array([number[b] for b in runs[:, 0].tolist()], np.int64) * m + runs[:, 1] - first
-        here = (k >= 0) & (k < wide.n)
-        exclude_targets(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
+        here = (k >= 0) & (k < arrays.n)
+        exclude_targets(arrays, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
     if staged.excluded_documents is not None and len(staged.excluded_documents):
         places = [
             (number[b] * m + k - first, slot)
             for b, k, slot in staged.excluded_documents.tolist()
             if b in number
         ]
-        exclude_documents(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
-    return wide
+        exclude_documents(arrays, [(k, slot) for k, slot in places if 0 <= k < arrays.n])
+    return arrays
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -142,26 +142,27 @@ class PayloadGatherer:
         }
         self._early = {origin: early for origin, early in kept.items() if early}
 
-    def back(self, back: Rollback) -> list[Any]:
+    def back(self, rollback: Rollback) -> list[Any]:
         """Roll back: later steps are planned again.
 
         Complete steps stay, the others arrive again.
         """
-        recovery = back.generation // STRIDE
+        recovery = rollback.generation // STRIDE
         if recovery <= self._recovery:
             return []  # a repeated or outdated rollback
         self._recovery, self._end, self._no_restart = recovery, None, not self._failover
         # A step that could not be built must fail again: a lost planner may not have received the
         # failure.
         self._replanned.update(
-            self._expected, (s for s in self._constructors.failed if back.step < s <= self._planned)
+            self._expected,
+            (s for s in self._constructors.failed if rollback.step < s <= self._planned),
         )
         self._expected.clear()
         self._constructors.failed.clear()
         # In a restarted worker: no step up to this one will be planned.
-        self._planned = max(self._planned, back.step)
+        self._planned = max(self._planned, rollback.step)
         self._forget_early(lambda r, s: r >= recovery)
-        return self._constructors.back(back)
+        return self._constructors.back(rollback)
 
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker sends nothing more.

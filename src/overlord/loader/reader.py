@@ -116,10 +116,10 @@ class ReaderStats:
     @property
     def work(self) -> tuple[float, float]:
         """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
-        opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
+        wall_s, cpu_s = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
-            busy * self.evaluated_fraction + self.transform_busy_s,
-            opened * self.evaluated_fraction + self.transform_s,
+            cpu_s * self.evaluated_fraction + self.transform_busy_s,
+            wall_s * self.evaluated_fraction + self.transform_s,
         )
 
     @property
@@ -328,10 +328,10 @@ class SourceReader:
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """Read a slice. Storage errors name the file themselves; user code needs a label."""
-        if not (whose := getattr(self.chunks, "user_code", "")):
+        if not (code := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
         with self._running(
-            np.zeros(0, np.int64), what=f"{whose}, reading slice {t} of chunk {chunk},"
+            np.zeros(0, np.int64), what=f"{code}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
 

@@ -189,7 +189,7 @@ class LoaderService:
     def back(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Roll the named loaders back to a step.
 
-        This happens in memory if the replay buffer reaches back, else reopened. Idempotent. Returns
+        A loader whose replay buffer does not reach back that far is reopened. Idempotent. Returns
         their announcements and commands.
         """
         if rollback.generation < self.generation:

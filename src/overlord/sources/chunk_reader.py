@@ -237,11 +237,11 @@ class ChunkReader:
         """Return a description of the read that is being waited for, once it takes long."""
         if (attempt := self.stats.oldest()) is None:
             return ""
-        seconds, seen = self.stats.clock.now() - attempt.began, attempt.failures
-        if seen:
+        seconds, failures = self.stats.clock.now() - attempt.began, attempt.failures
+        if failures:
             return (
-                f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} attempts "
-                f"failed; the last: {seen[-1].text})"
+                f"trying to read {attempt.path} for {seconds:.0f} s ({len(failures)} attempts "
+                f"failed; the last: {failures[-1].text})"
             )
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 

@@ -136,8 +136,10 @@ def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
     return call()
 
 
-def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
-    last = seen[-1]
+def give_up_error(
+    path: str, operation: str, failures: Sequence[Failure], took_s: float
+) -> Unreachable:
+    last = failures[-1]
     return Unreachable(
-        last.text + attempts_text(seen, took_s) + kinds_text(seen), last.remedy, last.kind
+        last.text + attempts_text(failures, took_s) + kinds_text(failures), last.remedy, last.kind
     )

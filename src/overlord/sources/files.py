@@ -210,10 +210,10 @@ class Files:
             f for f in files if matches(f.path[depth:])
         ]
         if not matching:
-            seen = sorted(f.path[depth:] for f in files)
+            names = sorted(f.path[depth:] for f in files)
             holds = (
-                f"{base} holds {len(seen)} files, for example {seen[0]}"
-                if seen
+                f"{base} holds {len(names)} files, for example {names[0]}"
+                if names
                 else f"{base} is empty or does not exist"
             )
             raise SourceError(source, "the pattern matches no file", name, holds)
@@ -224,14 +224,16 @@ class Files:
 
         Usually its name is misspelled, or the folder is wrong.
         """
-        folder, _, wanted = path.rstrip("/").rpartition("/")
-        seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
-        if not seen:
+        folder, _, missing = path.rstrip("/").rpartition("/")
+        names = sorted(
+            e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False)
+        )
+        if not names:
             holds = f"{folder} is empty or does not exist"
-        elif close := difflib.get_close_matches(wanted, seen, n=1):
+        elif close := difflib.get_close_matches(missing, names, n=1):
             holds = f"did you mean {close[0]}?"
         else:
-            holds = f"{folder} holds {len(seen)} entries, for example {seen[0]}"
+            holds = f"{folder} holds {len(names)} entries, for example {names[0]}"
         start = (
             ""
             if is_uri or os.path.isabs(os.path.expanduser(name))
@@ -341,9 +343,9 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
 
     pyarrow follows every turn of a cycle and does not report dangling links.
     """
-    entries_found, left = list[Entry](), [(base, frozenset[tuple[int, int]]())]
-    while left:
-        path, above = left.pop()
+    result, directories = list[Entry](), [(base, frozenset[tuple[int, int]]())]
+    while directories:
+        path, above = directories.pop()
         if not os.path.isdir(path):
             continue
         stat = os.stat(path)
@@ -357,13 +359,17 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
             )
         entries = listed(path)
         known = {e.path.rpartition("/")[2] for e in entries}
-        lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
-        entries_found += entries + [
-            Entry(p, None, DANGLING) for p in lost if os.path.islink(p) and not os.path.exists(p)
+        dangling = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
+        result += entries + [
+            Entry(p, None, DANGLING)
+            for p in dangling
+            if os.path.islink(p) and not os.path.exists(p)
         ]
         if recursive:
-            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.special]
-    return entries_found
+            directories += [
+                (e.path, above | {here}) for e in entries if e.file is None and not e.special
+            ]
+    return result
 
 
 def _refuse_special_files(entries: Sequence[Entry], source: str) -> None:
@@ -432,11 +438,11 @@ def _refuse_duplicates(files: Sequence[File], source: str, local: bool) -> None:
 
 
 def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:
-    seen: dict[tuple[int, int], str] = {}
+    first_names: dict[tuple[int, int], str] = {}
     pairs = []
     for path in sorted(paths, key=lambda p: (len(p), p)):  # the shortest name first
         stat = os.stat(path)
-        first = seen.setdefault((stat.st_dev, stat.st_ino), path)
+        first = first_names.setdefault((stat.st_dev, stat.st_ino), path)
         if first != path:
             pairs.append((first, path))
     return pairs

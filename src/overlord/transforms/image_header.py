@@ -380,7 +380,7 @@ def _gif(view: memoryview) -> Header:
     """Return the header, with the size of the screen or of the first picture if it is larger."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    pictures = left = 0
+    pictures = blocks = 0
     for _ in range(MAX_SEGMENTS):
         kind = view[at] if at < len(view) else -1
         if kind == 0x2C:
@@ -389,9 +389,11 @@ def _gif(view: memoryview) -> Header:
                 break
             x, y, w, h, flags = struct.unpack_from("<HHHHB", view, at + 1)
             width, height = max(width, x + w), max(height, y + h)
-            at, left = _blocks(view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), left)
+            at, blocks = _blocks(
+                view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), blocks
+            )
         elif kind == 0x21:
-            at, left = _blocks(view, at + 2, left)
+            at, blocks = _blocks(view, at + 2, blocks)
         elif kind == 0x3B or (kind < 0 and pictures):  # many files lack the end mark
             break
         else:
@@ -405,12 +407,12 @@ def _gif(view: memoryview) -> Header:
     return Header(width, height, "P", "GIF", pictures)
 
 
-def _blocks(view: memoryview, at: int, seen: int) -> tuple[int, int]:
+def _blocks(view: memoryview, at: int, count: int) -> tuple[int, int]:
     """Return the offset after a run of data blocks, and the number of blocks read so far."""
-    while seen < 4 * MAX_SEGMENTS:
+    while count < 4 * MAX_SEGMENTS:
         if at >= len(view):
             raise BadImage("a GIF that is cut short")
         if not view[at]:
-            return at + 1, seen
-        at, seen = at + 1 + view[at], seen + 1
+            return at + 1, count
+        at, count = at + 1 + view[at], count + 1
     raise BadImage(f"a GIF of more than {4 * MAX_SEGMENTS} blocks")

@@ -229,11 +229,11 @@ class Images:
         """
         w, h = width, height
         if self.size is not None:
-            high, wide = self.size
+            target_height, target_width = self.size
             w, h = (
-                (max(1, height * wide // high), height)
-                if width * high > height * wide
-                else (width, max(1, width * high // wide))
+                (max(1, height * target_width // target_height), height)
+                if width * target_height > height * target_width
+                else (width, max(1, width * target_height // target_width))
             )
         if self.crop is None:
             return (width - w) // 2, (height - h) // 2, w, h
@@ -260,19 +260,22 @@ def fit(
     are rounded down. If it is too little, both grow and are rounded up. The upper bound always
     holds, the lower one unless the upper one forbids it.
     """
-    high, wide = _nearest(height, factor), _nearest(width, factor)
+    rows, columns = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
-    if high * wide * area < min_pixels:
-        high, wide = (
+    if rows * columns * area < min_pixels:
+        rows, columns = (
             _root_up(height * min_pixels, width * area),
             _root_up(width * min_pixels, height * area),
         )
-    if high * wide > most:
-        high = max(1, math.isqrt(height * max_pixels // (width * area)))
-        wide = max(1, math.isqrt(width * max_pixels // (height * area)))
+    if rows * columns > most:
+        rows = max(1, math.isqrt(height * max_pixels // (width * area)))
+        columns = max(1, math.isqrt(width * max_pixels // (height * area)))
         # Correct a side that could not shrink below one.
-        high, wide = (min(high, most // min(wide, most)), min(wide, most // min(high, most)))
-    return high * factor, wide * factor
+        rows, columns = (
+            min(rows, most // min(columns, most)),
+            min(columns, most // min(rows, most)),
+        )
+    return rows * factor, columns * factor
 
 
 def _nearest(side: int, factor: int) -> int:

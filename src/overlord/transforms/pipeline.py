@@ -433,9 +433,9 @@ def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> N
 
     Raise Unfit if the whole column has a wrong type.
     """
-    bad, odd = unfit_rows(frame.table, name, check)
+    bad, retype = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
-    if odd:
+    if retype:
         frame.table = retyped(frame.table, name)
 
 

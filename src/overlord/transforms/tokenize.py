@@ -155,8 +155,8 @@ def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) ->
 def _content(path: str, source: str) -> tuple[str, bytes | None]:
     try:
         stat = os.stat(path)
-        seen = (stat.st_size, stat.st_mtime_ns)
-        if (known := _digests.get(path)) and known[0] == seen:
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        if (known := _digests.get(path)) and known[0] == stamp:
             return known[1], None
         content = Path(path).read_bytes()
     except OSError as fault:
@@ -164,7 +164,7 @@ def _content(path: str, source: str) -> tuple[str, bytes | None]:
         raise TransformError(
             source, "Tokenize", problem, "give the path of a tokenizer.json"
         ) from fault
-    _digests[path] = (seen, digest(content))
+    _digests[path] = (stamp, digest(content))
     return _digests[path][1], content
 
 
