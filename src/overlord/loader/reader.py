@@ -298,9 +298,16 @@ class SourceReader:
             held += staged.table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
-            return _Window(
-                empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None
-            ), tuple(over)
+            keys = empty.astype(np.uint64)
+            return _Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
+        key, file, row, at = self._ordered(command, files, rows, ats)
+        table = self._join_tables(tables)
+        return _Window(key, file, row, at, table, reasons, dropped, command.after), tuple(over)
+
+    def _ordered(
+        self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return key, file, row and place of the rows at or after the cursor, in stream order."""
         if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
@@ -315,16 +322,7 @@ class SourceReader:
                     key[order], file[order], row[order], command.after, self.order, command.epoch
                 )
             ]
-        return _Window(
-            key[order],
-            file[order],
-            row[order],
-            at[order],
-            self._join_tables(tables),
-            reasons,
-            dropped,
-            command.after,
-        ), tuple(over)
+        return key[order], file[order], row[order], at[order]
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """Read a slice. Storage errors name the file themselves; user code needs a label."""
