@@ -562,8 +562,8 @@ MUTATIONS = [
         ),
         (
             "the loss of the cursor's document counted again",
-            "(found.file != after.file) | (found.row != after.row)",
-            "found.row >= 0",
+            "(documents.file != after.file) | (documents.row != after.row)",
+            "documents.row >= 0",
         ),
     ),
     *_at(
@@ -635,7 +635,7 @@ MUTATIONS = [
         ("slices of ranks swapped", "zip(ranks, build_slices", "zip(ranks[::-1], build_slices"),
         (
             "views of a bucket for all buckets",
-            "by_rank={r: found[bucket_of[r], views[r]] for r in ranks}",
+            "by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}",
             "by_rank={r: found[min(found)[0], views[r]] for r in ranks}",
         ),
     ),
@@ -737,7 +737,7 @@ MUTATIONS = [
     ),
     *_at(
         "loader/service.py",
-        ("pieces of a loader in falling order", "pieces += found", "pieces += found[::-1]"),
+        ("pieces of a loader in falling order", "pieces += popped", "pieces += popped[::-1]"),
         (
             "the loader is not told of a pop",
             "commands = self.loader.handle(Pop(step, n))",
@@ -825,7 +825,7 @@ MUTATIONS = [
         "sources/chunk_reader.py",
         (
             "a file that changes while it is read is believed",
-            "if self._files.local or found.bad:",
+            "if self._files.local or raw.bad:",
             "if False:",
         ),
         ("reads that hang are never given up", "if seconds < limit:", "if True:"),
@@ -848,7 +848,7 @@ MUTATIONS = [
             "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))",
             "True",
         ),
-        ("any size will do", "found.st_size != file.size or not", "not"),
+        ("any size will do", "status.st_size != file.size or not", "not"),
         ("a file that went is given up at once", "_RESTORE)", "_RESTORE, 1)"),
     ),
     *_at(
@@ -887,12 +887,12 @@ MUTATIONS = [
             "return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))",
             "return max(1, whole)",
         ),
+        ("a side that cannot shrink ignored", "min(rows, most // min(columns, most)),", "rows,"),
         (
-            "a side that cannot shrink ignored",
-            "high, wide = (min(high, most // min(wide, most)), min(wide, most // min(high, most)))",
-            "high, wide = high, wide",
+            "too few pixels accepted",
+            "if rows * columns * area < min_pixels:",
+            "if rows * columns == 0:",
         ),
-        ("too few pixels accepted", "if high * wide * area < min_pixels:", "if high * wide == 0:"),
         (
             "the root rounded down",
             "return math.isqrt(-(-top // bottom) - 1) + 1",
@@ -911,7 +911,7 @@ MUTATIONS = [
         ("place in the fingerprint", 'if f.name != "place")', 'if f.name != "at")'),
         (
             "animations never refused",
-            'if found.frames > 1 and self.animated == "quarantine":',
+            'if image_header.frames > 1 and self.animated == "quarantine":',
             "if found.frames > 10:",
         ),
     ),
@@ -948,7 +948,7 @@ MUTATIONS = [
             "values[where] = spec.placeholder",
             "values[where] = values[where]",
         ),
-        ("null images not skipped", "gone = set(null_rows(array).tolist())", "gone = set()"),
+        ("null images not skipped", "nulls = set(null_rows(array).tolist())", "nulls = set()"),
         ("auto turned round", "totals.pixels <= totals.files", "totals.pixels > totals.files"),
     ),
     *_at(
@@ -980,7 +980,7 @@ MUTATIONS = [
         ("what lies around a crop has a say", "if scale == 1:", "if scale == 0:"),
         (
             "another image than planned accepted",
-            "if (found.width, found.height) != prefix.size:",
+            "if (image_header.width, image_header.height) != prefix.size:",
             "if False:",
         ),
         (

@@ -182,11 +182,11 @@ def _wrong_owner(real: Any) -> Any:
 def _no_way_back(real: Any) -> Any:
     """Loaders stay where they stand: what they sent and nobody has is not sent again."""
 
-    def back(self: Loader, cursor: Cursor, generation: int) -> Any:
+    def rollback(self: Loader, cursor: Cursor, generation: int) -> Any:
         told = real(self, cursor, generation)
         return told if told is None else told[len(told) // 2 :]
 
-    return back
+    return rollback
 
 
 def _trust_the_front(real: Any) -> Any:
@@ -399,7 +399,7 @@ MUTANTS = (
     Mutant(
         "announce half of it again",
         "a loader that goes back says only the second half of what it had said",
-        ((Loader, "back", _no_way_back),),
+        ((Loader, "rollback", _no_way_back),),
         1,
     ),
     Mutant(

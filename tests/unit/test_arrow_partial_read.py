@@ -263,7 +263,8 @@ for path in sys.argv[1:]:
     try:
         while not last:
             raw = reader.slice(0, t)
-            assert raw.bad == [] and raw.table["text"].to_pylist() == [f"{k:04d}" * 100 for k in raw.row], t
+            texts = [f"{k:04d}" * 100 for k in raw.row]
+            assert raw.bad == [] and raw.table["text"].to_pylist() == texts, t
             last, t = raw.last, t + 1
         print("all", flush=True)
     except StorageError as error:

@@ -130,9 +130,7 @@ def test_another_buckets_ranks_are_none_of_its_business() -> None:
     assert assembler.handle(Consumed(5, 0)) == []
 
 
-def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_there_and_someone_wants_it() -> (
-    None
-):
+def test_a_step_joins_a_build_once_and_only_with_its_payload_and_an_attached_rank() -> None:
     assembler = Assembler(0, [0], build_ahead=1)
     assert not assembler.join_build(0)  # nobody is attached
     assembler.handle(Attach(0))

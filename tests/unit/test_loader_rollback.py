@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,10 +112,7 @@ def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
 
 
 def found(
-    rows: list[int],
-    bad: list[int] = [],  # noqa: B006
-    dropped: int = 0,
-    long: list[int] = [],  # noqa: B006
+    rows: list[int], bad: Sequence[int] = (), dropped: int = 0, long: Sequence[int] = ()
 ) -> SampleBlock:
     ids, failed = np.array(rows, np.int64), np.array(bad, np.int64)
     meta = {"tokens": np.ones(len(rows), np.int64)}
@@ -160,9 +157,7 @@ def again(kept: ReplayBuffer, *cursor: int) -> Any:
     return None if made is None else (made[0], brief(made[1]))
 
 
-def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_that_told_of_them_is_kept_no_longer() -> (
-    None
-):
+def test_rows_that_filters_dropped_are_announced_again_after_their_block_was_released() -> None:
     kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 1], dropped=5)))
     kept.add(Announce(0, 0, 0, 0, found([2, 3], bad=[4])))
@@ -645,9 +640,7 @@ def test_a_loader_host_goes_back_and_parts_of_before_or_said_twice_lead_to_nothi
         )
 
 
-def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_sent_what_comes_again() -> (
-    None
-):
+def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_steps() -> None:
     with Told(failover=True) as told:
         told.announced(6)
         told.constructor.server.close()

@@ -204,7 +204,8 @@ def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None
     os.utime(path, ns=(0, 1_234_567_891_234_567_892))
     with pytest.raises(
         Unreachable,
-        match=r"expected 5 bytes of 2009-02-13 23:31:31\.234567891, got 5 bytes of 2009-02-13 23:31:31\.234567892",
+        match=r"expected 5 bytes of 2009-02-13 23:31:31\.234567891, "
+        r"got 5 bytes of 2009-02-13 23:31:31\.234567892",
     ):
         check_same_file(file)
     path.write_bytes(b"123456")
@@ -332,10 +333,12 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         return reader.read(Read(0, 0, 0, t, (0,)))
 
     def ask(t: int, n: int) -> Any:
-        ask = lambda: executor.submit(  # noqa: E731
-            "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
-        )
-        pump.ask(ask, "the pump")
+        def submit() -> None:
+            executor.submit(
+                "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
+            )
+
+        pump.ask(submit, "the pump")
         until(lambda: len(told) == n)
         return told[-1]
 

@@ -146,6 +146,7 @@ def test_a_name_that_is_no_text_is_told_with_its_source(tree):
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff.txt")).write_text("x")
     with pytest.raises(
         SourceError,
-        match=r"source 'web', .*: expected names of files that are UTF-8, got .*xff\.txt.*; rename that file",
+        match=r"source 'web', .*: expected names of files that are UTF-8, "
+        r"got .*xff\.txt.*; rename that file",
     ):
         names(f"{tree}/*.jsonl", tree)

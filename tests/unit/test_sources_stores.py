@@ -53,9 +53,7 @@ WITH_SECRETS = [
 
 @pytest.mark.parametrize("uri", WITH_SECRETS)
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_uri_that_carries_a_secret_is_refused_when_the_source_is_made_and_the_secret_is_not_repeated(
-    uri, listed
-):
+def test_a_uri_with_a_secret_is_refused_at_construction_and_the_secret_is_not_repeated(uri, listed):
     with pytest.raises(JobError, match="from the environment") as caught:
         ov.Source("web", [uri, "s3://bucket/other.parquet"] if listed else uri)
     assert not any(kept in (str(caught.value) + repr(caught.value)) for kept in (SECRET, TOKEN))

@@ -88,7 +88,8 @@ def test_a_rank_that_is_served_holds_nothing_and_says_who_fetches() -> None:
     assert [dict(mb) for mb in step] == [{}]
     with pytest.raises(
         KeyError,
-        match=r"'tokens' is not here: rank 2 fetches this microbatch .* \(broadcast_at TP\); join with overlord\.torch",
+        match=r"'tokens' is not here: rank 2 fetches this microbatch .* \(broadcast_at TP\); "
+        r"join with overlord\.torch",
     ):
         step[0]["tokens"]
     assert "tokens" not in step[0]
@@ -110,7 +111,8 @@ def test_a_stage_says_which_stage_has_the_key_that_it_lacks() -> None:
     place = ov.ClientPlaceTree(pp=3)
     with pytest.raises(
         KeyError,
-        match=r"'labels' is not in this microbatch; it has tokens, .* \(labels is for the last pipeline stage\)",
+        match=r"'labels' is not in this microbatch; it has tokens, .* "
+        r"\(labels is for the last pipeline stage\)",
     ):
         step_of(place, 0)[0]["labels"]
     with pytest.raises(KeyError, match=r"'tokens' .* \(tokens is for the first pipeline stage\)"):

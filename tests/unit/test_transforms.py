@@ -527,7 +527,7 @@ def test_a_maps_answer_is_never_converted_to_the_type_of_other_rows():
     assert block.bad == [(1, "tokens holds an id that is not a whole number")]
 
 
-def test_functions_over_columns_get_whole_numbers_and_fractions_as_one_array_only_where_it_holds_both():
+def test_functions_over_columns_get_mixed_numbers_as_one_array_only_if_it_holds_them_exactly():
     seen: list[Any] = []
 
     def look(columns: dict[str, Any]) -> list[bool]:

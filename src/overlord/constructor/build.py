@@ -170,28 +170,30 @@ def build_groups(
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
     distinct = list(dict.fromkeys(view for _, view in wanted if not view.nothing))
-    found: dict[tuple[int, View], BucketBatch] = {}
+    batches: dict[tuple[int, View], BucketBatch] = {}
     if hooks:
         whole = build_buckets(staged, buckets, batch, multiple, allocate, hooks)
         for (b, bucket), view in product(zip(buckets, whole, strict=True), distinct):
             if (b, view) in wanted:
-                found[b, view] = replace(
+                batches[b, view] = replace(
                     bucket, built=_for_view(bucket, view, staged.plan.step, hooks)
                 )
     elif buckets:
         for view, made in _build_views(
             staged, buckets, distinct, batch, multiple, allocate, compact
         ).items():
-            found |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
+            batches |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
             rows, bounds, _ = _rows(staged.plan.main, [b])
-            found[b, view] = BucketBatch(
+            batches[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
     none = np.zeros(1, np.int64)
     return [
-        BucketBatch(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks})
+        BucketBatch(
+            none[:0], none, None, by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}
+        )
         for ranks in groups.values()
     ]
 
@@ -217,9 +219,9 @@ def build_with_images(
     if info.place is not None and any(
         v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
     ):
-        found = "context parallelism slices microbatches, but rows of images need whole ones"
+        problem = "context parallelism slices microbatches, but rows of images need whole ones"
         raise PlanError(
-            found, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+            problem, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
         )
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
     staged = replace(
@@ -282,29 +284,30 @@ def _build_views(
     documents = _gather(staged, rows, place, m * len(buckets))
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
-        found = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
-        made = {view: seen(*found, view) for view in views}
-        arrays, forms = (
-            {view: wide for view, (wide, _) in made.items()},
+        built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
+        made = {view: seen(*built, view) for view in views}
+        by_view, forms = (
+            {view: arrays for view, (arrays, _) in made.items()},
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
         whole = _with_exclusions(
             build_arrays(*documents, batch, multiple, allocate), staged, buckets, 0, batch
         )
-        arrays = {view: of_stage(whole, view) for view in views}
+        by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
         slices = dict(
             zip(ranks, build_slices(*documents, batch, multiple, allocate, cp, ranks), strict=True)
         )
-        arrays = {view: of_stage(slices[view.cp_rank], view) for view in views}
+        by_view = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
         view: [
-            BucketBatch(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)
+            BucketBatch(rows, cut, arrays, k * m, form=forms.get(view))
+            for k, cut in enumerate(cuts)
         ]
-        for view, wide in arrays.items()
+        for view, arrays in by_view.items()
     }
 
 
@@ -332,8 +335,8 @@ def build_buckets(
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:
-        wide = arrays_of(0, len(rows), 0, m * len(buckets))
-        return [BucketBatch(rows, cut, wide, k * m) for k, cut in enumerate(cuts)]
+        arrays = arrays_of(0, len(rows), 0, m * len(buckets))
+        return [BucketBatch(rows, cut, arrays, k * m) for k, cut in enumerate(cuts)]
     built = []
     for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
         assembly = Assembly(
@@ -350,7 +353,7 @@ def build_buckets(
 
 
 def _with_exclusions(
-    wide: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
+    arrays: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
 ) -> BatchArrays:
     """Exclude placeholders of images and samples without their image from the loss.
 
@@ -360,16 +363,16 @@ def _with_exclusions(
     if staged.excluded_targets is not None and len(staged.excluded_targets):
         runs = staged.excluded_targets[np.isin(staged.excluded_targets[:, 0], buckets)]
         k = np.array([number[b] for b in runs[:, 0].tolist()], np.int64) * m + runs[:, 1] - first
-        here = (k >= 0) & (k < wide.n)
-        exclude_targets(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
+        here = (k >= 0) & (k < arrays.n)
+        exclude_targets(arrays, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
     if staged.excluded_documents is not None and len(staged.excluded_documents):
         places = [
             (number[b] * m + k - first, slot)
             for b, k, slot in staged.excluded_documents.tolist()
             if b in number
         ]
-        exclude_documents(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
-    return wide
+        exclude_documents(arrays, [(k, slot) for k, slot in places if 0 <= k < arrays.n])
+    return arrays
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -163,9 +163,9 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         self._bucket, self._m, self._cut, self._arrays = bucket, m, cut, arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        found = self._arrays[key]
-        if found is not None:
-            return found
+        array = self._arrays[key]
+        if array is not None:
+            return array
         last = self._bucket.last
         if last[0] == self._m:
             return last[1][key]

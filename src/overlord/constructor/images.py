@@ -103,13 +103,13 @@ def decode_pool() -> Executor:
     """
     with _lock:
         # A fork has the threads of its parent by name only.
-        if (found := _pools.get(os.getpid())) is None:
+        if (executor := _pools.get(os.getpid())) is None:
             _pools.clear()
             _keep_freed_memory()
-            found = _pools[os.getpid()] = ThreadPoolExecutor(
+            executor = _pools[os.getpid()] = ThreadPoolExecutor(
                 cores(), thread_name_prefix="overlord-decode"
             )
-        return found
+        return executor
 
 
 def _keep_freed_memory() -> None:
@@ -180,11 +180,11 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
                 f"expected an item of an image, got none: {fault}", step, "this is a bug: report it"
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
-            found = (
+            problem = (
                 f"expected images of {form.patch_dim} {form.dtype} a patch, got {dim} "
                 f"{np.dtype(dtype)}"
             )
-            raise PlanError(found, step, "this is a bug: report it")
+            raise PlanError(problem, step, "this is a bug: report it")
     return grids
 
 
@@ -325,10 +325,10 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
         return np.zeros((0, 4), np.int64)
     assert place is not None
     owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
-    found = np.stack(
+    runs = np.stack(
         [place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1
     )
-    return found[some].astype(np.int64)
+    return runs[some].astype(np.int64)
 
 
 def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> None:
@@ -399,7 +399,7 @@ def _rank_arrays(
     sums = patches[ranges(items[:-1], here + 1)] - np.repeat(patches[items[:-1]], here + 1)
     world = e.send_splits.shape[1]
     splits, of_items, of_received, of_rows = np.arange(s + 1) * world, items, got - c, rows - f
-    found: list[tuple[str, np.ndarray, np.ndarray]] = [
+    columns: list[tuple[str, np.ndarray, np.ndarray]] = [
         ("pixel_values", pixels, patches[items]),
         ("grid_thw", grids, of_items),
         ("image_cu_seqlens", sums.astype(np.int32), items + np.arange(s + 1)),
@@ -413,8 +413,8 @@ def _rank_arrays(
         ("image_token_index", received[1][f:g], of_rows),
         ("image_microbatch", e.microbatch[c:d], of_received),
     ]
-    arrays = {name: _read_only(array) for name, array, _ in found}
-    return BatchArrays(arrays, [starts.tolist() for _, _, starts in found])
+    arrays = {name: _read_only(array) for name, array, _ in columns}
+    return BatchArrays(arrays, [starts.tolist() for _, _, starts in columns])
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

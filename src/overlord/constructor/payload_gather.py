@@ -76,12 +76,12 @@ class PayloadGatherer:
         self._planned = max(step, self._planned)
         self._replanned.discard(step)
         self._constructors.plan(routed.stage)
-        found = {
+        arrived = {
             origin: early.pop((recovery, step))
             for origin, early in self._early.items()
             if (recovery, step) in early
         }
-        self._expected[step] = (routed, found)
+        self._expected[step] = (routed, arrived)
         return [*commands, *self._check_step(step)]
 
     def payload(self, payload: StepPayload) -> list[Any]:
@@ -142,26 +142,27 @@ class PayloadGatherer:
         }
         self._early = {origin: early for origin, early in kept.items() if early}
 
-    def back(self, back: Rollback) -> list[Any]:
+    def back(self, rollback: Rollback) -> list[Any]:
         """Roll back: later steps are planned again.
 
         Complete steps stay, the others arrive again.
         """
-        recovery = back.generation // STRIDE
+        recovery = rollback.generation // STRIDE
         if recovery <= self._recovery:
             return []  # a repeated or outdated rollback
         self._recovery, self._end, self._no_restart = recovery, None, not self._failover
         # A step that could not be built must fail again: a lost planner may not have received the
         # failure.
         self._replanned.update(
-            self._expected, (s for s in self._constructors.failed if back.step < s <= self._planned)
+            self._expected,
+            (s for s in self._constructors.failed if rollback.step < s <= self._planned),
         )
         self._expected.clear()
         self._constructors.failed.clear()
         # In a restarted worker: no step up to this one will be planned.
-        self._planned = max(self._planned, back.step)
+        self._planned = max(self._planned, rollback.step)
         self._forget_early(lambda r, s: r >= recovery)
-        return self._constructors.back(back)
+        return self._constructors.back(rollback)
 
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker sends nothing more.
@@ -186,11 +187,11 @@ class PayloadGatherer:
         """Pass the step on if all its payload is here."""
         if step not in self._expected:  # an earlier step failed, which ended the job
             return []
-        routed, found = self._expected[step]
-        missing = [origin for origin in routed.origins if origin not in found]
+        routed, arrived = self._expected[step]
+        missing = [origin for origin in routed.origins if origin not in arrived]
         if not missing:
             del self._expected[step]
-            stage, parts = routed.stage, [found[origin] for origin in routed.origins]
+            stage, parts = routed.stage, [arrived[origin] for origin in routed.origins]
             tokens = Ragged.concat(
                 [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
             )
@@ -237,9 +238,9 @@ class PayloadGatherer:
 
     def waiting(self) -> str:
         """Describe what the next step waits for; empty if nothing is in transit."""
-        for step, (routed, found) in sorted(self._expected.items()):
+        for step, (routed, arrived) in sorted(self._expected.items()):
             missing = [
-                self._worker_text(origin) for origin in routed.origins if origin not in found
+                self._worker_text(origin) for origin in routed.origins if origin not in arrived
             ]
             return f"step {step}: payload of {', '.join(missing)}"
         return (
@@ -316,9 +317,9 @@ def _mismatch(
     hosts = ", ".join(f"loader-host/{origin}" for origin in routed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
-    wanted = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
-    if wanted != (0 if items is None else len(items)):
-        return f"expected {wanted} images of {hosts}, got {0 if items is None else len(items)}"
+    expected = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
+    if expected != (0 if items is None else len(items)):
+        return f"expected {expected} images of {hosts}, got {0 if items is None else len(items)}"
     wrong = np.flatnonzero(tokens.lengths[doc[here]] != routed.stage.plan.tokens[here])
     if not len(wrong):
         return ""
@@ -326,8 +327,8 @@ def _mismatch(
     origin = routed.origins[
         int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
     ]
-    wanted, found = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
+    expected, got = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return (
-        f"expected {wanted} tokens of {routed.stage.plan.sample_id(row)} from "
-        f"loader-host/{origin}, got {found}"
+        f"expected {expected} tokens of {routed.stage.plan.sample_id(row)} from "
+        f"loader-host/{origin}, got {got}"
     )

@@ -69,29 +69,29 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
     A user's own keys (of a ``constructor_do_plan``) go to every stage. Keys with an entry
     per token are sliced as tokens are.
     """
-    found = {key: array for key, array in arrays.items() if view.has(key)}
-    if not view.sliced or not found:
-        return found
+    kept = {key: array for key, array in arrays.items() if view.has(key)}
+    if not view.sliced or not kept:
+        return kept
     ends = np.asarray(arrays["cu_seqlens_padded"])
     shape = _shape(arrays, ends)
     if wrong := [
         key
         for key in PER_TOKEN
-        if key in found and found[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))
+        if key in kept and kept[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))
     ]:
         raise ValueError(
-            f"expected {wrong[0]!r} of shape {list(shape)}, got {list(found[wrong[0]].shape)}"
+            f"expected {wrong[0]!r} of shape {list(shape)}, got {list(kept[wrong[0]].shape)}"
         )
     if len(shape) == 2:
         columns = _columns(shape[1], view)
         return {
             key: array[:, columns] if _is_per_token(key, array, shape) else array
-            for key, array in found.items()
+            for key, array in kept.items()
         }
     index = slice_index(ends, view.cp, view.cp_rank, view.split)
     return {
         key: array[index] if _is_per_token(key, array, shape) else array
-        for key, array in found.items()
+        for key, array in kept.items()
     }
 
 
@@ -144,9 +144,9 @@ def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:
 
     Arrays that are not sliced along cp are shared.
     """
-    found = of_stage(batch, view)
+    kept = of_stage(batch, view)
     if not view.sliced:
-        return found
+        return kept
     padded = batch.arrays["tokens"].ndim == 2
     units = (
         np.array([0, batch.arrays["tokens"].shape[1]])
@@ -155,12 +155,12 @@ def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:
     )
     index = _ranges(*_runs(units, view.cp, [view.cp_rank], view.split))
     arrays, starts = {}, []
-    for (key, array), rows in zip(found.arrays.items(), found.starts, strict=True):
+    for (key, array), rows in zip(kept.arrays.items(), kept.starts, strict=True):
         cut_here = key in PER_TOKEN
         arrays[key] = (np.take(array, index, axis=1 if padded else 0)) if cut_here else array
         arrays[key].flags.writeable = False
         starts.append([row // view.cp for row in rows] if cut_here and not padded else rows)
-    return BatchArrays(arrays, starts, found.single)
+    return BatchArrays(arrays, starts, kept.single)
 
 
 def of_stage(batch: BatchArrays, view: View) -> BatchArrays:

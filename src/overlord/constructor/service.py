@@ -146,9 +146,9 @@ class ConstructorService:
     def finish(self, finish: EndOfJob) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
-    def back(self, back: Rollback) -> list[Any]:
+    def back(self, rollback: Rollback) -> list[Any]:
         """Roll back: steps are planned again, and those that are here stay."""
-        return [command for a in self.assemblers.values() for command in a.handle(back)]
+        return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 
     def carry_out(
         self, command: Build | Deliver | EndRank | Unfinish | Release, queue: deque[Any]
@@ -158,7 +158,7 @@ class ConstructorService:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                # Buckets whose ranks are a little behind are built together with it. One gather for
+                # Buckets whose ranks lag a little are built together with it. One gather for
                 # all costs less. Allocations of one size are reused, while those of varying sets of
                 # buckets would not fit.
                 self._build(

@@ -26,10 +26,12 @@ def long_of(
 
     The loss of that document was counted with its sample.
     """
-    found = LongDocuments(key[at], file[at], row[at], lost)
+    documents = LongDocuments(key[at], file[at], row[at], lost)
     if after is None:
-        return found
-    return found.take(np.flatnonzero((found.file != after.file) | (found.row != after.row)))
+        return documents
+    return documents.take(
+        np.flatnonzero((documents.file != after.file) | (documents.row != after.row))
+    )
 
 
 def all_bad(n: int, reason: str) -> Block:

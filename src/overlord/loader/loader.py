@@ -118,9 +118,12 @@ class Loader:
         reach back far enough. Afterwards ``ready`` gives the front of the sample buffer.
         """
         target = ReplayCursor.of(cursor, self._order)
-        if self.replay_buffer is None or (found := self.replay_buffer.replay_from(target)) is None:
+        if (
+            self.replay_buffer is None
+            or (replayed := self.replay_buffer.replay_from(target)) is None
+        ):
             return None
-        before, repeated = found
+        before, repeated = replayed
         self.generation, self._rollback_target = generation, target
         self.ready = self.announced - before
         self.ready_bytes = int(self._bytes_per_sample * self.ready)
@@ -185,7 +188,7 @@ class Loader:
             )
         return self._announce(event.found)
 
-    def _announce(self, found: Any) -> list[Command]:
+    def _announce(self, block: Any) -> list[Command]:
         closes = self._rows == 0
         last = closes and not self._chunks
         announcement = Announce(
@@ -193,7 +196,7 @@ class Loader:
             self._epoch,
             self._group,
             self._window,
-            found,
+            block,
             closes,
             last,
             generation=self.generation,

@@ -116,10 +116,10 @@ class ReaderStats:
     @property
     def work(self) -> tuple[float, float]:
         """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
-        opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
+        wall_s, cpu_s = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
-            busy * self.evaluated_fraction + self.transform_busy_s,
-            opened * self.evaluated_fraction + self.transform_s,
+            cpu_s * self.evaluated_fraction + self.transform_busy_s,
+            wall_s * self.evaluated_fraction + self.transform_s,
         )
 
     @property
@@ -135,8 +135,8 @@ class ReaderStats:
         """Return the seconds of a usual and a slow read: the median and the 95th percentile."""
         if not self.reads:
             return 0.0, 0.0
-        found = sorted(self.reads)
-        return found[len(found) // 2], found[-1 - len(found) // 20]
+        reads = sorted(self.reads)
+        return reads[len(reads) // 2], reads[-1 - len(reads) // 20]
 
     @property
     def images(self) -> dict[str, int] | None:
@@ -298,9 +298,16 @@ class SourceReader:
             held += staged.table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
-            return _Window(
-                empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None
-            ), tuple(over)
+            keys = empty.astype(np.uint64)
+            return _Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
+        key, file, row, at = self._ordered(command, files, rows, ats)
+        table = self._join_tables(tables)
+        return _Window(key, file, row, at, table, reasons, dropped, command.after), tuple(over)
+
+    def _ordered(
+        self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return key, file, row and place of the rows at or after the cursor, in stream order."""
         if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
@@ -315,23 +322,14 @@ class SourceReader:
                     key[order], file[order], row[order], command.after, self.order, command.epoch
                 )
             ]
-        return _Window(
-            key[order],
-            file[order],
-            row[order],
-            at[order],
-            self._join_tables(tables),
-            reasons,
-            dropped,
-            command.after,
-        ), tuple(over)
+        return key[order], file[order], row[order], at[order]
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """Read a slice. Storage errors name the file themselves; user code needs a label."""
-        if not (whose := getattr(self.chunks, "user_code", "")):
+        if not (code := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
         with self._running(
-            np.zeros(0, np.int64), what=f"{whose}, reading slice {t} of chunk {chunk},"
+            np.zeros(0, np.int64), what=f"{code}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
 
@@ -408,10 +406,10 @@ class SourceReader:
                     content.take(keep),
                     {n: take_rows(c, keep) for n, c in meta.items()},
                 )
-        found = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
+        samples = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
         if len(block.long):
-            found = replace(
-                found,
+            samples = replace(
+                samples,
                 long=long_of(
                     key, file, row, good[block.long], block.lost, window.after if a == 0 else None
                 ),
@@ -422,13 +420,13 @@ class SourceReader:
             self.stats.raw_bytes = 0
         took = time.perf_counter() - start
         self.stats.evaluated += b - a
-        self.stats.samples += len(found)
+        self.stats.samples += len(samples)
         self.stats.tokens += int(content.tokens.offsets[-1] - content.tokens.offsets[0])
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
         self.stats.transform_busy_s += core_s(self.stages) - busy
-        return BlockReady(found, b - a, content.nbytes, took), content
+        return BlockReady(samples, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         """Turn rows of the open window into samples.

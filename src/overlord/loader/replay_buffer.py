@@ -66,38 +66,38 @@ class ReplayCursor:
             return replace(announcement, window=c.window, found=None)
         return None
 
-    def _remaining(self, found: SampleBlock) -> SampleBlock:
+    def _remaining(self, block: SampleBlock) -> SampleBlock:
         """Return the samples after the cursor, and the failures that a read from the cursor on
         would find.
         """
         n, bad = (
-            len(found) - int(self._after(found).sum()),
-            int(self._before(found.bad_key, found.bad_file, found.bad_row).sum()),
+            len(block) - int(self._after(block).sum()),
+            int(self._before(block.bad_key, block.bad_file, block.bad_row).sum()),
         )
-        long = found.long
+        long = block.long
         if long is not None:  # the loss of the cursor's own row was counted with its sample
             long = long.take(np.flatnonzero(~self._before(long.key, long.file, long.row, own=True)))
         if not n and not bad:
-            return found if long is found.long else replace(found, long=long)
+            return block if long is block.long else replace(block, long=long)
         return SampleBlock(
-            found.key[n:],
-            found.file[n:],
-            found.row[n:],
-            found.part[n:],
-            {k: cut_rows(v, n, len(found)) for k, v in found.meta.items()},
-            found.bad_key[bad:],
-            found.bad_file[bad:],
-            found.bad_row[bad:],
-            found.bad_reason[bad:],
-            found.dropped,
+            block.key[n:],
+            block.file[n:],
+            block.row[n:],
+            block.part[n:],
+            {k: cut_rows(v, n, len(block)) for k, v in block.meta.items()},
+            block.bad_key[bad:],
+            block.bad_file[bad:],
+            block.bad_row[bad:],
+            block.bad_reason[bad:],
+            block.dropped,
             long,
         )
 
-    def _after(self, found: SampleBlock) -> np.ndarray:
+    def _after(self, block: SampleBlock) -> np.ndarray:
         c, key = self.cursor, np.uint64(self.key)
-        row = (found.row > c.row) | ((found.row == c.row) & (found.part > c.part))
-        return (found.key > key) | (
-            (found.key == key) & ((found.file > c.file) | ((found.file == c.file) & row))
+        row = (block.row > c.row) | ((block.row == c.row) & (block.part > c.part))
+        return (block.key > key) | (
+            (block.key == key) & ((block.file > c.file) | ((block.file == c.file) & row))
         )
 
     def _before(

@@ -59,7 +59,7 @@ class LoaderSlot:
         """Return a description of its activity: a slow read or user code, else the state of the
         loader.
         """
-        return getattr(self.reader, "doing", "") or self.loader.activity
+        return getattr(self.reader, "activity", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +189,7 @@ class LoaderService:
     def back(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Roll the named loaders back to a step.
 
-        This happens in memory if the replay buffer reaches back, else reopened. Idempotent. Returns
+        A loader whose replay buffer does not reach back that far is reopened. Idempotent. Returns
         their announcements and commands.
         """
         if rollback.generation < self.generation:
@@ -353,9 +353,9 @@ class LoaderService:
         pieces: list[Content] = []
         commands: list[Any] = []
         for number, n in pops.items():
-            found, wanted = self.hosted[number].pop(step, n)
-            pieces += found
-            commands += wanted
+            popped, more = self.hosted[number].pop(step, n)
+            pieces += popped
+            commands += more
         if kept is None:
             return pieces, commands
         # Held-over samples are not retained by step: such jobs read again.

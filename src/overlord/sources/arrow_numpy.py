@@ -15,8 +15,8 @@ def numpy_of(array: pa.Array) -> np.ndarray:
     """Return a view of the numbers of an array. Arrow converts arrays with nulls or other types."""
     kind, n = array.type, len(array)
     if array.null_count or not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind)):
-        found: np.ndarray = array.to_numpy(zero_copy_only=False)
-        return found
+        converted: np.ndarray = array.to_numpy(zero_copy_only=False)
+        return converted
     memory = array.buffers()[1]
     if pt.is_boolean(kind):  # one bit per value
         bits = np.frombuffer(memory, np.uint8) if n else np.zeros(0, np.uint8)

@@ -44,12 +44,12 @@ def text_columns(schema: Mapping[str, str]) -> list[str]:
     flat = {
         name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")
     }
-    found = [
+    names = [
         name
         for name, kind in flat.items()
         if "string" in kind or ("binary" in kind and name in TEXTS)
     ]
-    return sorted(found, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
+    return sorted(names, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
 
 
 def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
@@ -214,9 +214,9 @@ def check_refused(names: Container[str], options: ReadOptions) -> None:
 
     Training would use the wrong tokens.
     """
-    if found := [name for name in options.refused if name in names]:
+    if refused := [name for name in options.refused if name in names]:
         raise BadFile(
-            f"expected token ids alone, got the column {found[0]!r} next to them, which is "
+            f"expected token ids alone, got the column {refused[0]!r} next to them, which is "
             "not supported yet",
             "add Select with the columns to use: then every token has a loss",
         )

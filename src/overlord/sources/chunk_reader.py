@@ -150,16 +150,16 @@ class ChunkReader:
     def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
         """Read a slice and reject it, valid or not, if the file changed meanwhile."""
         try:
-            found = self._slice(chunk, t, file)
+            raw = self._slice(chunk, t, file)
         except (OSError, ValueError) as error:
             # Without an errno the error is not from the operating system: invalid bytes may belong
             # to another file.
             if not isinstance(getattr(error, "errno", None), int):
                 self._files.check_unchanged(file)
             raise
-        if self._files.local or found.bad:
+        if self._files.local or raw.bad:
             self._files.check_unchanged(file)
-        return found
+        return raw
 
     def _slice(self, chunk: int, t: int, file: File) -> RawSlice:
         key = (self._id, chunk)
@@ -169,11 +169,11 @@ class ChunkReader:
             handle = None
         if handle is None:
             handle = self._open(chunk, t, file)
-        found = next(handle.slices, None)
+        raw = next(handle.slices, None)
         self._cache.count("reads")
-        if found is None:
+        if raw is None:
             return cols.slice_of(0, 0, cols.empty(0, self.options.columns), [], True)
-        if found.last:
+        if raw.last:
             handle.close()
         else:
             handle.next = t + 1
@@ -182,7 +182,7 @@ class ChunkReader:
                 + self._files.read_ahead
             )
             self._cache.put(key, handle, held)
-        return found
+        return raw
 
     # Status of the reader, read by other threads.
 
@@ -237,11 +237,11 @@ class ChunkReader:
         """Return a description of the read that is being waited for, once it takes long."""
         if (attempt := self.stats.oldest()) is None:
             return ""
-        seconds, seen = self.stats.clock.now() - attempt.began, attempt.failures
-        if seen:
+        seconds, failures = self.stats.clock.now() - attempt.began, attempt.failures
+        if failures:
             return (
-                f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} attempts "
-                f"failed; the last: {seen[-1].text})"
+                f"trying to read {attempt.path} for {seconds:.0f} s ({len(failures)} attempts "
+                f"failed; the last: {failures[-1].text})"
             )
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
@@ -276,8 +276,8 @@ class ChunkReader:
         self._cache.close(self._id)
 
     def _open(self, chunk: int, t: int, file: File) -> OpenChunk:
-        found = self._files.check_unchanged(file)
-        self._on_disk = self._on_disk and found is not None and is_disk(found.st_dev)
+        status = self._files.check_unchanged(file)
+        self._on_disk = self._on_disk and status is not None and is_disk(status.st_dev)
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")

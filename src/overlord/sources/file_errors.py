@@ -64,25 +64,25 @@ def check_same_file(file: File) -> os.stat_result:
     Its inode does not count: a restored copy has another one.
     """
     try:
-        found = os.stat(file.path)
+        status = os.stat(file.path)
     except ValueError as error:  # a name that no file can have
         raise BadFile(f"expected a usable path, got {error}") from error
-    if not stat.S_ISREG(found.st_mode):
-        what = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+    if not stat.S_ISREG(status.st_mode):
+        what = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise Unreachable(
             f"the file changed since the source was indexed: expected a file, got {what}",
             UNDER_RUN,
             "changed",
         )
-    if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
+    if status.st_size != file.size or not _same_time(file.mtime_ns, status.st_mtime_ns):
         difference = (
-            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {found.st_size} "
-            f"bytes of {_time_text(found.st_mtime_ns)}"
+            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {status.st_size} "
+            f"bytes of {_time_text(status.st_mtime_ns)}"
         )
         raise Unreachable(
             f"the file changed since the source was indexed: {difference}", UNDER_RUN, "changed"
         )
-    return found
+    return status
 
 
 def _same_time(indexed_ns: int, found_ns: int) -> bool:
@@ -136,8 +136,10 @@ def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
     return call()
 
 
-def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
-    last = seen[-1]
+def give_up_error(
+    path: str, operation: str, failures: Sequence[Failure], took_s: float
+) -> Unreachable:
+    last = failures[-1]
     return Unreachable(
-        last.text + attempts_text(seen, took_s) + kinds_text(seen), last.remedy, last.kind
+        last.text + attempts_text(failures, took_s) + kinds_text(failures), last.remedy, last.kind
     )

@@ -57,21 +57,21 @@ class Files:
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
             raise SourceError(source, "the list of files is empty")
-        found: list[File] = []
+        files: list[File] = []
         accesses: list[Files] = []
         for name in names:
             access, rest = _access_to(name, source)
             accesses.append(access)
-            found += access.expand(rest, name, source, tuple(suffixes))
+            files += access.expand(rest, name, source, tuple(suffixes))
         if any(access.fs != accesses[0].fs for access in accesses):
             raise SourceError(
                 source,
                 "expected all files on one filesystem, got several",
                 remedy="make one source for each store",
             )
-        found.sort(key=lambda f: f.path)
-        _refuse_duplicates(found, source, accesses[0].local)
-        return accesses[0], tuple(found)
+        files.sort(key=lambda f: f.path)
+        _refuse_duplicates(files, source, accesses[0].local)
+        return accesses[0], tuple(files)
 
     @property
     def read_ahead(self) -> int:
@@ -152,14 +152,14 @@ class Files:
             # One request less per source.
             if isinstance(self.fs, RemoteStore) and _is_glob(rest, is_uri):
                 return self._glob(rest, name, source, is_uri)
-            found = self._look(rest)
-            if found is None and not _is_glob(rest, is_uri):
+            entry = self._look(rest)
+            if entry is None and not _is_glob(rest, is_uri):
                 raise SourceError(
                     source, "no such file or directory", name, self._suggestion(rest, name, is_uri)
                 )
-            if found is None:
+            if entry is None:
                 return self._glob(rest, name, source, is_uri)
-            return [found.file] if found.file else self._directory(rest, name, source, suffixes)
+            return [entry.file] if entry.file else self._directory(rest, name, source, suffixes)
         except (BadFile, Unreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
         except UnicodeDecodeError as error:  # pyarrow lists a whole directory or nothing
@@ -184,8 +184,8 @@ class Files:
             and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]
         _refuse_special_files(entries, source)
-        found = [e.file for e in entries if e.file]
-        if not found:
+        files = [e.file for e in entries if e.file]
+        if not files:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
             raise SourceError(
                 source,
@@ -193,7 +193,7 @@ class Files:
                 name,
                 "names that start with '_' or '.' are ignored",
             )
-        return found
+        return files
 
     def _glob(self, pattern: str, name: str, source: str, is_uri: bool) -> list[File]:
         parts = pattern.split("/")
@@ -206,32 +206,34 @@ class Files:
         )
         _refuse_special_files([e for e in entries if matches(e.path[depth:])], source)
         files = [e.file for e in entries if e.file]
-        found = [f for f in files if f.path == pattern] or [
+        matching = [f for f in files if f.path == pattern] or [
             f for f in files if matches(f.path[depth:])
         ]
-        if not found:
-            seen = sorted(f.path[depth:] for f in files)
+        if not matching:
+            names = sorted(f.path[depth:] for f in files)
             holds = (
-                f"{base} holds {len(seen)} files, for example {seen[0]}"
-                if seen
+                f"{base} holds {len(names)} files, for example {names[0]}"
+                if names
                 else f"{base} is empty or does not exist"
             )
             raise SourceError(source, "the pattern matches no file", name, holds)
-        return found
+        return matching
 
     def _suggestion(self, path: str, name: str, is_uri: bool) -> str:
         """Return what exists instead of a missing file.
 
         Usually its name is misspelled, or the folder is wrong.
         """
-        folder, _, wanted = path.rstrip("/").rpartition("/")
-        seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
-        if not seen:
+        folder, _, missing = path.rstrip("/").rpartition("/")
+        names = sorted(
+            e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False)
+        )
+        if not names:
             holds = f"{folder} is empty or does not exist"
-        elif close := difflib.get_close_matches(wanted, seen, n=1):
+        elif close := difflib.get_close_matches(missing, names, n=1):
             holds = f"did you mean {close[0]}?"
         else:
-            holds = f"{folder} holds {len(seen)} entries, for example {seen[0]}"
+            holds = f"{folder} holds {len(names)} entries, for example {names[0]}"
         start = (
             ""
             if is_uri or os.path.isabs(os.path.expanduser(name))
@@ -332,8 +334,8 @@ def _filesystem(uri: str) -> tuple[Files, str]:
 
 
 def _entry(info: Any) -> Entry:
-    found = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
-    return Entry(info.path, found, SPECIAL if info.type.name == "Unknown" else "")
+    file = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
+    return Entry(info.path, file, SPECIAL if info.type.name == "Unknown" else "")
 
 
 def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
@@ -341,9 +343,9 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
 
     pyarrow follows every turn of a cycle and does not report dangling links.
     """
-    found, left = list[Entry](), [(base, frozenset[tuple[int, int]]())]
-    while left:
-        path, above = left.pop()
+    result, directories = list[Entry](), [(base, frozenset[tuple[int, int]]())]
+    while directories:
+        path, above = directories.pop()
         if not os.path.isdir(path):
             continue
         stat = os.stat(path)
@@ -357,13 +359,17 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
             )
         entries = listed(path)
         known = {e.path.rpartition("/")[2] for e in entries}
-        lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
-        found += entries + [
-            Entry(p, None, DANGLING) for p in lost if os.path.islink(p) and not os.path.exists(p)
+        dangling = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
+        result += entries + [
+            Entry(p, None, DANGLING)
+            for p in dangling
+            if os.path.islink(p) and not os.path.exists(p)
         ]
         if recursive:
-            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.special]
-    return found
+            directories += [
+                (e.path, above | {here}) for e in entries if e.file is None and not e.special
+            ]
+    return result
 
 
 def _refuse_special_files(entries: Sequence[Entry], source: str) -> None:
@@ -406,15 +412,15 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
     return out
 
 
-def _refuse_duplicates(found: Sequence[File], source: str, local: bool) -> None:
+def _refuse_duplicates(files: Sequence[File], source: str, local: bool) -> None:
     """Refuse a file with two names: it would be read twice.
 
     Links to it share size and time, so inodes are compared only for files that share both.
     """
-    twice = sorted({a.path for a, b in pairwise(found) if a.path == b.path})
+    twice = sorted({a.path for a, b in pairwise(files) if a.path == b.path})
     if not twice and local:
         alike: dict[tuple[int, int], list[str]] = {}
-        for file in found:
+        for file in files:
             alike.setdefault((file.size, file.mtime_ns), []).append(file.path)
         twice = [
             f"{a} and {b}"
@@ -432,11 +438,11 @@ def _refuse_duplicates(found: Sequence[File], source: str, local: bool) -> None:
 
 
 def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:
-    seen: dict[tuple[int, int], str] = {}
+    first_names: dict[tuple[int, int], str] = {}
     pairs = []
     for path in sorted(paths, key=lambda p: (len(p), p)):  # the shortest name first
         stat = os.stat(path)
-        first = seen.setdefault((stat.st_dev, stat.st_ino), path)
+        first = first_names.setdefault((stat.st_dev, stat.st_ino), path)
         if first != path:
             pairs.append((first, path))
     return pairs

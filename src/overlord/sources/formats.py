@@ -26,14 +26,14 @@ SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
 
 
 def format_named(name: str, source: str) -> Format:
-    found = FORMATS.get(ALIASES.get(name, name))
-    if found is None:
+    format = FORMATS.get(ALIASES.get(name, name))
+    if format is None:
         raise SourceError(
             source,
             f"unknown format {name!r}",
             remedy=f"known formats: {', '.join(sorted(FORMATS))}",
         )
-    return found
+    return format
 
 
 def format_of(files: Sequence[File], source: str) -> Format:

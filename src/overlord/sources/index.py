@@ -294,8 +294,8 @@ def _load_cache(work: _Work) -> None:
             return
         known = {(e.path, e.size, e.mtime_ns, e.version): e for e in entry.files}
         for file in work.files:
-            if found := known.get((file.path, file.size, file.mtime_ns, file.version)):
-                table = np.frombuffer(found.chunks, np.int64).reshape(-1, 5)
+            if cached := known.get((file.path, file.size, file.mtime_ns, file.version)):
+                table = np.frombuffer(cached.chunks, np.int64).reshape(-1, 5)
                 work.parts[file.path] = make_chunks(table)  # type: ignore[arg-type]
         if work.files[0].path in work.parts:
             work.schema = entry.schema

@@ -116,11 +116,11 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
             alone.setdefault(one.type, []).append((i, one))
         else:
             bad[i] = f"{shown(value)}: expected values of one type, got several"
-    found = [
+    arrays = [
         (np.array([i for i, _ in held]), pa.concat_arrays([one for _, one in held]))
         for held in alone.values()
     ]
-    return found, bad
+    return arrays, bad
 
 
 def shown(value: Any) -> str:
@@ -223,14 +223,14 @@ def _plain(value: Any, depth: int) -> Any:
 
 def _converted(value: Any, depth: int) -> Any:
     """Return any other value in the form in which Arrow holds it alone."""
-    found = pa.array([value])[0]
-    if pt.is_temporal(found.type):
-        unit, zone = getattr(found.type, "unit", ""), getattr(found.type, "tz", None)
-        name = str(found.type).partition("[")[0]
+    scalar = pa.array([value])[0]
+    if pt.is_temporal(scalar.type):
+        unit, zone = getattr(scalar.type, "unit", ""), getattr(scalar.type, "tz", None)
+        name = str(scalar.type).partition("[")[0]
         return msgspec.msgpack.Ext(
-            _TEMPORAL, msgspec.msgpack.encode([name, unit, zone, found.value])
+            _TEMPORAL, msgspec.msgpack.encode([name, unit, zone, scalar.value])
         )
-    plain = found.as_py()
+    plain = scalar.as_py()
     if isinstance(plain, decimal.Decimal):
         return msgspec.msgpack.Ext(_DECIMAL, str(plain).encode())
     if type(plain) in (*_SCALARS, list, dict):

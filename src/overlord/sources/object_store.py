@@ -94,8 +94,8 @@ class RemoteStore:
         def everything() -> tuple[Sequence[Any], Sequence[str]]:
             if recursive:
                 return [meta for page in client.list(prefix, chunk_size=1000) for meta in page], ()
-            found = client.list_with_delimiter(prefix)
-            return found["objects"], found["common_prefixes"]
+            level = client.list_with_delimiter(prefix)
+            return level["objects"], level["common_prefixes"]
 
         metas, prefixes = self._retry(base, "listed", everything)
         folders = {prefix, *prefixes} | {
@@ -169,18 +169,17 @@ class RemoteStore:
         key = self._key(file.path)
 
         def call() -> memoryview:
-            answer = client.get(key, options=options)
-            found = self._file(answer.meta)
-            if (found.size, _version(found)) != (file.size, _version(file)):
+            response = client.get(key, options=options)
+            actual = self._file(response.meta)
+            if (actual.size, _version(actual)) != (file.size, _version(file)):
                 raise WrongResponse(
-                    "changed", f"expected {_described(file)}, got {_described(found)}"
+                    "changed", f"expected {_described(file)}, got {_described(actual)}"
                 )
-            if tuple(answer.range) != (start, stop):
-                raise WrongResponse(
-                    "other range",
-                    f"expected bytes {start} to {stop}, got {answer.range[0]} to {answer.range[1]}",
-                )
-            data = memoryview(answer.bytes())
+            if tuple(response.range) != (start, stop):
+                first, end = response.range
+                problem = f"expected bytes {start} to {stop}, got {first} to {end}"
+                raise WrongResponse("other range", problem)
+            data = memoryview(response.bytes())
             if len(data) != stop - start:
                 raise WrongResponse("short body", f"expected {stop - start} bytes, got {len(data)}")
             return data

@@ -48,11 +48,11 @@ class SerialMap:
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
-        found = []
+        results = []
         for item in items:
-            found.append(work(item, lambda *what: None))
-            done(found[-1])
-        return found
+            results.append(work(item, lambda *what: None))
+            done(results[-1])
+        return results
 
 
 class ParallelMap:
@@ -97,9 +97,9 @@ class ParallelMap:
 
         for n in range(min(self._workers, len(items))):
             threading.Thread(target=run, name=f"{self._name}-{n}", daemon=True).start()
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         warn_after = TIMEOUTS.warn_after_s
-        while len(found) < len(items):
+        while len(results) < len(items):
             try:
                 k, answer, error = answers.get(timeout=0.25)
             except queue.Empty:
@@ -107,9 +107,9 @@ class ParallelMap:
                 continue
             if error is not None:
                 raise error
-            found[k], warn_after = answer, TIMEOUTS.warn_after_s
+            results[k], warn_after = answer, TIMEOUTS.warn_after_s
             done(answer)
-        return [found[k] for k in range(len(items))]
+        return [results[k] for k in range(len(items))]
 
     def _check_waits(self, waits: dict[int, Wait], warn_after: float) -> float:
         """Warn about a slow wait, and raise StorageError for one that exceeds its limit."""

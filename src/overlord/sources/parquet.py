@@ -379,12 +379,12 @@ def _byte_ranges(
     if (layout := footer.layout) is None:
         return []
     wanted = None if options.columns is None else set(options.columns)
-    found = [
+    columns = [
         c
         for leaf, c in zip(layout.leaves, layout.groups[group].columns, strict=True)
         if wanted is None or leaf in wanted
     ]
-    ranges = [(c.start, c.start + c.compressed) for c in found]
+    ranges = [(c.start, c.start + c.compressed) for c in columns]
     # Other ranges are read as pyarrow requests them, and fail there.
     return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]
 
@@ -395,9 +395,9 @@ def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:
         layout = _layout(_footer_bytes(files, file))
     except BadFile:
         return 0, file.size
-    found = layout.groups[group].columns if group < len(layout.groups) else []
-    start = min((c.start for c in found), default=0)
-    stop = start + sum(c.compressed for c in found)
+    columns = layout.groups[group].columns if group < len(layout.groups) else []
+    start = min((c.start for c in columns), default=0)
+    stop = start + sum(c.compressed for c in columns)
     return (start, stop) if 0 <= start < stop <= file.size else (0, file.size)
 
 

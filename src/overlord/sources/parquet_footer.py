@@ -63,15 +63,15 @@ class Layout:
 def parse(footer: bytes) -> Layout:
     """Read the layout. Raises BrokenFooter; pyarrow may still reject a footer that passes."""
     try:
-        found, at = _struct(footer, 0, _FILE, 0)
+        fields, at = _struct(footer, 0, _FILE, 0)
         if at > len(footer):
             raise IndexError
     except IndexError:
         raise BrokenFooter("the footer ends too early") from None
-    if 2 not in found or 3 not in found or 4 not in found:
+    if 2 not in fields or 3 not in fields or 4 not in fields:
         raise BrokenFooter("the footer lacks its schema, its number of rows or its row groups")
-    layout = Layout(found[3], _leaves(found[2]))
-    layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(found[4])]
+    layout = Layout(fields[3], _leaves(fields[2]))
+    layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(fields[4])]
     if sum(g.rows for g in layout.groups) != layout.rows:
         rows = sum(g.rows for g in layout.groups)
         raise BrokenFooter(
@@ -118,9 +118,9 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
     return leaves
 
 
-def _group(found: dict[int, Any], leaves: int, number: int) -> RowGroup:
-    columns = [_column(c) for c in found.get(1, ())]
-    rows, nbytes = found.get(3, -1), found.get(2, -1)
+def _group(fields: dict[int, Any], leaves: int, number: int) -> RowGroup:
+    columns = [_column(c) for c in fields.get(1, ())]
+    rows, nbytes = fields.get(3, -1), fields.get(2, -1)
     if len(columns) != leaves or rows < 0 or nbytes < 0:
         problem = (
             f"row group {number} has {len(columns)} of {leaves} columns, {rows} rows and "
@@ -130,13 +130,13 @@ def _group(found: dict[int, Any], leaves: int, number: int) -> RowGroup:
     return RowGroup(rows, nbytes, columns)
 
 
-def _column(found: dict[int, Any]) -> Column:
-    meta = found.get(3, {})
+def _column(fields: dict[int, Any]) -> Column:
+    meta = fields.get(3, {})
     return Column(
         meta.get(6, 0),
         meta.get(7, 0),
         meta.get(11) or meta.get(9, 0),
-        8 in found or 9 in found or 3 not in found,
+        8 in fields or 9 in fields or 3 not in fields,
     )
 
 
@@ -157,7 +157,7 @@ def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, An
 
     A field of an unexpected type is skipped, as Thrift does.
     """
-    found: dict[int, Any] = {}
+    fields: dict[int, Any] = {}
     number = 0
     while head := data[at]:
         at += 1
@@ -171,30 +171,30 @@ def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, An
             continue
         wanted, inner = keep[number]
         if wanted == _PRESENT:
-            found[number], at = True, _skip(data, at, kind, depth)
+            fields[number], at = True, _skip(data, at, kind, depth)
         elif kind != wanted:
             at = _skip(data, at, kind, depth)
         elif kind == _STRUCT:
-            found[number], at = _struct(data, at, inner, depth + 1)
+            fields[number], at = _struct(data, at, inner, depth + 1)
         elif kind == _LIST:
-            found[number], at = _structs(data, at, inner, depth + 1)
+            fields[number], at = _structs(data, at, inner, depth + 1)
         elif kind == _BINARY:
             size, at = _varint(data, at)
-            found[number], at = data[at : at + size], at + size
+            fields[number], at = data[at : at + size], at + size
         else:
-            found[number], at = _integer(data, at)
-    return found, at + 1
+            fields[number], at = _integer(data, at)
+    return fields, at + 1
 
 
 def _structs(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[list[dict[int, Any]], int]:
     if data[at] & 15 != _STRUCT:
         raise BrokenFooter("the footer has a list of values where a list of structs belongs")
     size, at = _size(data, at)
-    found = []
+    structs = []
     for _ in range(size):
         one, at = _struct(data, at, keep, depth)
-        found.append(one)
-    return found, at
+        structs.append(one)
+    return structs, at
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:

@@ -95,8 +95,12 @@ def classify_mid_run(error: Exception) -> Failure:
 
     The object existed when it was indexed, so it may come back. Keys may be renewed.
     """
-    found = classify(error)
-    return replace(found, tries=UNLIMITED) if found.kind in ("gone", "changed", "denied") else found
+    failure = classify(error)
+    return (
+        replace(failure, tries=UNLIMITED)
+        if failure.kind in ("gone", "changed", "denied")
+        else failure
+    )
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:
@@ -133,9 +137,11 @@ def _wrong(error: WrongResponse) -> Failure:
     return Failure(error.kind, error.problem)
 
 
-def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+def give_up_error(
+    path: str, operation: str, failures: Sequence[Failure], took_s: float
+) -> Unreachable:
     """Return the error after the last attempt: operation, attempts, duration, causes and remedy."""
-    last, tried = seen[-1], attempts_text(seen, took_s)
+    last, tried = failures[-1], attempts_text(failures, took_s)
     if last.kind == "gone":
         return Unreachable(
             f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
@@ -145,7 +151,9 @@ def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) 
             f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
         )
     return Unreachable(
-        f"could not be {done}{tried}: {last.text}" + kinds_text(seen), last.remedy, last.kind
+        f"could not be {operation}{tried}: {last.text}" + kinds_text(failures),
+        last.remedy,
+        last.kind,
     )
 
 

@@ -69,18 +69,18 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     """
     kind_of(table, name, wanted)
     chunked = table.column(name)
-    found = _one_array(chunked)
+    array = _one_array(chunked)
     return (
-        found.storage
-        if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type)
-        else found
+        array.storage
+        if isinstance(array, pa.ExtensionArray) and not is_mixed(array.type)
+        else array
     )
 
 
 def _one_array(chunked: pa.ChunkedArray) -> pa.Array:
-    found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+    array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
     # combine_chunks of no chunk at all returns a chunked array.
-    return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found
+    return pa.nulls(0, chunked.type) if isinstance(array, pa.ChunkedArray) else array
 
 
 Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column can be read
@@ -102,9 +102,9 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
                 raise
         else:
             return {}, False
-    found, bad = groups(_one_array(table.column(name)))
+    arrays, bad = groups(_one_array(table.column(name)))
     bad = {i: f"column {name!r}: {reason}" for i, reason in bad.items()}
-    for rows, array in found:
+    for rows, array in arrays:
         try:
             check(pa.table({name: array}), name)
         except Unfit as fault:
@@ -131,11 +131,11 @@ def _each_type(
     Returns the results of ``read``, the position of each row in their concatenation, and the
     rejected rows.
     """
-    found, unread = groups(array)
+    arrays, unread = groups(array)
     bad = {i: f"{name} holds {reason}" for i, reason in unread.items()}
     parts, order = [], [np.zeros(0, np.int64)]
     nulls = np.array(sorted(unread), np.int64)
-    for rows, part in [*found, (nulls, pa.nulls(len(nulls)))]:
+    for rows, part in [*arrays, (nulls, pa.nulls(len(nulls)))]:
         try:
             values, faults = read(pa.table({name: part}), name)
         except Unfit as fault:
@@ -341,8 +341,8 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     return Ragged(values, offsets), bad
 
 
-def meta_column(found: Column) -> pa.Array:
-    return ids_column(found) if isinstance(found, Ragged) else arrow_of(found)
+def meta_column(column: Column) -> pa.Array:
+    return ids_column(column) if isinstance(column, Ragged) else arrow_of(column)
 
 
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
@@ -362,12 +362,12 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
     one, other = (table.column(HIDDEN + n) for n in (name, items))
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
-    found, wanted = (
+    counts, expected = (
         numpy_of(pc.list_value_length(_one_array(c))).astype(np.int64) for c in (one, other)
     )
     return {
-        int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}"
-        for i in np.flatnonzero(found != wanted)
+        int(i): f"{name} has {counts[i]} numbers for {expected[i]} items of {items}"
+        for i in np.flatnonzero(counts != expected)
     }
 
 

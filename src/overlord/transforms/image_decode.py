@@ -71,24 +71,28 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
     ``[height, width]`` for a grey one.
     """
     width, height = prefix.size
-    found = header(data, _NO_LIMITS)
-    if (found.width, found.height) != prefix.size:
+    image_header = header(data, _NO_LIMITS)
+    if (image_header.width, image_header.height) != prefix.size:
         raise BadImage(
             f"expected an image of {width} x {height} pixels, as planned, got "
-            f"{found.width} x {found.height}"
+            f"{image_header.width} x {image_header.height}"
         )
     (_, gh, gw), p = prefix.grid, prefix.patch
     wanted = (gw * p, gh * p)
-    scale = _scale(prefix, wanted) if found.format == "JPEG" and found.mode != "CMYK" else 1
+    scale = (
+        _scale(prefix, wanted)
+        if image_header.format == "JPEG" and image_header.mode != "CMYK"
+        else 1
+    )
     try:
-        image, scale = _pixels(data, found, scale)
-        image = _upright(image, found.orientation)
+        image, scale = _pixels(data, image_header, scale)
+        image = _upright(image, image_header.orientation)
         resized = _resized(image, prefix, wanted, scale)
     except (BadImage, MemoryError):
         raise
     except Exception as fault:  # decoders raise any exception on a broken file
         raise BadImage(
-            f"the {found.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}"
+            f"the {image_header.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}"
         ) from fault
     return np.asarray(resized)
 
@@ -116,19 +120,19 @@ def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
     return next((s for s in (8, 4, 2) if w >= GAP * s * wanted[0] and h >= GAP * s * wanted[1]), 1)
 
 
-def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
+def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, int]:
     """Return an image of mode L or RGB in stored orientation, and the factor by which it is
     smaller.
     """
-    width, height = found.stored
-    if found.format == "JPEG" and found.mode != "CMYK":
-        array = _jpeg(data, found, scale)
+    width, height = image_header.stored
+    if image_header.format == "JPEG" and image_header.mode != "CMYK":
+        array = _jpeg(data, image_header, scale)
         if array is not None:
-            image = Image.fromarray(array[:, :, 0] if found.mode == "L" else array)
+            image = Image.fromarray(array[:, :, 0] if image_header.mode == "L" else array)
         else:
-            image, scale = _pillow(data, found), 1
+            image, scale = _pillow(data, image_header), 1
     else:
-        image = _pillow(data, found)
+        image = _pillow(data, image_header)
     if image.size != (-(-width // scale), -(-height // scale)):
         raise BadImage(
             f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header "
@@ -137,11 +141,11 @@ def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
     return image, scale
 
 
-def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
+def _jpeg(data: np.ndarray, image_header: Header, scale: int) -> np.ndarray | None:
     """Decode a JPEG; return None for a subsampling that only Pillow reads."""
-    width, height = (-(-side // scale) for side in found.stored)
+    width, height = (-(-side // scale) for side in image_header.stored)
     options = {
-        "colorspace": "GRAY" if found.mode == "L" else "RGB",
+        "colorspace": "GRAY" if image_header.mode == "L" else "RGB",
         "min_height": height,
         "min_width": width,
         "min_factor": scale,
@@ -175,16 +179,16 @@ class _TruncatedFlag:
 _thread = threading.local()
 
 
-def _pillow(data: np.ndarray, found: Header) -> Any:
+def _pillow(data: np.ndarray, image_header: Header) -> Any:
     if not isinstance(flag := ImageFile.LOAD_TRUNCATED_IMAGES, _TruncatedFlag) and flag:
         ImageFile.LOAD_TRUNCATED_IMAGES = _TruncatedFlag(flag)
     _thread.decoding = True
     try:
-        image = _OPEN[found.format](BytesIO(data.data))
-        if image.size != found.stored:
+        image = _OPEN[image_header.format](BytesIO(data.data))
+        if image.size != image_header.stored:
             raise BadImage(
                 f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its "
-                f"header says {found.stored}"
+                f"header says {image_header.stored}"
             )
         image.load()
     finally:

@@ -95,34 +95,34 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
     start = bytes(view[:16])
     try:
         if start[:3] == b"\xff\xd8\xff":
-            found = _jpeg(view)
+            parsed = _jpeg(view)
         elif start[:8] == b"\x89PNG\r\n\x1a\n":
-            found = _png(view)
+            parsed = _png(view)
         elif start[:4] == b"RIFF" and start[8:12] == b"WEBP":
-            found = _webp(view)
+            parsed = _webp(view)
         elif start[:6] in (b"GIF87a", b"GIF89a"):
-            found = _gif(view)
+            parsed = _gif(view)
         else:
             raise BadImage(
                 f"expected a JPEG, PNG, WebP or GIF file, got {_describe_bytes(view, start)}"
             )
     except (struct.error, IndexError):  # read past the end
         raise BadImage("the file is cut short inside its header") from None
-    _check_limits(found, limits)
-    return found
+    _check_limits(parsed, limits)
+    return parsed
 
 
-def _check_limits(found: Header, limits: Limits) -> None:
-    width, height = found.width, found.height
+def _check_limits(parsed: Header, limits: Limits) -> None:
+    width, height = parsed.width, parsed.height
     if not width or not height:
         raise BadImage(f"the image has no pixels ({width} x {height})")
     if width * height > limits.max_pixels_in:
         raise BadImage(
             f"{width} x {height} pixels are more than max_pixels_in={limits.max_pixels_in}"
         )
-    if found.decoded_bytes > limits.max_decoded_bytes:
+    if parsed.decoded_bytes > limits.max_decoded_bytes:
         raise BadImage(
-            f"decoding takes about {found.decoded_bytes} bytes, more than "
+            f"decoding takes about {parsed.decoded_bytes} bytes, more than "
             f"max_decoded_bytes={limits.max_decoded_bytes}"
         )
     if max(width, height) > limits.max_aspect * min(width, height):
@@ -261,10 +261,10 @@ def orientation_of(tiff: bytes) -> int:
         for i in range(entries):
             tag, kind, count = struct.unpack_from(order + "HHI", tiff, at + 2 + 12 * i)
             if tag == 0x0112 and count == 1 and kind in (1, 3, 4):
-                found: int = struct.unpack_from(
+                orientation: int = struct.unpack_from(
                     order + {1: "B", 3: "H", 4: "I"}[kind], tiff, at + 10 + 12 * i
                 )[0]
-                return found if 1 <= found <= 8 else 1
+                return orientation if 1 <= orientation <= 8 else 1
     except struct.error:
         pass
     return 1
@@ -327,7 +327,7 @@ def _webp(view: memoryview) -> Header:
     end = 8 + struct.unpack_from("<I", view, 4)[0]
     if end > len(view):
         raise BadImage(f"a WebP that is cut short: expected {end} bytes, got {len(view)}")
-    found, frames, orientation, pictures, at = None, 1, 1, 0, 12
+    size_and_mode, frames, orientation, pictures, at = None, 1, 1, 0, 12
     for _ in range(MAX_SEGMENTS):
         if at + 8 > end:
             break
@@ -335,8 +335,8 @@ def _webp(view: memoryview) -> Header:
         name, at = bytes(name), at + 8
         if at + size > end:
             raise BadImage("a WebP that is cut short inside a chunk")
-        if found is None:
-            found = _webp_size(view, at, name)
+        if size_and_mode is None:
+            size_and_mode = _webp_size(view, at, name)
         pictures += name in (b"VP8 ", b"VP8L", b"ANMF")
         if name == b"ANMF":
             frames = pictures
@@ -344,9 +344,9 @@ def _webp(view: memoryview) -> Header:
             exif = bytes(view[at : at + min(size, EXIF_BYTES)])
             orientation = orientation_of(exif.removeprefix(b"Exif\0\0"))
         at += size + (size & 1)
-    if found is None or not pictures:
+    if size_and_mode is None or not pictures:
         raise BadImage("a WebP without pixels")
-    width, height, mode = found
+    width, height, mode = size_and_mode
     upright = (height, width) if orientation >= 5 else (width, height)
     return Header(*upright, mode, "WEBP", frames, 8, orientation)
 
@@ -380,7 +380,7 @@ def _gif(view: memoryview) -> Header:
     """Return the header, with the size of the screen or of the first picture if it is larger."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    pictures = left = 0
+    pictures = blocks = 0
     for _ in range(MAX_SEGMENTS):
         kind = view[at] if at < len(view) else -1
         if kind == 0x2C:
@@ -389,9 +389,11 @@ def _gif(view: memoryview) -> Header:
                 break
             x, y, w, h, flags = struct.unpack_from("<HHHHB", view, at + 1)
             width, height = max(width, x + w), max(height, y + h)
-            at, left = _blocks(view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), left)
+            at, blocks = _blocks(
+                view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), blocks
+            )
         elif kind == 0x21:
-            at, left = _blocks(view, at + 2, left)
+            at, blocks = _blocks(view, at + 2, blocks)
         elif kind == 0x3B or (kind < 0 and pictures):  # many files lack the end mark
             break
         else:
@@ -405,12 +407,12 @@ def _gif(view: memoryview) -> Header:
     return Header(width, height, "P", "GIF", pictures)
 
 
-def _blocks(view: memoryview, at: int, seen: int) -> tuple[int, int]:
+def _blocks(view: memoryview, at: int, count: int) -> tuple[int, int]:
     """Return the offset after a run of data blocks, and the number of blocks read so far."""
-    while seen < 4 * MAX_SEGMENTS:
+    while count < 4 * MAX_SEGMENTS:
         if at >= len(view):
             raise BadImage("a GIF that is cut short")
         if not view[at]:
-            return at + 1, seen
-        at, seen = at + 1 + view[at], seen + 1
+            return at + 1, count
+        at, count = at + 1 + view[at], count + 1
     raise BadImage(f"a GIF of more than {4 * MAX_SEGMENTS} blocks")

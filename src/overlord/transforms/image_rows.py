@@ -50,14 +50,14 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
     It processes finished ids, so no later transform may change them.
     """
-    found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
-    if not found:
+    specs = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
+    if not specs:
         return None
-    at, images = found[0]
-    if len(found) > 1:
+    at, images = specs[0]
+    if len(specs) > 1:
         raise TransformError(
             source,
-            repr(found[1][1]),
+            repr(specs[1][1]),
             "a source has one Images",
             "name all the columns in it: column=(...)",
         )
@@ -189,14 +189,14 @@ def _collect(
 
 def _binaries(array: pa.Array, row: np.ndarray, files: list[np.ndarray]) -> np.ndarray:
     _, starts, held = array.buffers()
-    wide = np.int64 if pt.is_large_binary(array.type) else np.int32
-    at = np.frombuffer(starts, wide)[array.offset : array.offset + len(array) + 1].tolist()
+    offset_type = np.int64 if pt.is_large_binary(array.type) else np.int32
+    at = np.frombuffer(starts, offset_type)[array.offset : array.offset + len(array) + 1].tolist()
     data = (
         np.frombuffer(held, np.uint8) if held is not None and held.size else np.zeros(0, np.uint8)
     )
-    gone = set(null_rows(array).tolist())
-    files += [data[at[i] : at[i + 1]] for i in range(len(array)) if i not in gone]
-    return row[[i for i in range(len(array)) if i not in gone]] if gone else row
+    nulls = set(null_rows(array).tolist())
+    files += [data[at[i] : at[i + 1]] for i in range(len(array)) if i not in nulls]
+    return row[[i for i in range(len(array)) if i not in nulls]] if nulls else row
 
 
 def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
@@ -217,8 +217,8 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
         if i in bad:
             continue
         try:
-            found = header(file, limits)
-            prefixes.append(spec.plan(found, random[k]) if random else spec.plan(found))
+            parsed = header(file, limits)
+            prefixes.append(spec.plan(parsed, random[k]) if random else spec.plan(parsed))
         except BadImage as fault:
             bad[i] = f"image {number[k]}: {fault.reason}"
             continue
@@ -298,8 +298,8 @@ def with_placeholders(
     One token per image is inserted (or present: the marker) and then repeated. The type of the ids
     can hold the placeholder in every batch of the source, with images or without.
     """
-    wide = np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))
-    values, starts = ids.values.astype(wide, copy=False), ids.offsets
+    id_type = np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))
+    values, starts = ids.values.astype(id_type, copy=False), ids.offsets
     if spec.at == "marker":
         where = np.flatnonzero(values == (spec.placeholder if spec.marker is None else spec.marker))
     else:

@@ -76,20 +76,22 @@ class Images:
         refuse("Images", self._problems())
 
     def _problems(self) -> list[str]:
-        found = [
+        problems = [
             p
             for i, c in enumerate(self.columns)
             for p in column_problems(f"column[{i}]" if len(self.columns) > 1 else "column", c)
         ]
-        if not self.columns or (not found and len(set(self.columns)) < len(self.columns)):
-            found.append(f"column: expected a name or several different ones, got {self.column!r}")
+        if not self.columns or (not problems and len(set(self.columns)) < len(self.columns)):
+            problems.append(
+                f"column: expected a name or several different ones, got {self.column!r}"
+            )
         for name, least, most in (
             ("patch", 1, 512),
             ("merge", 1, 64),
             ("placeholder", 0, 2**31 - 1),
             ("marker", 0, 2**31 - 1),
         ):
-            found += (
+            problems += (
                 [] if name == "marker" and self.marker is None else _whole(self, name, least, most)
             )
         for name in (
@@ -100,7 +102,7 @@ class Images:
             "max_decoded_bytes",
             "max_file_bytes",
         ):
-            found += _whole(self, name, 1, 2**62)
+            problems += _whole(self, name, 1, 2**62)
         for name, known in (
             ("at", AT),
             ("dtype", DTYPES),
@@ -109,19 +111,19 @@ class Images:
             ("crop", (None, "random")),
         ):
             if getattr(self, name) not in known:
-                found.append(
+                problems.append(
                     f"{name}: expected one of {', '.join(map(str, known))}, got "
                     f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
-            found.append('marker: goes with at="marker" only')
-        found += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
+            problems.append('marker: goes with at="marker" only')
+        problems += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
-            found.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")
+            problems.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")
         return (
-            found
+            problems
             + flag_problems(self, "flip", "scaled")
-            + (self._size_problems() if not found else [])
+            + (self._size_problems() if not problems else [])
         )
 
     def _size_problems(self) -> list[str]:
@@ -189,14 +191,16 @@ class Images:
             *(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "place"),
         )
 
-    def plan(self, found: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS) -> Prefix:
+    def plan(
+        self, image_header: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
+    ) -> Prefix:
         """Plan an image.
 
         ``random``: its row of ``random_numbers``, if the specification uses randomness.
         """
-        if found.frames > 1 and self.animated == "quarantine":
-            raise BadImage(f"an animated {found.format}")
-        box = self._box(found.width, found.height, random)
+        if image_header.frames > 1 and self.animated == "quarantine":
+            raise BadImage(f"an animated {image_header.format}")
+        box = self._box(image_header.width, image_header.height, random)
         height, width = self.size or fit(
             box[3],
             box[2],
@@ -210,7 +214,7 @@ class Images:
             dtype=self.dtype,
             grid=(1, height // self.patch, width // self.patch),
             box=box,
-            size=(found.width, found.height),
+            size=(image_header.width, image_header.height),
             flip=self.flip and random[4] < 0.5,
             scaled=self.scaled,
             mean=self.mean,
@@ -225,11 +229,11 @@ class Images:
         """
         w, h = width, height
         if self.size is not None:
-            high, wide = self.size
+            target_height, target_width = self.size
             w, h = (
-                (max(1, height * wide // high), height)
-                if width * high > height * wide
-                else (width, max(1, width * high // wide))
+                (max(1, height * target_width // target_height), height)
+                if width * target_height > height * target_width
+                else (width, max(1, width * target_height // target_width))
             )
         if self.crop is None:
             return (width - w) // 2, (height - h) // 2, w, h
@@ -256,19 +260,22 @@ def fit(
     are rounded down. If it is too little, both grow and are rounded up. The upper bound always
     holds, the lower one unless the upper one forbids it.
     """
-    high, wide = _nearest(height, factor), _nearest(width, factor)
+    rows, columns = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
-    if high * wide * area < min_pixels:
-        high, wide = (
+    if rows * columns * area < min_pixels:
+        rows, columns = (
             _root_up(height * min_pixels, width * area),
             _root_up(width * min_pixels, height * area),
         )
-    if high * wide > most:
-        high = max(1, math.isqrt(height * max_pixels // (width * area)))
-        wide = max(1, math.isqrt(width * max_pixels // (height * area)))
+    if rows * columns > most:
+        rows = max(1, math.isqrt(height * max_pixels // (width * area)))
+        columns = max(1, math.isqrt(width * max_pixels // (height * area)))
         # Correct a side that could not shrink below one.
-        high, wide = (min(high, most // min(wide, most)), min(wide, most // min(high, most)))
-    return high * factor, wide * factor
+        rows, columns = (
+            min(rows, most // min(columns, most)),
+            min(columns, most // min(rows, most)),
+        )
+    return rows * factor, columns * factor
 
 
 def _nearest(side: int, factor: int) -> int:

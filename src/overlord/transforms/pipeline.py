@@ -169,9 +169,9 @@ class Pipeline:
 
         Called by another thread.
         """
-        if (found := self._running.get(thread)) is None:
+        if (current := self._running.get(thread)) is None:
             return "", -1
-        t, frame, ids = found
+        t, frame, ids = current
         at, index = frame.at, frame.index
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
@@ -250,8 +250,8 @@ class Pipeline:
         rows, lost = keep[lost > 0], lost[lost > 0]
         if self.on_long == "drop":
             keep = keep[lengths[keep] <= self.context]
-        found = split_rows(tokens, keep, self.context, self.on_long)
-        block = self._block(frame, found.row, found.part, found.size, found.tokens)
+        pieces = split_rows(tokens, keep, self.context, self.on_long)
+        block = self._block(frame, pieces.row, pieces.part, pieces.size, pieces.tokens)
         block.long, block.lost = frame.index[rows], lost
         return block
 
@@ -342,24 +342,24 @@ class Pipeline:
 
     def _meta(self, frame: Frame, t: Meta) -> None:
         if isinstance(t.value, str):
-            found, bad = read_meta(frame.table, t.value)
+            column, bad = read_meta(frame.table, t.value)
         else:
             made = (
                 run_each(frame, t, t.value, as_meta)
                 if t.rows
                 else run_whole(frame, t, t.value, meta_per_row(self.source, t))
             )
-            found, bad = meta_values(made, t.name)
-        frame.put(HIDDEN + t.name, meta_column(found))
+            column, bad = meta_values(made, t.name)
+        frame.put(HIDDEN + t.name, meta_column(column))
         frame.drop(bad)
 
     def _filter(self, frame: Frame, t: Filter) -> None:
-        found = (
+        results = (
             run_each(frame, t, t.fn, as_bool)
             if t.rows
             else run_whole(frame, t, t.fn, value_per_row(self.source, t, "b", "booleans"))
         )
-        keep = np.asarray(found, bool)
+        keep = np.asarray(results, bool)
         frame.dropped += len(keep) - int(keep.sum())
         frame.keep(keep)
 
@@ -433,9 +433,9 @@ def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> N
 
     Raise Unfit if the whole column has a wrong type.
     """
-    bad, odd = unfit_rows(frame.table, name, check)
+    bad, retype = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
-    if odd:
+    if retype:
         frame.table = retyped(frame.table, name)
 
 

@@ -155,8 +155,8 @@ def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) ->
 def _content(path: str, source: str) -> tuple[str, bytes | None]:
     try:
         stat = os.stat(path)
-        seen = (stat.st_size, stat.st_mtime_ns)
-        if (known := _digests.get(path)) and known[0] == seen:
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        if (known := _digests.get(path)) and known[0] == stamp:
             return known[1], None
         content = Path(path).read_bytes()
     except OSError as fault:
@@ -164,7 +164,7 @@ def _content(path: str, source: str) -> tuple[str, bytes | None]:
         raise TransformError(
             source, "Tokenize", problem, "give the path of a tokenizer.json"
         ) from fault
-    _digests[path] = (seen, digest(content))
+    _digests[path] = (stamp, digest(content))
     return _digests[path][1], content
 
 
@@ -213,12 +213,12 @@ def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | N
     token = getattr(spec, name)
     if token is None or isinstance(token, int):
         return token
-    found: int | None = tokenizer.token_to_id(token)
-    if found is None:
+    token_id: int | None = tokenizer.token_to_id(token)
+    if token_id is None:
         raise TransformError(
             source,
             "Tokenize",
             f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}",
             "or give its id",
         )
-    return found
+    return token_id

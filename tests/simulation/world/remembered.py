@@ -42,7 +42,7 @@ class Memory:
 class _Chunks:
     """A chunk reader that is asked once for each slice."""
 
-    waits = many = quick = False
+    may_wait = is_remote = never_hangs = False
 
     def __init__(self, chunks: Any, source: str, memory: Memory):
         self._chunks, self._source, self._memory = chunks, source, memory
@@ -97,10 +97,10 @@ class RememberingReader(SourceReader):
             self._memory.staged[id(raw)] = found
         return found
 
-    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
+    def _join_tables(self, tables: list[pa.Table]) -> list[pa.Table]:
         key = tuple(map(id, tables))
         if (found := self._memory.tables.get(key)) is None:
-            found = self._memory.tables[key] = super()._joined(tables)
+            found = self._memory.tables[key] = super()._join_tables(tables)
         return found
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
