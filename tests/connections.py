@@ -141,11 +141,11 @@ class Story:
 
 
 @contextlib.contextmanager
-def watched_story(silence_s: float = SOON_S) -> Iterator[Story]:
+def watched_story(handshake_s: float = SOON_S) -> Iterator[Story]:
     """Run a server with a well-behaved connection, which must still work at the end. Then no passed
     file is open.
     """
-    with Story(silence_s=silence_s) as story:
+    with Story(handshake_s=handshake_s) as story:
         gc.collect()
         files = len(os.listdir("/proc/self/fd"))
         with dialled(story.address) as good:

@@ -199,7 +199,7 @@ def test_what_is_no_handshake_is_refused(story: Story, what: str, transport: str
 
 
 def test_a_peer_that_says_nothing_or_not_enough_is_cut():
-    with watched_story(silence_s=2.0) as story, contextlib.ExitStack() as sockets:
+    with watched_story(handshake_s=2.0) as story, contextlib.ExitStack() as sockets:
         silent, halting = (
             sockets.enter_context(raw_silent(Address.parse(story.address), how))
             for how in ("unix", "tcp")
@@ -216,7 +216,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ):
     """A client that was suspended for seconds retries, so that its trainer does not end."""
-    with Story(silence_s=1.0) as story:
+    with Story(handshake_s=1.0) as story:
         tries = []
 
         def halting(token: str, hello: dict[str, Any], peer: str) -> Any:
@@ -262,7 +262,7 @@ def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
 
 def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
     """They would be disconnected after a minute; long before that the oldest make room."""
-    with Story(silence_s=60.0) as story:
+    with Story(handshake_s=60.0) as story:
         address = Address.parse(story.address)
         crowd = [raw_silent(address, "unix" if i % 2 else "tcp") for i in range(MAX_PENDING + 150)]
         with dialled(story.address) as link:

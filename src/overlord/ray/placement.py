@@ -60,9 +60,7 @@ class RayPlace:
 
 def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
     """Describe what a start waits for if Ray was asked for more than any node has idle."""
-    kinds = [
-        key for key, _ in place.resources
-    ]  # a resource with a given name may be the missing one
+    kinds = [key for key, _ in place.resources]  # a named resource may be the missing one
     more = [
         " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes
     ]

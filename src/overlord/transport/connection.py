@@ -217,15 +217,12 @@ class SocketConnection:
         buffers = BufferPool(2**28)
         self._encoder = MessageEncoder(ring, peer, self._fileno if hangup else -1)
         self._decoder = MessageDecoder(buffers, max_held)
-        self._send_buffer, self._receive_buffer = (
-            SendBuffer(),
-            ReceiveBuffer(buffers, files=self.shares_memory),
-        )
+        self._send_buffer = SendBuffer()
+        self._receive_buffer = ReceiveBuffer(buffers, files=self.shares_memory)
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
-        self.waits_for_slots = (
-            True  # False: without a free segment arrays are copied through the socket
-        )
+        # False: without a free segment arrays are copied through the socket.
+        self.waits_for_slots = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
 
@@ -236,8 +233,8 @@ class SocketConnection:
 
     @property
     def max_held(self) -> int:
-        """Slots of the peer that may be held here; beyond it messages are copied, so that no reader
-        exhausts the peer's ring.
+        """Number of segments of the peer that may be held here. Beyond it messages are copied, so
+        that no reader exhausts the peer's pool.
         """
         return self._decoder.max_held
 

@@ -35,13 +35,11 @@ DTYPES = tuple(
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-_START = struct.Struct(
-    "<4sHHIIQI"
-)  # magic, version, reserved, columns, header bytes, frame bytes, reserved
+# magic, version, reserved, columns, header bytes, frame bytes, reserved
+_START = struct.Struct("<4sHHIIQI")
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct(
-    "<BB6sQQQ56s"
-)  # dtype code, dimensions, zeros, offset, bytes, the first size, the other sizes
+# dtype code, dimensions, zeros, offset, bytes, the first size, the other sizes
+_ENTRY = struct.Struct("<BB6sQQQ56s")
 _SIZES = struct.Struct("<7Q")  # the other sizes; 0 for missing dimensions
 PREFIX_BYTES = _START.size + _CRC.size
 _PADDING = bytes(ALIGN)

@@ -106,14 +106,14 @@ class Server:
         tcp: bool = True,
         key: str | None = None,
         hold: int = 0,
-        silence_s: float = TIMEOUTS.handshake_s,
+        handshake_s: float = TIMEOUTS.handshake_s,
     ):
         if not tcp and not HAS_SHARED_MEMORY:
             raise OverlordError(
                 "server: tcp=False needs shared memory and unix sockets, which this platform "
                 "lacks; leave tcp=True"
             )
-        self._token, self._hold, self._silence_s = token, hold, silence_s
+        self._token, self._hold, self._handshake_s = token, hold, handshake_s
         self._on_message, self._on_open, self._on_close = (
             on_message,
             on_open or _welcome_all,
@@ -230,7 +230,7 @@ class Server:
         now = time.monotonic()
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
             self._refuse(
-                oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True
+                oldest, f"it did not finish the handshake in {self._handshake_s:g} s", later=True
             )
         for connection in [x for x in self._lingering if x.linger_until <= now or not x.waiting]:
             self.drop(connection, connection.reason)
@@ -255,7 +255,7 @@ class Server:
                 )
             tune(sock)
             pending = Pending(
-                sock, _name_of(sock, where), self._token, time.monotonic() + self._silence_s
+                sock, _name_of(sock, where), self._token, time.monotonic() + self._handshake_s
             )
             self._pending[sock.fileno()] = pending
             self._selector.register(sock, READ, pending)

@@ -105,9 +105,7 @@ class SendBuffer:
     def __init__(self) -> None:
         self._messages: deque[OutgoingMessage] = deque()
         self.nbytes = 0
-        self.taken = (
-            0  # bytes that the socket has accepted: shows whether a slow peer makes progress
-        )
+        self.taken = 0  # bytes that the socket has accepted: shows progress of a slow peer
 
     def __len__(self) -> int:
         return len(self._messages)

@@ -25,9 +25,8 @@ LONG_BYTES = 2**14  # from this size bytes travel as a column: the header holds 
 # a one-dimensional array up to this size stands in the header: a column costs more than the copy
 SMALL_BYTES = 256
 
-LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(
-    11
-)  # the tags; never renumbered
+# the tags; never renumbered
+LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(11)
 
 Tree = Any  # a MessagePack value: None, bool, int, float, str, bytes, list, dict
 Packer = Callable[[Any, list[np.ndarray], int], Tree]
