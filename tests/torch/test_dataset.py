@@ -481,7 +481,7 @@ def test_a_client_is_refused_by_a_worker_that_is_spawned_with_the_reason(tmp_pat
             num_workers=1,
             multiprocessing_context="spawn",
         )
-        with pytest.raises(ov.JobError, match="a session does not travel to another process"):
+        with pytest.raises(ov.JobError, match="a session cannot move to another process"):
             iter(loader)
 
 
