@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 import overlord as ov
 from augment import augmented, decoded, hashed, write_jpegs, write_texts
 from overlord.hashing import digest
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from overlord.process.cgroup import cores
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
@@ -336,26 +336,23 @@ def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
         )
     top = 1.1 * max(float(line.y.max()) for line in counts)
     most = max(0.5, 1.1 * max(float(line.y.max()) for line in waits))
-    shared: dict[str, Any] = {"x_label": "seconds", "y_from": 0.0, "marks": marks}
+    loaders = Axes(
+        x_label="seconds",
+        y_label="loader processes",
+        y_from=0.0,
+        y_to=top,
+        show=lambda y: f"{y:.0f}",
+    )
+    waited = Axes(
+        x_label="seconds",
+        y_label="waited so far, s",
+        y_from=0.0,
+        y_to=most,
+        show=lambda y: f"{y:.1f}",
+    )
     return {
-        f"{name}-loaders": lines(
-            x,
-            counts,
-            about="loader processes",
-            y_label="loader processes",
-            y_to=top,
-            show=lambda y: f"{y:.0f}",
-            **shared,
-        ),
-        f"{name}-waits": lines(
-            x,
-            waits,
-            about="what the trainer has waited",
-            y_label="waited so far, s",
-            y_to=most,
-            show=lambda y: f"{y:.1f}",
-            **shared,
-        ),
+        f"{name}-loaders": lines(x, counts, loaders, about="loader processes", marks=marks),
+        f"{name}-waits": lines(x, waits, waited, about="what the trainer has waited", marks=marks),
     }
 
 

@@ -28,7 +28,7 @@ from corpus import default_folder, make_corpus
 from overlord.drill.delivery import compare
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 WARM_UP = 5  # steps
@@ -210,12 +210,8 @@ def plot(
     return lines(
         np.arange(WARM_UP, steps),
         series,
+        Axes(x_label="step", y_label=label, y_from=0.0, y_to=top, show=lambda y: f"{y:.0f}"),
         about=title,
-        x_label="step",
-        y_label=label,
-        y_from=0.0,
-        y_to=top,
-        show=lambda y: f"{y:.0f}",
         marks=marks,
     )
 
