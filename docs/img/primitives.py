@@ -27,7 +27,7 @@ from page import plot_file  # noqa: E402
 
 LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
 MESH = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
-MORE_STYLE = ".expected { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
+MORE_STYLE = ".wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
 # Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a
 # microbatch, length of its documents.
 MEASURED = {
