@@ -147,7 +147,8 @@ def test_verify_goes_through_the_steps_of_a_job(written):
     found = overlord("journal", "verify", written)
     assert found.exit_code == 1
     assert re.search(
-        r"expected a plan of step 99, got what cannot be one: ValueError: expected the plan of step \d",
+        r"expected a plan of step 99, got what cannot be one: ValueError: "
+        r"expected the plan of step \d",
         " ".join(found.stderr.split()),
     )
 
