@@ -1,5 +1,6 @@
-"""Transforms of very different cost, for benchmarks/autoscale.py: real work on JPEG files; a
-module, so that loader hosts can import it.
+"""Transforms of very different cost for benchmarks/autoscale.py: real work on JPEG files.
+
+It is a module, so that loader workers can import it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
-BYTES = 400_000  # that ``hashed`` goes through for a row, in rounds over its file
+BYTES = 400_000  # bytes that ``hashed`` processes per row, in rounds over its file
 PATCH = 32  # pixels of a patch: each becomes one token, its mean brightness
 
 
 def _tokens(image: Image.Image) -> list[int]:
-    """What a model might be fed: one number for every patch, at most 256 of them."""
+    """Return one number per patch, at most 256, as the input of a model."""
     side = max(PATCH, int(np.sqrt(image.width * image.height / 256)))
     small = image.convert("L").resize(
         (max(1, image.width // side), max(1, image.height // side)), Image.Resampling.BOX
@@ -25,14 +26,15 @@ def _tokens(image: Image.Image) -> list[int]:
 
 
 def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode, and no more."""
+    """Only decode."""
     with Image.open(io.BytesIO(row["image"])) as image:
         return {"tokens": _tokens(image.convert("RGB"))}
 
 
 def augmented(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode, then turn, blur, sharpen and recolour, as training on images does. The same for the
-    same row.
+    """Decode, then turn, blur, sharpen and recolour, as training on images does.
+
+    The result is the same for the same row.
     """
     with Image.open(io.BytesIO(row["image"])) as opened:
         image = opened.convert("RGB")
@@ -57,8 +59,9 @@ def hashed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_jpegs(path: str, rows: int, side: int, seed: int, per_chunk: int = 4) -> None:
-    """A Parquet file of photographs of noise, smooth as photographs are; row groups are the chunks
-    that loaders share.
+    """Write a Parquet file of noise images that are as smooth as photographs.
+
+    Row groups are the chunks that are assigned to loaders.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -79,7 +82,7 @@ def write_jpegs(path: str, rows: int, side: int, seed: int, per_chunk: int = 4) 
 def write_texts(
     path: str, tokenizer: str, rows: int, words: int, seed: int, per_chunk: int = 64
 ) -> None:
-    """Documents of about equal length, and a tokenizer trained on them."""
+    """Write documents of about equal length, and a tokenizer trained on them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers

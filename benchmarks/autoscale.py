@@ -1,18 +1,18 @@
-"""Loader processes over time while the mixture shifts to heavy sources and back: provisioned for
-the worst case, for the average, as launched without scaling, and scaled by need (the Overlord
-paper, arXiv 2504.09844, section 5.2).
+"""Loader processes over time while the mixture shifts to heavy sources and back.
+
+Four runs: provisioned for the worst case, provisioned for the average, launched without scaling,
+and autoscaled (the Overlord paper, arXiv 2504.09844, section 5.2).
 
     python benchmarks/autoscale.py [--hosts N] [--seconds 60] [--step-s 0.25] [--quick] [--save]
 
 Five sources whose transforms cost about 1x (tokenize), 4x (decode a JPEG), 75x and 300x (decode and
-augment), and 150x in plain Python, which holds the interpreter lock. What they cost on this machine
-is measured first, in CPU time and side by side, and the batch is chosen so that the heavy stage
-keeps 60 % of ``--hosts`` cores busy (default: as many as there are). *Off* and *autoscale* are
-launched with ``hosts=`` and otherwise defaults; the two that are provisioned by hand have processes
-of one thread. The trainer takes a fixed time for a step. What it waits is the time from the call of
-``launch`` to the first step, and from each request to the next step. Every run must deliver the
-same plans, and begins without a profile. Loader-seconds are the sum over loader processes of the
-time each was there.
+augment), and 150x in plain Python, which holds the interpreter lock. Their costs on this machine
+are measured first, in CPU time and concurrently. The batch is chosen so that the heavy stage keeps
+60 % of ``--hosts`` cores busy (default: all cores). *Off* and *autoscale* are launched with
+``hosts=`` and otherwise defaults; the two that are provisioned by hand have processes of one
+thread. The trainer takes a fixed time for a step. Its wait is the time from the call of ``launch``
+to the first step, and from each request to the next step. Every run must deliver the same plans,
+and starts without a profile. Loader-seconds are the sum of the lifetimes of loader processes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from tokenizers import Tokenizer
 import overlord as ov
 from augment import augmented, decoded, hashed, write_jpegs, write_texts
 from overlord.hashing import digest
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from overlord.process.cgroup import cores
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
-# What is never drawn has no cost that could be foreseen.
+# The cost of a source that is never drawn cannot be predicted.
 LIGHT = {"text": 0.928, "thumbs": 0.05, "photos": 0.018, "scenes": 0.002, "records": 0.002}
 HEAVY = {"text": 0.55, "thumbs": 0.20, "photos": 0.15, "scenes": 0.05, "records": 0.05}
 CODE = {"thumbs": decoded, "photos": augmented, "scenes": augmented, "records": hashed}
-ALONE = ("photos", "scenes", "records")  # sources that get processes by hand
-STAGES = (0.45, 0.65)  # of the run: the heavy stage is between
-BUSY, TARGET = 0.6, 0.7  # of all hosts in the heavy stage; of a host that is provisioned by hand
+ALONE = ("photos", "scenes", "records")  # sources that are provisioned by hand
+STAGES = (0.45, 0.65)  # shares of the run between which the heavy stage is
+BUSY, TARGET = (
+    0.6,
+    0.7,
+)  # utilisation of all workers in the heavy stage; of a worker provisioned by hand
 SIDES = {"thumbs": 290, "photos": 330, "scenes": 660, "records": 290}  # pixels
-CHUNKS = 16  # open together: as many loaders as a source may have
+CHUNKS = 16  # read at a time: the largest number of loaders of a source
 OFF, SCALED = DEFAULTS = ("off", "autoscale")  # runs that are launched with defaults
 HEAD = [
     "run",
@@ -66,13 +69,13 @@ HEAD = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all runs share."""
+    """The settings that all runs share."""
 
     folder: Path
     hosts: int
     steps: int
     step_s: float
-    costs: Mapping[str, float]  # seconds a sample
+    costs: Mapping[str, float]  # seconds per sample
     samples: int
 
     @property
@@ -81,7 +84,7 @@ class Setting:
         return first, second
 
     def lanes(self, mixture: Mapping[str, float]) -> dict[str, float]:
-        """Busy processes that each source takes at full pace."""
+        """Return the busy processes that each source needs at full speed."""
         return {
             name: self.samples * share * self.costs[name] / self.step_s
             for name, share in mixture.items()
@@ -97,13 +100,11 @@ class Setting:
 @dataclass(slots=True)
 class Outcome:
     name: str
-    waits: list[float] = field(
-        default_factory=list
-    )  # for every step; for the first one from the call of ``launch`` on
-    at: list[float] = field(
-        default_factory=list
-    )  # when each step was there, in seconds since that call
-    seen: list[tuple[float, int]] = field(default_factory=list)  # when, loader processes
+    # Per step; for the first one from the call of ``launch`` on.
+    waits: list[float] = field(default_factory=list)
+    # When each step was received, in seconds since that call.
+    at: list[float] = field(default_factory=list)
+    seen: list[tuple[float, int]] = field(default_factory=list)  # (time, loader processes)
     plans: str = ""
     decisions: list[str] = field(default_factory=list)
 
@@ -115,9 +116,7 @@ class Outcome:
 
     @property
     def start_s(self) -> float:
-        """Return the wait for the first step: hosts, files, buffers, and what was provisioned by
-        hand.
-        """
+        """Return the wait for the first step: workers, files, buffers and provisioning by hand."""
         return self.waits[0]
 
     def waited(self, first: int = 0, stop: int | None = None) -> float:
@@ -161,7 +160,7 @@ def make_job(folder: Path, samples: int, mixture: Any) -> ov.Job:
 
 
 def measured_costs(folder: Path) -> dict[str, float]:
-    """CPU seconds that the transforms of each source take for a sample."""
+    """Measure the CPU seconds per sample of the transforms of each source."""
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
     work: dict[str, Any] = {"text": lambda row: encode(row["text"]), **CODE}
     found = {}
@@ -176,8 +175,9 @@ def measured_costs(folder: Path) -> dict[str, float]:
 
 
 def costs_side_by_side(folder: Path, hosts: int) -> dict[str, float]:
-    """With as many processes at it as there may be loaders: cores that share their parts are slower
-    together than one alone.
+    """Measure with as many processes as there may be loaders.
+
+    Cores that share hardware are slower together than one alone.
     """
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(hosts), context.SimpleQueue()
@@ -202,7 +202,7 @@ def loader_processes(session: ov.Session) -> int:
 
 
 def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:
-    """By hand, before the first step: so many processes for each source."""
+    """Provision processes for each source by hand, before the first step."""
     for source, n in wanted.items():
         until, done = time.monotonic() + 60, n <= 1
         while not done and time.monotonic() < until:
@@ -223,16 +223,14 @@ def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:
 
 
 def options_of(name: str, setting: Setting) -> dict[str, Any]:
-    """Return the launch options of a run: defaults, or what it takes to provision processes by
-    hand.
-    """
+    """Return the launch options of a run: defaults, or those for provisioning by hand."""
     if name in DEFAULTS:
         return {"hosts": setting.hosts, "autoscale": name == SCALED}
     return {"hosts": 1, "workers": 1, "loaders": dict.fromkeys(LIGHT, CHUNKS), "read_ahead": 8}
 
 
 def run(name: str, setting: Setting, wanted: Mapping[str, int]) -> Outcome:
-    """One run of all steps, without what an earlier run has measured."""
+    """Run all steps once, without the profile of an earlier run."""
     with tempfile.TemporaryDirectory() as cache:
         return _run(name, setting, wanted, cache)
 
@@ -272,14 +270,13 @@ def _run(name: str, setting: Setting, wanted: Mapping[str, int], cache: str) -> 
 
 
 def provisions(setting: Setting) -> dict[str, dict[str, int]]:
-    """Processes for each source: for the heaviest stage, and for the average over the run."""
+    """Return processes per source: for the heaviest stage, and for the average over the run."""
     heavy, light = setting.lanes(HEAVY), setting.lanes(LIGHT)
     part = STAGES[1] - STAGES[0]
     mean = {name: part * heavy[name] + (1 - part) * light[name] for name in heavy}
 
     def hosts(lanes: Mapping[str, float]) -> dict[str, int]:
-        # Beside the process that all sources share; a source that takes less than a quarter of one
-        # stays there.
+        # All sources share one process; a source that needs less than a quarter of one stays there.
         return {
             name: 1 + math.ceil(n / TARGET) if n > 0.25 else 1
             for name, n in lanes.items()
@@ -339,26 +336,23 @@ def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
         )
     top = 1.1 * max(float(line.y.max()) for line in counts)
     most = max(0.5, 1.1 * max(float(line.y.max()) for line in waits))
-    shared: dict[str, Any] = {"x_label": "seconds", "y_from": 0.0, "marks": marks}
+    loaders = Axes(
+        x_label="seconds",
+        y_label="loader processes",
+        y_from=0.0,
+        y_to=top,
+        show=lambda y: f"{y:.0f}",
+    )
+    waited = Axes(
+        x_label="seconds",
+        y_label="waited so far, s",
+        y_from=0.0,
+        y_to=most,
+        show=lambda y: f"{y:.1f}",
+    )
     return {
-        f"{name}-loaders": lines(
-            x,
-            counts,
-            about="loader processes",
-            y_label="loader processes",
-            y_to=top,
-            show=lambda y: f"{y:.0f}",
-            **shared,
-        ),
-        f"{name}-waits": lines(
-            x,
-            waits,
-            about="what the trainer has waited",
-            y_label="waited so far, s",
-            y_to=most,
-            show=lambda y: f"{y:.1f}",
-            **shared,
-        ),
+        f"{name}-loaders": lines(x, counts, loaders, about="loader processes", marks=marks),
+        f"{name}-waits": lines(x, waits, waited, about="what the trainer has waited", marks=marks),
     }
 
 

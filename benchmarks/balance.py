@@ -1,10 +1,9 @@
-"""How well steps are balanced, and what planning them costs: every method beside `vanilla`,
-`packed` and the bounds.
+"""Balance of steps and cost of planning: every method, `vanilla`, `packed` and the lower bounds.
 
-    python benchmarks/balance.py --quick             # a look, seconds
-    python benchmarks/balance.py --save              # the whole grid: minutes; the dated page in benchmarks/results
+    python benchmarks/balance.py --quick     # a few cells: seconds
+    python benchmarks/balance.py --save      # the whole grid: minutes; writes benchmarks/results
 
-What the columns mean: benchmarks/README.md.
+benchmarks/README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -48,15 +46,14 @@ from balancing.targets import (
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table
 from profiles import PROFILES
 
-MANY_RANKS = (
-    4096  # from here on three seeds do: a step holds so many samples that they hardly differ
-)
+# From here on three seeds are enough: a step holds many samples, and seeds hardly differ.
+MANY_RANKS = 4096
 FIGURE_3_SEEDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is run."""
+    """The size of the benchmark."""
 
     profiles: tuple[str, ...] = tuple(PROFILES)
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
@@ -98,7 +95,7 @@ QUICK = Extent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All that was measured."""
+    """All measurements."""
 
     grid: Grid
     spreads: list[Spread]
@@ -139,7 +136,7 @@ def run(extent: Extent, console: Console) -> Found:
 
 
 def sections(found: Found) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """(title, what it shows, head, rows) of every table."""
+    """Return (title, description, head, rows) of every table."""
     grid = found.grid
     cells = f"Cells: {' / '.join(f'{r:,}' for r in grid.ranks)} ranks"
     across = f"{cells}, mean over the seeds."

@@ -1,23 +1,21 @@
-"""What a hop between two processes costs: the channel beside a bare memcpy and what else moves
-arrays between processes.
+"""Cost of a message between two processes: our transport, a bare memcpy, and other libraries.
 
-    python benchmarks/channel.py --quick      # a look, some ten seconds
-    python benchmarks/channel.py --save       # a few minutes; the dated page in benchmarks/results
+    python benchmarks/channel.py --quick      # about ten seconds
+    python benchmarks/channel.py --save       # a few minutes; writes a page in benchmarks/results
 
 The job is the same for all. A producer has a message of 1, 16 or 64 MiB as 16 pieces in its memory.
 It must arrive in the consumer as one contiguous array, which the consumer
 
-- ``copied``: copies into a fixed buffer of its own that it uses again: two copies of the bytes is
-  the least that this takes, and
-  the bare memcpy beside it makes the same two, piece by piece into one buffer, then into another,
-  in one thread;
-- ``viewed``: only views, reading four bytes of every piece: one copy is the least, and the bare
-  memcpy makes that one.
+- ``copied``: copies into a fixed buffer of its own, which it reuses. At least two copies of the
+  bytes are necessary. The bare memcpy makes the same two: piece by piece into one buffer, then into
+  another, in one thread;
+- ``viewed``: only views, reading four bytes of every piece. At least one copy is necessary, and the
+  bare memcpy makes that one.
 
-There are three bare memcpys: one process into one buffer; one process into as many in turn as the
-ring has slots; and two processes that do the first at the same time. The second touches the memory
-that any way must in which one message is made while another is read; the third shows what two cores
-cost each other when both copy, before they say a word to each other.
+There are three bare memcpys: one process into one buffer; one process in turn into as many buffers
+as the shared-memory pool has segments; and two processes that do the first concurrently. The second
+touches the memory that any transport must touch that writes one message while another is read. The
+third shows how much two copying cores slow each other down, without any communication.
 
 GB per CPU second: bytes of the messages, each counted once, over user and system time of all
 processes and their threads.
@@ -35,9 +33,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -48,7 +45,7 @@ from hops.ways import AHEAD, BARES, MEANING, available
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table
 
 MODES = (COPIED, VIEWED)
-TARGET = 0.7  # of a bare memcpy, from 16 MiB up
+TARGET = 0.7  # share of the speed of a bare memcpy, from 16 MiB up
 HEADS = {
     COPIED: "and copied into the consumer's buffer (two copies at least)",
     VIEWED: "and viewed where it lies (one copy at least)",
@@ -56,7 +53,7 @@ HEADS = {
 
 
 def rates(found: list[Block], mode: str, nbytes: int) -> dict[str, list[float]]:
-    """GB per CPU second of every way, round by round."""
+    """GB per CPU second of every transport, round by round."""
     out: dict[str, list[float]] = defaultdict(list)
     for block in found:
         if (block.mode, block.nbytes) == (mode, nbytes):
@@ -65,7 +62,10 @@ def rates(found: list[Block], mode: str, nbytes: int) -> dict[str, list[float]]:
 
 
 def share(own: list[float], bare: list[float]) -> float:
-    """Of a bare memcpy, round by round: what disturbs a round disturbs both."""
+    """Return the speed relative to a bare memcpy of the same round.
+
+    A disturbance of a round affects both.
+    """
     return statistics.median(a / b for a, b in zip(own, bare, strict=True))
 
 
@@ -92,7 +92,7 @@ def table(found: list[Block], mode: str) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict(found: list[Block]) -> list[str]:
-    """The target by every reading of it."""
+    """Return whether the target is met, for every definition of it."""
     lines = []
     for mode in MODES:
         for nbytes in sorted({block.nbytes for block in found if block.nbytes >= 16 * MIB}):
@@ -108,7 +108,7 @@ def verdict(found: list[Block]) -> list[str]:
 
 
 def libraries(ways: Iterable[str]) -> str:
-    """Versions of what is measured beside us."""
+    """Return the versions of the other measured libraries."""
     names = {"torch queue": "torch", "Arrow Flight": "pyarrow", "Ray objects": "ray"}
     return ", ".join(f"{names[way]} {metadata.version(names[way])}" for way in ways if way in names)
 
@@ -192,10 +192,8 @@ def main(
         json_path.write_text(json.dumps([asdict(block) for block in found]), encoding="utf-8")
     if keep:
         date = datetime.date.today().isoformat()
-        console.print(
-            "written: "
-            f"{save(f'{date}-channel', page(found, date, command_line('benchmarks/channel.py'), rounds), {})}"
-        )
+        text = page(found, date, command_line("benchmarks/channel.py"), rounds)
+        console.print(f"written: {save(f'{date}-channel', text, {})}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The same job on Ray and off it, beside Ray Data, in one run on the same data: CPU, memory, idle
-cost, first step, what trainers wait.
+"""The same job with and without Ray, and with Ray Data, in one run on the same data.
 
-    python benchmarks/cluster.py --save                               # for the record: about 40 minutes on two idle cores
-    python benchmarks/cluster.py --sources 5 --jobs null --quick      # a look, two minutes
+It measures CPU, memory, idle cost, first step, and the waits of trainers.
+
+    python benchmarks/cluster.py --save       # about 40 minutes on two idle cores
+    python benchmarks/cluster.py --sources 5 --jobs null --quick      # two minutes
     python benchmarks/cluster.py --sources 300 --ranks 8 --peers bare,overlord-ray,ray-data
 
-Needs Ray with its data part (``pip install "ray[data]==2.60.0" aiohttp``) and Linux. How it is
-measured, and what the columns mean: benchmarks/README.md.
+It needs Linux and Ray Data (``pip install "ray[data]==2.60.0" aiohttp``). benchmarks/README.md
+explains the method and the columns.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # corpus and peers, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -64,17 +64,13 @@ BARE, ON_RAY, ONE, AUTO, MIXED = (
 )
 THEIRS = (MIXED, "ray-data-list")
 TOKENS = {"null": 45_000_000, "tokenized": 20_000_000}
-MICROBATCHES = {
-    "null": 16,
-    "tokenized": 4,
-}  # of a rank in a step: tokenizing reads ahead, and that must be little beside what is delivered
-RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it hardly depends on them
-FEW_ONE, MOST_ONE = (
-    25,
-    100,
-    # sources in a process each: wherever there are so few, and once, with the most ranks, up to so
-    # many
-)
+# Per rank and step: the tokens that are read ahead must be few compared with the delivered ones.
+MICROBATCHES = {"null": 16, "tokenized": 4}
+# Only that many of the largest numbers of ranks are run: the result hardly depends on them.
+RANKS_OF = {"tokenized": 1}
+# One process per source: always up to the first number of sources, and with the most ranks once up
+# to the second.
+FEW_ONE, MOST_ONE = 25, 100
 ONE_REASON = (
     "One source a host above {most} sources is left out: this machine has {gb:.0f} GB and "
     "{cores} cores."
@@ -83,8 +79,8 @@ ONE_COST = (
     "One such host more took {mb:.0f} MB, {idle:.2%} of a core at rest and {first:.2f} s to "
     "the first step: the rows at {n} sources."
 )
-CLOSE = 0.15  # of CPU beside another's: single runs differ by as much
-EARLY = 0.9  # times the bare loop: nobody does the job for less, so it was done before
+CLOSE = 0.15  # relative difference of CPU that single runs may have
+EARLY = 0.9  # times the bare loop: less means that work was done before the measured part
 TARGETS = {"x": 3.0, "hosts_mb": 2e9 / 2**20, "first_s": 20.0}
 HEAD = (
     "job",
@@ -115,8 +111,9 @@ HEAD = (
 
 @dataclass(slots=True)
 class Setting:
-    """A job, sources and ranks, with its runs: rounds of all loaders, the bare loop before, between
-    and after them.
+    """A job at a number of sources and ranks, with its runs.
+
+    Runs are rounds of all loaders, with the bare loop before, between and after them.
     """
 
     job: str
@@ -133,12 +130,12 @@ class Setting:
         )
 
     def of(self, peer: str) -> Outcome | None:
-        """The run whose CPU a token is in the middle; of an even number the dearer one."""
+        """Return the run with the median CPU per token; of an even number the more expensive."""
         found = sorted((run for run in self.runs if run.peer == peer), key=lambda run: run.cpu)
         return found[len(found) // 2] if found else None
 
     def spread(self, peer: str) -> str:
-        """The least and the most CPU a token of several runs."""
+        """Return the least and the most CPU per token of several runs."""
         found = [run.cpu for run in self.runs if run.peer == peer]
         return (
             f" ({min(found):.4f} to {max(found):.4f})"
@@ -147,8 +144,9 @@ class Setting:
         )
 
     def apart(self, one: str, other: str) -> bool:
-        """Whether every one of several runs of a loader took less than every one of another's, in
-        the steady part and on the whole.
+        """Whether all runs of a loader took less CPU than all runs of another loader.
+
+        It holds only if it does in the steady part and over the whole run.
         """
         mine, theirs = ([run for run in self.runs if run.peer == peer] for peer in (one, other))
         if self.repeats == 1 or not mine or not theirs:
@@ -174,8 +172,10 @@ def settings_of(
     peers: Sequence[str],
     repeats: int = 1,
 ) -> list[Setting]:
-    """Every combination; one source a host where there are few of them, and once with as many as
-    this machine has memory for.
+    """Return every combination.
+
+    One source per worker only with few sources, and once with as many as this machine has memory
+    for.
     """
     made = []
     for job in jobs:
@@ -202,9 +202,7 @@ def measure(
     idle_s: float,
     console: Console,
 ) -> None:
-    """All cells, one at a time. One that fails is told on the page: the others are not lost for
-    it.
-    """
+    """Run all cells, one at a time; a failed cell is listed on the page."""
     given_up: dict[str, int] = {}  # by loader, with how many sources
     with progress(console) as shown:
         bar = shown.add_task("", total=sum(len(setting.cells()) for setting in settings))
@@ -212,8 +210,8 @@ def measure(
             for peer in setting.cells():
                 shown.update(
                     bar,
-                    description=f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks: "
-                    f"{peer}",
+                    description=f"{setting.job}, {setting.n_sources} sources, "
+                    f"{setting.ranks} ranks: {peer}",
                 )
                 work = Work(
                     peer,
@@ -283,12 +281,12 @@ def _row(setting: Setting, run: Outcome) -> list[str]:
 
 
 # ---- the page
-# -------------------------------------------------------------------------------------------------------
 
 
 def verdicts(settings: Sequence[Setting]) -> list[list[str]]:
-    """A line for every target: what was wanted, where, what was found. Beside a cell that failed
-    nothing is judged: it has no figures.
+    """Return a line per target: the goal, the cell and the result.
+
+    A failed cell has no numbers and is not judged.
     """
     return [
         row
@@ -367,9 +365,7 @@ def _version(name: str) -> str:
 
 
 def one_note(settings: Sequence[Setting]) -> str:
-    """Why there are few rows with one source a host, and what such a host costs as far as this run
-    can tell.
-    """
+    """Explain why few rows have one source per worker, and the cost of such a worker."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     said = ONE_REASON.format(most=MOST_ONE, gb=memory, cores=len(os.sched_getaffinity(0)))
     both = [
@@ -386,10 +382,8 @@ def one_note(settings: Sequence[Setting]) -> str:
         "idle": many.idle_cores - few.idle_cores,
         "first": many.first_s - few.first_s,
     }
-    return (
-        f"{said} "
-        f"{ONE_COST.format(n=setting.n_sources, **{key: value / more for key, value in each.items()})}"
-    )
+    per_worker = {key: value / more for key, value in each.items()}
+    return f"{said} {ONE_COST.format(n=setting.n_sources, **per_worker)}"
 
 
 def page(settings: Sequence[Setting], today: str, command: str) -> str:
@@ -567,10 +561,8 @@ def main(
             json.dumps({"date": today, "machine": machine(), "runs": runs}, indent=1)
         )
     if saving:
-        console.print(
-            "saved "
-            f"{save(f'{today}-cluster', page(settings, today, command_line('benchmarks/cluster.py')), {})}"
-        )
+        text = page(settings, today, command_line("benchmarks/cluster.py"))
+        console.print(f"saved {save(f'{today}-cluster', text, {})}")
 
 
 if __name__ == "__main__":

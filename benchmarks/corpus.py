@@ -1,11 +1,10 @@
-"""The data that every cell of the benchmark reads: many Parquet sources, and the tokenizer trained
-on them.
+"""The data of the benchmarks: many Parquet sources, and a tokenizer trained on them.
 
-Made once, from a seed, and kept. A source is about 3 MiB of text in four row groups over two files.
-Document lengths are skewed, as in the corpora of the Overlord paper (arXiv 2504.09844): a median of
-110 words (160 tokens), one in a hundred near 8k tokens, the longest near 32k. Column ``text`` feeds
-the tokenized job; column ``tokens`` (one id per word) feeds the null job, in which nothing is left
-to do but the loader's own work.
+It is made once from a seed and reused. A source is about 3 MiB of text in four row groups over two
+files. Document lengths are skewed, as in the corpora of the Overlord paper (arXiv 2504.09844): a
+median of 110 words (160 tokens), one in a hundred near 8k tokens, the longest near 32k. Column
+``text`` feeds the tokenized job; column ``tokens`` (one id per word) feeds the null job, in which
+only the work of the loader itself remains.
 """
 
 from __future__ import annotations
@@ -28,22 +27,17 @@ FILES, GROUPS_PER_FILE = 2, 2
 VOCABULARY = 24_000  # of the tokenizer
 N_WORDS = 40_000
 COMMON_WORDS = 300  # shared by all sources; the rarer ones are shifted from source to source
-MEDIAN_WORDS, SIGMA, LONGEST_WORDS = (
-    110,
-    1.71,
-    22_000,
-)  # in words; a word is about 1.5 tokens of the tokenizer
-TRAINING_SOURCES = range(
-    1_000_000, 1_000_004
-)  # text the tokenizer sees: drawn like a source, used by none
+MEDIAN_WORDS, SIGMA, LONGEST_WORDS = 110, 1.71, 22_000  # a word is about 1.5 tokens
+# Training text of the tokenizer: drawn like a source, and not part of the corpus.
+TRAINING_SOURCES = range(1_000_000, 1_000_004)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """One source as it lies on disk, and what is known of it."""
+    """The files of one source, and its sizes."""
 
     name: str
-    files: tuple[str, ...]  # sorted; row groups count on over the files
+    files: tuple[str, ...]  # sorted; row groups are numbered across the files
     weight: float
     rows: int
     words: int  # of all rows: equal to the ids of column `tokens`
@@ -75,15 +69,16 @@ def default_folder() -> Path:
 
 
 def weight_of(number: int) -> float:
-    """A few sources dominate, as in real mixtures; none is so rare that a run never meets it."""
+    """Return weights: a few sources dominate, as in real mixtures, and every run meets them all."""
     return 1.0 / (1 + number) ** 0.5
 
 
 def make_corpus(
     root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
 ) -> Corpus:
-    """The corpus of n sources; what an earlier run made is kept, since source i never depends on
-    n.
+    """Return the corpus of n sources; sources of an earlier run are reused.
+
+    Source i does not depend on n.
     """
     folder = root / f"v{VERSION}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +117,6 @@ def name_of(number: int) -> str:
 
 
 # ---- text
-# -----------------------------------------------------------------------------------------------------------
 
 ONSETS, VOWELS, ENDS = (
     text.split(" ")
@@ -134,19 +128,19 @@ ONSETS, VOWELS, ENDS = (
         "   n n r r s s t t l d m ck nd ng nt st tion ly",
     )
 )
-CAPITAL, COMMA, STOP = 1, 2, 4  # the spellings of a word are numbered by these, added up
+CAPITAL, COMMA, STOP = 1, 2, 4  # the number of a spelling is a sum of these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """An invented language: words by falling frequency, every spelling as bytes, so that a text is
-    one gather.
+    """An invented language: words by decreasing frequency, and every spelling as bytes.
+
+    A text is then one gather.
     """
 
-    letters: np.ndarray  # uint8: all spellings, one after another, each with the space behind it
-    starts: (
-        np.ndarray
-    )  # int64, one more than spellings; spelling s of word w has the number s * N_WORDS + w
+    letters: np.ndarray  # uint8: all spellings, one after another, each followed by a space
+    # int64, one more than spellings; spelling s of word w has the number s * N_WORDS + w.
+    starts: np.ndarray
     cumulative: np.ndarray  # float64: Zipf's law over the words
 
     @staticmethod
@@ -175,7 +169,7 @@ class Words:
         )
 
     def draw(self, rng: np.random.Generator, n: int, shift: int) -> np.ndarray:
-        """n word numbers by frequency; ``shift`` gives each source rare words of its own liking."""
+        """Draw n word numbers by frequency; ``shift`` gives each source rare words of its own."""
         drawn = np.searchsorted(self.cumulative, rng.random(n)).clip(max=N_WORDS - 1)
         rare = COMMON_WORDS + (drawn + shift) % (N_WORDS - COMMON_WORDS)
         return np.where(drawn < COMMON_WORDS, drawn, rare)
@@ -183,8 +177,9 @@ class Words:
     def spell(
         self, rng: np.random.Generator, words: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The text of all documents (``ends``: one past each document's last word) as bytes, and
-        where each document ends.
+        """Return the text of all documents as bytes, and the end of each document.
+
+        ``ends``: one past the last word of each document.
         """
         chance = rng.random(len(words))
         style = np.where(chance < 0.07, STOP, np.where(chance < 0.14, COMMA, 0))
@@ -207,7 +202,7 @@ def _spell(word: str, style: int) -> str:
 
 
 def draw_lengths(rng: np.random.Generator, n_words: int) -> np.ndarray:
-    """Document lengths in words that sum to n_words, log-normal."""
+    """Draw log-normal document lengths that sum to ``n_words``."""
     drawn = (
         rng.lognormal(np.log(MEDIAN_WORDS), SIGMA, size=n_words // 100)
         .astype(np.int64)
@@ -221,9 +216,9 @@ def draw_lengths(rng: np.random.Generator, n_words: int) -> np.ndarray:
 
 
 def documents(words: Words, number: int, seed: int) -> pa.Table:
-    """All rows of one source."""
+    """Return all rows of one source."""
     rng = np.random.default_rng([seed, 11, number])
-    lengths = draw_lengths(rng, int(SOURCE_BYTES / 5.9))  # 5.9 bytes a word
+    lengths = draw_lengths(rng, int(SOURCE_BYTES / 5.9))  # 5.9 bytes per word
     ends = np.cumsum(lengths)
     drawn = words.draw(rng, int(ends[-1]), shift=number * 97)
     text, text_ends = words.spell(rng, drawn, ends)
@@ -234,16 +229,16 @@ def documents(words: Words, number: int, seed: int) -> pa.Table:
 
 
 # ---- files
-# ----------------------------------------------------------------------------------------------------------
 
 
 def write_source(folder: Path, words: Words, number: int, seed: int) -> None:
-    """Files first, then the note that they are whole: an interrupted run leaves nothing that a
-    later one would trust.
+    """Write the files, then the note that they are complete.
+
+    A later run does not trust the files of an interrupted run.
     """
     folder.mkdir(exist_ok=True)
     table = documents(words, number, seed)
-    # Cut by words, not by rows, so that no row group is huge because a long document fell into it.
+    # Split by words, not by rows, so that a long document does not make a row group huge.
     ends = np.cumsum(table["tokens"].combine_chunks().value_lengths().to_numpy())
     cuts = [
         0,
@@ -266,7 +261,7 @@ def write_source(folder: Path, words: Words, number: int, seed: int) -> None:
 
 
 def train_tokenizer(path: Path, words: Words, seed: int) -> None:
-    """A byte-level BPE, as the models of today use it."""
+    """Train a byte-level BPE tokenizer, as current models use it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,15 +1,14 @@
-"""What delivery costs: ranks that share a constructor beside a loader in each, and an image-text
-job beside a bare loop.
+"""Cost of delivery: a shared constructor against a loader per rank, and image-text jobs.
 
     python benchmarks/delivery.py                              # both parts: some minutes
     python benchmarks/delivery.py --parts images --pairs 5     # one of them
-    python benchmarks/delivery.py --quick                      # a look, no measurement
-    python benchmarks/delivery.py --save                       # the dated page in benchmarks/results
+    python benchmarks/delivery.py --quick                      # a smoke test, no measurement
+    python benchmarks/delivery.py --save                       # writes a page in benchmarks/results
 
-*Groups*: 1, 2, 4 and 8 ranks along TP or CP want the same samples. Bytes read, bytes assembled, CPU
-and memory, with one constructor for the group and with a loader in every rank. *Images*: JPEGs and
-captions; CPU of a sample over that of a loop that does the same work with the same functions. How
-it is measured: benchmarks/README.md.
+*Groups*: 1, 2, 4 and 8 ranks along TP or CP need the same samples. It measures bytes read, bytes
+assembled, CPU and memory, with one constructor for the group and with a loader in every rank.
+*Images*: JPEGs and captions; CPU per sample relative to a loop that does the same work with the
+same functions. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -70,7 +68,7 @@ def group_cases(
     folder: Path,
     share: int,
 ) -> list[Case]:
-    """A rank alone is the same along every axis; what is broadcast is broadcast along TP."""
+    """Return the combinations: a single rank is the same along every axis; broadcasts are TP's."""
     found = []
     for job in jobs:
         for n, axis in [(n, axis) for axis in axes for n in ranks if n > 1 or axis == axes[0]]:
@@ -122,9 +120,7 @@ def measure(cases: Sequence[Case], limit_s: float, console: Console) -> list[Fou
 
 
 def between_bare(cases: Sequence[Case], pairs: int) -> list[Case]:
-    """Every run stands between two runs of the bare loop; the order of the others turns from round
-    to round.
-    """
+    """Run every cell between two runs of the bare loop; the order rotates from round to round."""
     bare, order = replace(cases[0], way="bare"), []
     for k in range(pairs):
         turned = [*cases[k % len(cases) :], *cases[: k % len(cases)]]
@@ -133,7 +129,7 @@ def between_bare(cases: Sequence[Case], pairs: int) -> list[Case]:
 
 
 def ratios(found: Sequence[Found]) -> dict[str, list[float]]:
-    """CPU of a sample over the mean of the bare runs before and behind it, by way."""
+    """Return CPU per sample over the mean of the bare runs before and after it, by loader."""
     out: dict[str, list[float]] = {}
     for before, mine, behind in zip(found[::2], found[1::2], found[2::2], strict=False):
         out.setdefault(mine.case.way, []).append(
@@ -143,8 +139,10 @@ def ratios(found: Sequence[Found]) -> dict[str, list[float]]:
 
 
 def assembled(found: Sequence[Found]) -> list[Group]:
-    """Ranks with a loader of their own each assemble what they get; those of a constructor share
-    memory, which is counted once.
+    """Return the assembled bytes.
+
+    Ranks with a loader of their own each assemble their steps. Ranks of a constructor share memory,
+    which counts once.
     """
     return [
         (f, f.delivered if f.case.way not in OURS else round(f.delivered * assembled_bytes(f.case)))
@@ -170,8 +168,10 @@ GROUP_HEAD = (
 
 
 def group_rows(found: Sequence[Group]) -> list[list[str]]:
-    """By job, axis and ranks; ``x`` is the figure of a DataLoader in every rank over this one, or
-    of the bare loop where it was not run.
+    """Return rows by job, axis and ranks.
+
+    ``x``: the number of a DataLoader in every rank over this one, or of the bare loop if the
+    DataLoader was not run.
     """
     rows = []
     for key in dict.fromkeys((f.case.job, f.case.axis, f.case.ranks) for f, _ in found):
@@ -269,7 +269,7 @@ def page(
 
 
 def data(console: Console, folder: Path) -> tuple[Corpus, Pictures]:
-    """Texts and pictures; the tokenizer lies beside both."""
+    """Write texts, images and the tokenizer."""
     corpus = corpora(console, folder, [N_SOURCES], 1)[N_SOURCES]
     with progress(console) as bars:
         bar = bars.add_task("data: pictures", total=None)

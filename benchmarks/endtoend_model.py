@@ -1,10 +1,11 @@
-"""Predicted training throughput of the paper's model pairs (its Figure 13): plans of the package
-through a model of step time.
+"""Predict the training throughput of the paper's model pairs (its Figure 13).
+
+Plans of the package are fed to a model of step time.
 
     python benchmarks/endtoend_model.py --quick      # two assumption sets, one seed
-    python benchmarks/endtoend_model.py --save       # all sets: minutes; the dated page in benchmarks/results
+    python benchmarks/endtoend_model.py --save       # all sets: minutes; writes benchmarks/results
 
-What is assumed, and how far it can be trusted: benchmarks/README.md.
+benchmarks/README.md explains the assumptions and their limits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -44,7 +44,7 @@ from profiles import PROFILES
 def run(
     setups: Sequence[Setup], contexts: Sequence[int], seeds: int, console: Console
 ) -> list[Prediction]:
-    """All sets, profiles and contexts; every kappa on the same steps."""
+    """Run all sets, profiles and contexts; every kappa uses the same steps."""
     jobs = [
         (setup, profile, context)
         for setup in setups
@@ -137,10 +137,8 @@ def main(contexts: list[int], seeds: int, quick: bool, json_path: Path | None, s
     if saves:
         pictures = {f"endtoend-{profile}": plot(found, profile) for profile in PROFILES}
         command = command_line("benchmarks/endtoend_model.py")
-        console.print(
-            "saved "
-            f"{save(f'{today}-endtoend-model', page(found, today, command, seeds, list(pictures)), pictures)}"
-        )
+        text = page(found, today, command, seeds, list(pictures))
+        console.print(f"saved {save(f'{today}-endtoend-model', text, pictures)}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Fetch time and training time of every step while parts are killed (figure 16 of the Overlord
-paper, arXiv 2504.09844).
+"""Fetch and training time of every step while workers are killed.
+
+It reproduces figure 16 of the Overlord paper (arXiv 2504.09844).
 
     python benchmarks/faults.py [--loaders 64] [--steps 60] [--step-s 0.3] [--quick] [--save]
 
 Each loader is a process of its own. A trainer of two ranks takes a step, which costs it
-``--step-s``, and asks for the next; what it waits is the fetch time. The planner is killed every 15
-steps at prefetch 2 and 4; eight loaders are killed together at step 35, once read again from files
-and once with shadows. Every run must deliver, to the byte, what an undisturbed run in one process
-delivers.
+``--step-s``, and requests the next; its wait is the fetch time. The planner is killed every 15
+steps at prefetch 2 and 4. Eight loaders are killed together at step 35, once without and once with
+standbys. Every run must deliver the same bytes as an undisturbed run in one process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from corpus import default_folder, make_corpus
 from overlord.drill.delivery import compare
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 WARM_UP = 5  # steps
-# steps behind a kill in which it could be felt: prefetched steps last for four, recovery takes no
-# longer
+# Steps after a kill that it can delay: prefetched steps last for four, recovery takes no longer.
 BEHIND = 6
 PLOTS = {
     "planner": "fetch time, planner killed",
@@ -125,7 +124,7 @@ def steps_ms(outcome: Outcome) -> np.ndarray:
 
 
 def behind_kills_ms(outcome: Outcome) -> float:
-    """The longest wait in the steps in which a kill could be felt."""
+    """Return the longest wait of the steps that a kill can delay."""
     return 1e3 * max(max(outcome.waits_s[s.taken : s.taken + BEHIND]) for s in outcome.strikes)
 
 
@@ -154,9 +153,10 @@ def row(cell: Cell, outcome: Outcome, calm: Outcome, alone: Outcome) -> list[str
 
 
 def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcome]) -> list[str]:
-    """What was wanted with prefetch 4, and what came. A p99 is passed by one step in a hundred of
-    any run, so what the steps behind kills waited is told too, and how another undisturbed run does
-    beside the same limit.
+    """Return the targets with prefetch 4, and the results.
+
+    One step in a hundred of any run exceeds a p99. So the waits of the steps after kills are listed
+    too, and another undisturbed run under the same limit.
     """
     said = []
     for cell, outcome in done:
@@ -183,7 +183,7 @@ def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcom
 
 
 def short(cell: Cell) -> str:
-    """For the end of a line in a plot."""
+    """Return the label at the end of a line in a plot."""
     return (
         re.sub(
             r"\d+ loaders killed, |undisturbed",
@@ -210,12 +210,8 @@ def plot(
     return lines(
         np.arange(WARM_UP, steps),
         series,
+        Axes(x_label="step", y_label=label, y_from=0.0, y_to=top, show=lambda y: f"{y:.0f}"),
         about=title,
-        x_label="step",
-        y_label=label,
-        y_from=0.0,
-        y_to=top,
-        show=lambda y: f"{y:.0f}",
         marks=marks,
     )
 

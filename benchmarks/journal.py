@@ -1,14 +1,12 @@
-"""What an append to the journal costs, beside a bare loop of write and fdatasync on the same disk;
-and what a running job pays.
+"""Cost of an append to the journal, compared with write and fdatasync on the same disk.
 
     python benchmarks/journal.py [--appends 400] [--seconds 5] [--dir PATH] [--save]
 
-Appends of both ways take turns, so that both see the same disk. ``CPU`` is the processor time of an
-append, records made included. In running jobs the processor time of all that the journal does is
-measured where it does it, by the clock of the thread: in the pump, where records are made, and in
-the thread that writes. Its share is of the processor time of the whole process, which loads,
-tokenizes, plans and builds. A null job does next to nothing with its data: it shows what is left
-when all else is free.
+Both kinds of appends alternate, so that both see the same disk. ``CPU`` is the processor time of an
+append, including the creation of records. In running jobs the processor time of the journal is
+measured by thread clocks: on the event loop, which creates records, and in the thread that writes.
+Its share is of the processor time of the whole process, which loads, tokenizes, plans and builds. A
+null job does almost nothing with its data, so it shows the largest share.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ HEAD = ["bytes", "way", "appends/s", "p50 ms", "p99 ms", "CPU us", "file bytes a
 
 
 class Bare:
-    """What the journal cannot do without: bytes at the end of a file, and a sync."""
+    """Append bytes to a file and sync: the minimum work of a journal."""
 
     def __init__(self, folder: Path):
         self.path = folder / "bare"
@@ -79,7 +77,7 @@ def timed(append: Callable[[int, bytes], None], number: int, body: bytes) -> tup
 
 
 def measure(folder: Path, nbytes: int, appends: int) -> dict[str, list[str]]:
-    """All ways in turn: each append of one is between appends of the others."""
+    """Run all kinds in turn: each append of one kind is between appends of the others."""
     for name in ("bytes", "values"):
         (folder / name).mkdir(parents=True)
     ways = {"write + fdatasync": Bare(folder), "journal, bytes": Journal(folder / "bytes", False)}
@@ -106,7 +104,7 @@ def measure(folder: Path, nbytes: int, appends: int) -> dict[str, list[str]]:
 
 
 def together(folder: Path, appends: int, records: int = 16) -> list[str]:
-    """Sixteen records of 1 kB and one sync."""
+    """Append sixteen records of 1 kB with one sync."""
     log, body, times = JournalLog.create(folder, Header(job="benchmark")), os.urandom(1000), []
     for number in range(appends):
         batch = [Record.of("plan", number, body) for _ in range(records)]
@@ -124,7 +122,7 @@ def together(folder: Path, appends: int, records: int = 16) -> list[str]:
 
 
 class Timed(job_journal.JobJournal):
-    """A journal that knows what it has cost, in processor seconds of the threads it ran in."""
+    """A journal that measures its own processor seconds, by the clocks of its threads."""
 
     cpu = 0.0
 
@@ -149,7 +147,7 @@ class TimedWriter(AppendThread):
 
 
 def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str]:
-    """A job on the local runtime that does nothing but deliver, for some seconds."""
+    """Run a job on the local runtime that only delivers, for some seconds."""
     n = len(corpus.sources)
     job, TimedWriter.cpu = make_job(corpus, Work("overlord", kind, str(corpus.folder), n, 0)), 0.0
     place = place_of(folder)

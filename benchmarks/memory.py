@@ -1,15 +1,15 @@
-"""Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank
-(Figures 12 and 15 of the paper).
+"""Memory and fetch time of Overlord and of a DataLoader per rank (Figures 12 and 15 of the paper).
 
-    python benchmarks/memory.py --save                                   # for the record: three quarters of an hour on two idle cores
-    python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 --kinds torch,local,process --no-extras    # a look
+    python benchmarks/memory.py --save       # three quarters of an hour on two idle cores
+    python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 \\
+        --kinds torch,local,process --no-extras      # a quick look
 
-PSS over all processes of a cell, less what the ranks held after their imports: every rank of every
-loader imports torch. Hosts and the launching process count whole. Rows are shuffled (Overlord's
-default) and in order. Both sides are compared at equal settings, and each at the smallest setting
-that keeps the pace demanded of all. Cells that would not fit this machine are computed from slopes
-fitted over those that did, and say so. Some sources have row groups of 16 MB and more. How it is
-measured: benchmarks/README.md.
+Cells vary sources, ranks and workers. Memory is the PSS over all processes of a cell, minus that of
+the ranks after their imports: every rank of every loader imports torch. Workers and the launching
+process count completely. Rows are shuffled (Overlord's default) and in order. Both sides are
+compared at equal settings, and each at the smallest setting that keeps the required speed. Cells
+that do not fit this machine are computed from slopes fitted over the others, and marked. Some
+sources have row groups of 16 MB and more. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -51,7 +51,7 @@ from page import (
 from peers.ledger import SERVICES, adopt_orphans
 
 TARGET = 13.5  # times less than colocated, at the largest cell: the paper's best
-ROOM = 0.6  # of the memory that is free: a cell above it is not run
+ROOM = 0.6  # share of the free memory: a larger cell is not run
 HEAD = (
     "loader",
     "shuffle",
@@ -80,7 +80,7 @@ def free_mb() -> float:
 def measure(
     cases: Sequence[Case], extent: Extent, console: Console, limit_s: float
 ) -> tuple[list[Found], dict[str, str]]:
-    """Smallest first; one that would not fit is left for slopes, one that fails is told."""
+    """Run cells, smallest first; slopes replace cells that do not fit, and failures are listed."""
     found: list[Found] = []
     failed: dict[str, str] = {}
     with progress(console) as shown:
@@ -88,8 +88,8 @@ def measure(
         for case in cases:
             shown.update(
                 bar,
-                description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: "
-                f"{case.name}",
+                description=f"{case.n_sources} sources, {case.ranks} ranks, "
+                f"{case.workers} workers: {case.name}",
             )
             if not needless(case, found, extent) and expected(case, found) < ROOM * free_mb():
                 try:
@@ -106,17 +106,11 @@ def measure(
 
 
 def plain(found: Sequence[Found], case: Case) -> list[Found]:
-    """Measured cells of the same kind and shape, without options of their own."""
-    shape = lambda c: (  # noqa: E731
-        c.kind,
-        c.shuffle,
-        c.tp,
-        c.context,
-        c.microbatches,
-        c.hosts,
-        c.partition,
-        c.shadows,
-    )
+    """Return the measured cells of the same kind and shape, without special options."""
+
+    def shape(c: Case) -> tuple[Any, ...]:
+        return (c.kind, c.shuffle, c.tp, c.context, c.microbatches, c.hosts, c.partition, c.shadows)
+
     return [f for f in found if shape(f.case) == shape(case) and not f.by_slope]
 
 
@@ -130,7 +124,7 @@ def expected(case: Case, found: Sequence[Found]) -> float:
 
 
 def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
-    """The colocated cells that were not run."""
+    """Return the colocated cells that were not run."""
     done, made = {f.case for f in found}, []
     for case in cases:
         if case in done or case.kind != COLOCATED or len(alike := plain(found, case)) < 3:
@@ -153,20 +147,22 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
 
 
 # ---- tables
-# ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(found: Sequence[Found]) -> list[list[str]]:
     rows = []
-    in_order = lambda c: (  # noqa: E731
-        c.context,
-        c.n_sources,
-        c.ranks,
-        c.kind != COLOCATED,
-        c.name,
-        not c.shuffle,
-        c.workers,
-    )
+
+    def in_order(c: Case) -> tuple[Any, ...]:
+        return (
+            c.context,
+            c.n_sources,
+            c.ranks,
+            c.kind != COLOCATED,
+            c.name,
+            not c.shuffle,
+            c.workers,
+        )
+
     for f in sorted(found, key=lambda f: in_order(f.case)):
         case = f.case
         start = [
@@ -202,7 +198,7 @@ def rows_of(found: Sequence[Found]) -> list[list[str]]:
 
 
 def plain_cells(found: Sequence[Found], kind: str, shuffle: bool) -> list[Found]:
-    """Measured cells of Figure 12's shape, without options of their own."""
+    """Return the measured cells of Figure 12, without special options."""
     cells = [
         f
         for f in found
@@ -213,7 +209,7 @@ def plain_cells(found: Sequence[Found], kind: str, shuffle: bool) -> list[Found]
 
 
 def slopes_of(found: Sequence[Found]) -> list[tuple[str, Slopes]]:
-    """(shuffle, slopes) of every loader that has cells enough."""
+    """Return (shuffle, slopes) of every loader with enough cells."""
     made = []
     for kind in KINDS:
         for shuffle in (True, False):
@@ -239,9 +235,7 @@ def slope_rows(slopes: Sequence[tuple[str, Slopes]]) -> list[list[str]]:
 
 
 def flatness(found: Sequence[Found]) -> list[str]:
-    """What one more rank takes, by number of sources: the promise is that it does not grow with
-    them.
-    """
+    """Return the memory of one more rank by number of sources; it should not grow with them."""
     lines = []
     for kind, shuffle in ((k, s) for k in (LOCAL, PROCESS, RAY, COLOCATED) for s in (True, False)):
         cells = plain_cells(found, kind, shuffle)
@@ -262,7 +256,7 @@ def flatness(found: Sequence[Found]) -> list[str]:
 
 
 def verdict(found: Sequence[Found]) -> list[str]:
-    """The target at the most sources and ranks, at the smallest setting and at equal ones."""
+    """Return the target at the most sources and ranks, at the smallest and at equal settings."""
     made = [c for c in compare(found) if c.setting in (SMALLEST, MOST)]
     largest = max(((c.ours.case.n_sources, c.ours.case.ranks) for c in made), default=None)
     lines = []
@@ -455,10 +449,8 @@ def main(
             )
         )
     if saving:
-        console.print(
-            "saved "
-            f"{save(f'{today}-memory', page(found, failed, today, command_line('benchmarks/memory.py')), {})}"
-        )
+        text = page(found, failed, today, command_line("benchmarks/memory.py"))
+        console.print(f"saved {save(f'{today}-memory', text, {})}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The same job through Overlord, embedded: one process plans, reads, packs and serves all ranks.
+"""The job of the benchmarks through Overlord in one process that plans, reads, packs and serves.
 
 ``overlord`` reads in file order, as the peers do. ``overlord-shuffled`` leaves shuffling on, which
-is Overlord's default. ``overlord-one`` has one worker thread, the bare loop's parallelism: threads
-that tokenize side by side cost each other time.
+is Overlord's default. ``overlord-one`` has one worker thread, as the bare loop: threads that
+tokenize concurrently slow each other down.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import overlord as ov
 from corpus import Corpus
 from peers.work import Work
 
-# share of the context that next-fit reaches on this data: equal microbatches, equal tokens in each
+# Share of the context that next-fit fills on this data: equal microbatches, equal tokens in each.
 FILL = 0.85
-MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data after the cut at 8192
+MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data, truncated at 8192
 
 
 def prepare(work: Work) -> None:
-    """Its names are loaded when first used; importing counts for nobody, so they are used here."""
+    """Use the names of the package, which are imported lazily: imports are not measured."""
     for name in (
         "Job",
         "Source",
@@ -64,14 +64,12 @@ def make_job(corpus: Corpus, work: Work) -> ov.Job:
 
 
 def samples_per_step(work: Work) -> int:
-    """Samples that fill the least number of microbatches about as full as next-fit fills them."""
+    """Return the samples that fill the fewest microbatches about as full as next-fit does."""
     return round(work.ranks * work.microbatches * work.context * FILL / MEAN_TOKENS[work.job])
 
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
-    """Microbatches of all ranks, step by step in lockstep, as the ranks of one training would take
-    them.
-    """
+    """Yield the microbatches of all ranks, step by step, as the ranks of a training take them."""
     with ov.launch(
         make_job(corpus, work), runtime="local", workers=1 if work.peer == "overlord-one" else None
     ) as session:

@@ -1,6 +1,4 @@
-"""What the benchmarks' result pages share: tables, plots as files, the machine's description, a bar
-while one waits.
-"""
+"""Shared code of the benchmarks' result pages: tables, plots, the machine, a progress bar."""
 
 from __future__ import annotations
 
@@ -27,15 +25,21 @@ from rich.table import Table
 from measured.pages import RESULTS, tagged, this_machine
 
 _STYLE = """<style>
-svg { --page:#fcfcfb; --ink:#0b0b0b; --muted:#52514e; --faint:#898781; --grid:#e4e3df; --axis:#c3c2b7;
-  --s0:#2a78d6; --s1:#1baf7a; --s2:#eda100; --s3:#008300; --s4:#4a3aa7; --s5:#e34948; background: var(--page); }
-@media (prefers-color-scheme: dark) { svg { --page:#1a1a19; --ink:#fff; --muted:#c3c2b7; --grid:#2c2c2a; --axis:#45443f;
+svg { --page:#fcfcfb; --ink:#0b0b0b; --muted:#52514e; --faint:#898781; --grid:#e4e3df;
+  --axis:#c3c2b7;
+  --s0:#2a78d6; --s1:#1baf7a; --s2:#eda100; --s3:#008300; --s4:#4a3aa7; --s5:#e34948;
+  background: var(--page); }
+@media (prefers-color-scheme: dark) { svg { --page:#1a1a19; --ink:#fff; --muted:#c3c2b7;
+  --grid:#2c2c2a; --axis:#45443f;
   --s0:#3987e5; --s1:#199e70; --s2:#c98500; --s3:#2f9e2f; --s4:#9085e9; --s5:#e66767; } }
 text { fill: var(--muted); font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; }
-text.name, text.value { fill: var(--ink); } text.value { paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
+text.name, text.value { fill: var(--ink); } text.value { paint-order: stroke;
+  stroke: var(--page); stroke-width: 4px; }
 text.tick { fill: var(--faint); } .grid { stroke: var(--grid); } .axis { stroke: var(--axis); }
-.mark { stroke: var(--faint); stroke-dasharray: 2 3; } .bound { fill: none; stroke: var(--ink); stroke-dasharray: 6 4; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .leader { fill: none; stroke-width: 2; }
+.mark { stroke: var(--faint); stroke-dasharray: 2 3; } .bound { fill: none; stroke: var(--ink);
+  stroke-dasharray: 6 4; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .leader { fill: none;
+  stroke-width: 2; }
 </style>"""
 
 
@@ -45,7 +49,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The same for the terminal."""
+    """Return the table for the terminal."""
     table = Table(*head, title=title, title_justify="left", header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -55,16 +59,14 @@ def shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def plot_file(svg: str) -> str:
-    """An inline plot of overlord.observe.svg as a file that stands alone, light and dark."""
+    """Return a plot of overlord.observe.svg as a standalone file, light and dark."""
     head, rest = svg.split("\n", 1)
     named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return f"{named}\n{_STYLE}\n{rest}\n"
 
 
 def save(name: str, text: str, plots: dict[str, str]) -> Path:
-    """Write the dated page and its plots under benchmarks/results; no earlier page is
-    overwritten.
-    """
+    """Write the dated page and its plots under benchmarks/results, without overwriting a page."""
     images = RESULTS / "img"
     images.mkdir(parents=True, exist_ok=True)
     for plot, svg in plots.items():
@@ -76,7 +78,7 @@ def save(name: str, text: str, plots: dict[str, str]) -> Path:
 
 
 def command_line(program: str) -> str:
-    """How this page was made, without where else its figures were written."""
+    """Return the command line of this page, without options for other output files."""
     words = sys.argv[1:]
     for where in ("--json", "--out"):
         if where in words:
@@ -101,7 +103,7 @@ def machine() -> str:
 
 
 def wide_console() -> Console:
-    """As wide as the terminal; where there is none, as wide as the widest table."""
+    """Return the width of the terminal, or of the widest table without one."""
     return Console(width=None if sys.stdout.isatty() else 230)
 
 

@@ -1,13 +1,12 @@
-"""Planning time and quality: a drawn buffer in, a validated LoadingPlan out, through the real
-strategy.
+"""Time and quality of planning: from a drawn buffer to a validated LoadingPlan.
 
     python benchmarks/planning.py [--seeds 3] [--repeat 7] [--strategy llm_balance] [--sync
     microbatch] [--json]
 
-CPU time of this process (best and median of the repeats). Lengths are log-normal, cut at the
-context: median 665 tokens, mean about 1,300, 5 % above 4,800. ``excess`` is the time of the step
-over the bound that no placement can pass: the larger of the mean and the dearest sample. ``--sync``
-as in ``Job``: when ranks wait for each other.
+Times are CPU time of this process (best and median of the repeats). Lengths are log-normal,
+truncated at the context: median 665 tokens, mean about 1,300, 5 % above 4,800. ``excess`` is the
+time of the step over the lower bound of any placement: the larger of the mean and the most
+expensive sample. ``--sync`` as in ``Job``: when ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ CASES = (
 
 
 def make_buffer(case: Case, context: int, seed: int, sync: str) -> Buffer:
-    """A drawn step of 16 sources with skewed lengths."""
+    """Return a drawn step of 16 sources with skewed lengths."""
     rng = np.random.default_rng(seed)
     tokens = np.clip(rng.lognormal(6.5, 1.2, case.samples), 16, context).astype(np.int64)
     parts = np.array_split(tokens, 16)
@@ -72,7 +71,7 @@ def cpu_ms(work: Callable[[], Any], repeat: int) -> list[float]:
 def measure(
     case: Case, strategy: str, context: int, seeds: int, repeat: int, sync: str = "microbatch"
 ) -> dict[str, Any]:
-    """Worst over the seeds for quality; best and median over all runs for time."""
+    """Return the worst quality over the seeds, and the best and median time over all runs."""
     plan_fn, place = resolve(strategy), ClientPlaceTree(dp=case.ranks)
     times: list[float] = []
     digests: list[float] = []

@@ -1,13 +1,12 @@
-"""Two length profiles after Figure 2 of the Overlord paper (arXiv 2504.09844), as seeded samplers
-of text tokens and image patches.
+"""Seeded samplers of two length profiles after Figure 2 of the Overlord paper (arXiv 2504.09844).
 
     samples = draw("navit", 4096, seed=1, context=8192)
-    buffer = samples.buffer(Batch(samples=4096, context=8192))     # a drawn step: strategies take it as it is
+    buffer = samples.buffer(Batch(samples=4096, context=8192))  # a drawn step for strategies
 
-``coyo``: 5 sources, a caption and one image a sample. The text is pinned by the paper: 98.23 % of
+``coyo``: 5 sources, a caption and one image per sample. The paper determines the text: 98.23 % of
 samples hold at most 64 text tokens, the others 9.3 % of all text tokens. Its images, skewed up to
-4096 patches, are an invented shape. ``navit``: 306 sources, about two images a sample, a tail to
-32k tokens. The paper prints no figures of it: all of it is invented.
+4096 patches, are an invented shape. ``navit``: 306 sources, about two images per sample, a tail to
+32k tokens. The paper prints no numbers of it: all of it is invented.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ SHORT_SHARE = 0.9823  # of coyo's samples
 LONG_TEXT_TOKENS = 0.093  # of coyo's text tokens, in its other samples
 LONGEST_IMAGE = 4096  # patches
 LONGEST_NAVIT = 32_768  # tokens
-SHAPES_SEED = 306  # what the sources are like does not change with the seed of the samples
+SHAPES_SEED = 306  # the shapes of the sources do not depend on the seed of the samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Samples in the order of the stream, as arrays; an image token stands for ``merge``
-    patches.
-    """
+    """Samples in the order of the stream, as arrays; an image token covers ``merge`` patches."""
 
     names: tuple[str, ...]
     source: np.ndarray  # int32
@@ -45,11 +42,11 @@ class Samples:
         return len(self.source)
 
     def image_tokens(self) -> np.ndarray:
-        """Of every sample."""
+        """Return the number per sample."""
         return _row_sums(_tokens_of(self.images.values, self.merge), self.images.offsets)
 
     def tokens(self) -> np.ndarray:
-        """The sample's length in the backbone."""
+        """Return the length of each sample in the backbone."""
         return self.text + self.image_tokens()
 
     def take(self, rows: np.ndarray) -> Samples:
@@ -58,8 +55,9 @@ class Samples:
         )
 
     def cut(self, context: int) -> Samples:
-        """No sample longer than the context: the image that crosses it is made smaller, later ones
-        and text beyond it go.
+        """Return the samples truncated to the context.
+
+        The image that crosses it becomes smaller; later images and text are dropped.
         """
         values, before = _tokens_of(self.images.values, self.merge), self.images.offsets
         ends = np.concatenate([[0], np.cumsum(values)])
@@ -73,8 +71,10 @@ class Samples:
         )
 
     def buffer(self, batch: Batch, step: int = 0, images: bool = True) -> Buffer:
-        """A step drawn as these samples stand: ``tokens`` and ``text``, and for every image
-        ``image_patches`` and ``image_tokens``.
+        """Return a drawn step of these samples in their order.
+
+        Its columns are ``tokens`` and ``text``, and for every image ``image_patches`` and
+        ``image_tokens``.
         """
         order = np.argsort(self.source, kind="stable")
         grouped, tokens = self.take(order), self.tokens()[order]
@@ -95,8 +95,9 @@ class Samples:
 
 
 def coyo(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
-    """Captions with one image each, from 5 sources whose images differ in size. ``source``: which
-    one each sample is of.
+    """Draw captions with one image each, from 5 sources whose images differ in size.
+
+    ``source``: the source of each sample.
     """
     rng = np.random.default_rng([seed, 5])
     drawn = rng.choice(5, n, p=[0.35, 0.25, 0.2, 0.12, 0.08]).astype(np.int32)
@@ -117,8 +118,9 @@ def coyo(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
 
 
 def navit(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
-    """Interleaved text and images from 306 sources: captions, documents and plain text, each with
-    lengths of its own.
+    """Draw interleaved text and images from 306 sources.
+
+    Captions, documents and plain text have lengths of their own.
     """
     shapes = np.random.default_rng(SHAPES_SEED)
     weight = 1 / np.sqrt(1 + np.arange(306))
@@ -149,10 +151,10 @@ PROFILES: dict[str, Callable[..., Samples]] = {"coyo": coyo, "navit": navit}
 def draw(
     profile: str, n: int, *, seed: int, context: int, merge: int = 1, runs: int = 0
 ) -> Samples:
-    """``n`` samples of a profile in stream order, none longer than the context.
+    """Draw ``n`` samples of a profile in stream order, none longer than the context.
 
-    ``runs``: so many readers take turns, each with a source of its own, as where every rank reads
-    its own files.
+    ``runs``: the number of readers that take turns, each with a source of its own, as if every rank
+    read its own files.
     """
     sample = PROFILES[profile]
     mixed = sample(n, seed)

@@ -1,13 +1,13 @@
-"""What one more rank costs in memory: the process runtime with clients that only receive, beside a
-DataLoader in every rank.
+"""Memory of one more rank: clients of the process runtime, and a DataLoader in every rank.
 
-    python benchmarks/rank_memory.py                                    # 2 and 8 ranks at 5, 100 and 300 sources: minutes
-    python benchmarks/rank_memory.py --sources 5 --jobs null --quick    # a look
-    python benchmarks/rank_memory.py --sources 5,100 --rounds 3         # medians: what a loader host peaks at varies by tens of MB
+    python benchmarks/rank_memory.py       # 2 and 8 ranks at 5, 100 and 300 sources: minutes
+    python benchmarks/rank_memory.py --sources 5 --jobs null --quick    # a quick look
+    python benchmarks/rank_memory.py --sources 5,100 --rounds 3         # medians of three rounds
 
-PSS over all processes, less what they held after their imports; the slope between the least and the
-greatest number of ranks is the price of a rank: its client, and what hosts hold more because a step
-is larger. How it is measured: benchmarks/README.md.
+The peak of a loader worker varies by tens of MB, so medians are better. Memory is the PSS over all
+processes, minus that after their imports. The slope between the smallest and the largest number of
+ranks is the price of a rank: its client, and the memory of workers for larger steps.
+benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # corpus and peers, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -77,7 +76,7 @@ SLOPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """What one more rank takes, in MB."""
+    """The memory of one more rank, in MB."""
 
     job: str
     n_sources: int
@@ -88,7 +87,7 @@ class Slope:
 
     @staticmethod
     def of(runs: Sequence[Figures]) -> Slope:
-        """From the medians of the runs with the fewest and the most ranks."""
+        """Compute it from the medians of the runs with the fewest and the most ranks."""
         least, most = min(run.ranks for run in runs), max(run.ranks for run in runs)
 
         def slope(what: Callable[[Figures], float]) -> float:
@@ -167,9 +166,7 @@ def row_of(run: Figures) -> list[str]:
 
 
 def slope_rows(runs: Sequence[Figures]) -> list[list[str]]:
-    """A line for every loader; the last cell is its price of a rank over that of a colocated
-    DataLoader.
-    """
+    """Return a line per loader; its last cell is the price of a rank over that of a DataLoader."""
     keys = dict.fromkeys((run.job, run.n_sources, run.peer) for run in runs)
     slopes = {
         key: Slope.of([run for run in runs if (run.job, run.n_sources, run.peer) == key])
@@ -275,10 +272,8 @@ def main(
             )
         )
     if saving:
-        console.print(
-            "saved "
-            f"{save(f'{today}-rank-memory', page(runs, today, command_line('benchmarks/rank_memory.py')), {})}"
-        )
+        text = page(runs, today, command_line("benchmarks/rank_memory.py"))
+        console.print(f"saved {save(f'{today}-rank-memory', text, {})}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # its own modules, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 
@@ -31,7 +30,7 @@ def table(known: list[Page]) -> str:
 
 
 def replaced(text: str, new: str) -> str:
-    """The README with this table under its heading."""
+    """Return the README with this table under its heading."""
     before, heading, after = text.partition(HEADING)
     lines = after.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))

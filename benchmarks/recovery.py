@@ -1,13 +1,13 @@
-"""How long a job misses a part that is killed, and a node that is removed: in processes and on Ray,
-one after the other, on this machine.
+"""Recovery time after a worker is killed or a node is removed, in processes and on Ray.
 
-    python benchmarks/recovery.py [--times 5] [--runtimes process,ray,nodes] [--save]      # about two minutes on two idle cores
+    python benchmarks/recovery.py [--times 5] [--runtimes process,ray,nodes] [--save]
 
-A trainer of two ranks takes a step every 20 ms from a small job with a journal: two loader hosts, a
-constructor host and a planner of its own. A part of each kind is killed with SIGKILL, in turn, each
-when the one before is back. ``nodes`` has the job on a cluster of two nodes beside the head (Ray's
-cluster utility, with the health checks of docs/ray.md), removes the node of a host and adds
-another. Needs Linux, and Ray for all but ``process``.
+It takes about two minutes on two idle cores. A trainer of two ranks takes a step every 20 ms from a
+small job with a journal: two loader workers, a constructor worker and a planner process. A worker
+of each kind is killed with SIGKILL, in turn, each after the one before has recovered. ``nodes``
+runs the job on a cluster of two nodes and a head (Ray's cluster utility, with the health checks of
+docs/ray.md), removes the node of a worker and adds another. It needs Linux, and Ray except for
+``process``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from page import command_line, machine, markdown_table, save, shown_table, wide_
 PARTS = ("loader-host/0", "constructor-host/0", "planner")
 APART: dict[str, Any] = {"hosts": 2, "sources_per_host": 2, "constructor_hosts": 1}
 PACE_S = 0.02
-LIMIT_S = 60.0  # for a part to be back
+LIMIT_S = 60.0  # for a worker to recover
 HEAD = ("where", "lost", "times", "told s", "worst", "back s", "worst", "longest wait s", "worst")
 CHECKS = {  # of docs/ray.md
     "RAY_health_check_initial_delay_ms": "500",
@@ -53,8 +53,10 @@ CHECKS = {  # of docs/ray.md
 
 @dataclass(slots=True)
 class Losses:
-    """One part, lost several times. Seconds from the kill: until the session knew, until all was
-    planned again, and what a rank waited.
+    """One worker that was killed several times.
+
+    Seconds from the kill until the session detected it and until all steps were replanned, and the
+    wait of a rank.
     """
 
     where: str
@@ -99,9 +101,7 @@ def small_job(journal: str) -> ov.Job:
 
 
 class Trainer:
-    """Takes steps of all ranks at a pace, in a thread; knows the longest that it waited since it
-    was asked last.
-    """
+    """Takes steps of all ranks at a fixed rate, in a thread, and records the longest wait."""
 
     def __init__(self, session: ov.Session):
         self._clients = [session.client(rank) for rank in range(2)]
@@ -120,7 +120,7 @@ class Trainer:
                         max(self._longest, time.monotonic() - self._since),
                         None,
                     )
-        except Exception as fault:  # told by whoever waits for what it does
+        except Exception as fault:  # the thread that waits for a step raises it
             self.fault = str(fault)
 
     def longest(self) -> float:
@@ -146,7 +146,7 @@ def parts_of(session: ov.Session) -> dict[str, dict[str, Any]]:
 
 
 def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[[], None]) -> None:
-    """Strike, and wait until the part is back and has been told of as back."""
+    """Kill a worker and wait until it has recovered and the metrics list the recovery."""
     known = len(session.metrics()["recoveries"])
     planner = found.part == "planner"
     trainer.longest()
@@ -203,8 +203,9 @@ def nodes() -> Iterator[Any]:
 
 
 def remove_nodes(times: int) -> list[Losses]:
-    """Of both nodes the one that has a loader host and not the planner; hosts that were on it come
-    back on the other.
+    """Return the node that has a loader worker and not the planner.
+
+    Its workers restart on the other node.
     """
     from overlord.ray.cluster import CLUSTER
 
@@ -215,7 +216,7 @@ def remove_nodes(times: int) -> list[Losses]:
             name: cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20)
             for name in itertools.islice(names, 2)
         }
-        for k in range(times):  # a job each: hosts that came back stay where they are
+        for k in range(times):  # one job each: restarted workers stay where they are
             with ov.launch(
                 small_job(f"{folder}/journal{k}"), runtime="ray", address=cluster.address, **APART
             ) as session:
@@ -293,10 +294,8 @@ def main(times: int, runtimes: str, saving: bool) -> None:
     wide_console().print(shown_table("", HEAD, [f.row() for f in found]))
     if saving:
         today = datetime.date.today().isoformat()
-        wide_console().print(
-            "saved "
-            f"{save(f'{today}-recovery', page(found, today, command_line('benchmarks/recovery.py')), {})}"
-        )
+        text = page(found, today, command_line("benchmarks/recovery.py"))
+        wide_console().print(f"saved {save(f'{today}-recovery', text, {})}")
 
 
 if __name__ == "__main__":

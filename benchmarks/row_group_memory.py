@@ -1,10 +1,9 @@
-"""Memory follows the slice and not the row group: reads one 400 MB row group front to back and
-prints the peak.
+"""Peak memory of reading one 400 MB row group: it depends on the slice, not on the row group.
 
     python benchmarks/row_group_memory.py [--mb 400] [--slice-rows 256]
 
-Each way runs in a process of its own; ``peak`` is resident memory above what the process had before
-it opened the file.
+Each method runs in a process of its own; ``peak`` is resident memory above that before the file was
+opened.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def make(path: str, megabytes: int) -> int:
-    """One row group of random words, 4 kB a row, so that it does not compress away."""
+    """Write one row group of random words, 4 kB per row, which hardly compresses."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -105,7 +104,7 @@ def measure(way: str, path: str, slice_rows: int) -> dict[str, float]:
 
 
 def _peak_mb() -> float:
-    """From /proc, since ru_maxrss of a child starts at its parent's peak."""
+    """Read the peak from /proc: ru_maxrss of a child starts at the peak of its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 

@@ -1,12 +1,11 @@
-"""Simulated scale: the Overlord paper's dry run (arXiv 2504.09844, Figures 14, 17 and 18) with
-constants of this machine.
+"""The Overlord paper's dry run (arXiv 2504.09844, Figures 14, 17, 18) with constants measured here.
 
-    python benchmarks/scale_sim.py                     # some minutes; constants of an earlier run are kept
-    python benchmarks/scale_sim.py --measure --save    # for the record: measures them again, writes the page
+    python benchmarks/scale_sim.py                     # minutes; uses constants of an earlier run
+    python benchmarks/scale_sim.py --measure --save    # measures them again, writes the page
 
-The model is ``overlord simulate``'s: memory from dummy loading jobs, the real planner on a virtual
-clock. A node is a tensor-parallel group here, of which one rank loads in the colocated loader too
-(Megatron's way): the comparison that is least in our favour.
+The model is that of ``overlord simulate``: memory from stand-in jobs, and the real planner on a
+virtual clock. A node is a tensor-parallel group here. One rank of it loads in the colocated loader
+too, as in Megatron: this comparison is the least favourable for Overlord.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # corpus and peers, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -72,10 +70,10 @@ PLANNED = (4096, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Memory of Overlord over that of a colocated loader, CP by PP."""
+    """The memory of Overlord relative to a colocated loader, CP by PP."""
 
     name: str
-    shared: list[list[float]]  # every source is opened once in the fleet
+    shared: list[list[float]]  # every source is opened once in the cluster
     apart: list[
         list[float]
         # every data-parallel group has loaders of its own, with all sources: no partitioning, as in
@@ -120,10 +118,10 @@ def grids(constants: Constants, sources: int) -> list[Grid]:
 
 
 def statements(constants: Constants, sources: int) -> list[str]:
-    """The paper's statements of Figures 14 and 17, each with our figure."""
+    """Return the paper's statements about Figures 14 and 17, each with our number."""
 
     def ours(cp: int, pp: int, **change: Any) -> tuple[float, float]:
-        """MB a node, and over a colocated loader's; loaders apart."""
+        """Return MB per node, and relative to a colocated loader; loaders separately."""
         fleet = replace(BASE, sources=sources, cp=cp, pp=pp, **change)
         made = overlord(replace(fleet, copies=fleet.dp), constants)
         return made.per_node / 2**20, made.total / colocated(
@@ -154,7 +152,7 @@ def statements(constants: Constants, sources: int) -> list[str]:
 def fetching(
     job: ov.Job, sources: int, step: Callable[[str, int, int], None]
 ) -> list[tuple[str, Cell]]:
-    """Figure 18, with some 25 sources a loader host and with one, as in the paper."""
+    """Return Figure 18, with 25 sources per loader worker and with one, as in the paper."""
     found = []
     for name, per_host in (("25 sources a host", 25), ("1 source a host", 1)):
         asked = DryRunRequest(
@@ -170,7 +168,7 @@ def fetching(
 
 
 def planning(job: ov.Job, step: Callable[[str, int, int], None]) -> list[Cell]:
-    """What the real planner takes: every rank a data-parallel group, and a mesh."""
+    """Return the time of the real planner: every rank a data-parallel group, and a mesh."""
     cells = []
     for cp, pp in ((1, 1), (4, 4)):
         asked = DryRunRequest(
@@ -181,7 +179,6 @@ def planning(job: ov.Job, step: Callable[[str, int, int], None]) -> list[Cell]:
 
 
 # ---- tables
-# ---------------------------------------------------------------------------------------------------------
 
 
 def grid_rows(values: Sequence[Sequence[float]]) -> list[list[str]]:

@@ -1,10 +1,9 @@
-"""Tokens per second of the tokenized job by the number of loader host processes, beside torch's
-DataLoader with as many workers.
+"""Tokens per second by the number of loader workers, and of torch's DataLoader with as many.
 
-    python benchmarks/scaling.py                                # 1 to 16 hosts, as far as there are cores: minutes
-    python benchmarks/scaling.py --hosts 1,2 --quick            # a look
+    python benchmarks/scaling.py                     # 1 to 16 workers, up to all cores: minutes
+    python benchmarks/scaling.py --hosts 1,2 --quick            # a quick look
 
-Efficiency is the speed at n over n times the speed at 1. How it is measured: benchmarks/README.md.
+Efficiency is the speed at n over n times the speed at 1. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # corpus and peers, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -44,13 +42,12 @@ from peers.work import Work
 JOB = "tokenized"
 OURS, THEIRS = "overlord-process", "torch"
 HOSTS = (1, 2, 4, 8, 16)
-# for every host or worker: about 12 s of its work, so that all points take equally long
+# Tokens per worker: about 12 s of its work, so that all points take equally long.
 HOST_TOKENS = 6_000_000
-LEAST_HOSTS = (
-    2  # a point delivers at least the tokens of so many: what is read ahead is the same for all
-)
+# A point delivers at least the tokens of two workers: the read-ahead is the same for all points.
+LEAST_HOSTS = 2
 QUICK = 10
-# of a rank in a step: small steps, so that what is read ahead is little beside what is delivered
+# Per rank and step: steps are small, so that the read-ahead is small compared with the delivery.
 MICROBATCHES = 4
 HEAD = (
     "loader",
@@ -70,7 +67,7 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One loader with one number of hosts or workers, and its runs."""
+    """One loader with one number of workers, and its runs."""
 
     peer: str
     n: int
@@ -81,13 +78,13 @@ class Point:
 
     @property
     def cores(self) -> float:
-        """That it kept busy."""
+        """The number of cores that it kept busy."""
         return statistics.median(run.steady_cpu_s / run.steady_wall_s for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run."""
+    """The settings of the benchmark."""
 
     hosts: tuple[int, ...]
     ranks: int
@@ -98,11 +95,11 @@ class Plan:
     limit_s: float = 900.0
 
     def work(self, peer: str, n: int, corpus: Corpus) -> Work:
-        """All sources weigh the same, so that hosts can be given equal parts and what is seen is
-        not how parts were dealt out.
+        """Return the work of one point.
 
-        A DataLoader has at least a worker in every rank: with fewer workers there are fewer ranks,
-        which costs it nothing.
+        All sources have the same weight, so that workers have equal work and the assignment of
+        sources does not matter. A DataLoader has at least one worker per rank: with fewer workers
+        there are fewer ranks, which costs it nothing.
         """
         ranks = (
             self.ranks
@@ -126,7 +123,7 @@ class Plan:
 
 
 def measure(plan: Plan, corpus: Corpus, console: Console) -> list[Point]:
-    """Round by round over all points, so that a machine that slows down slows all of them."""
+    """Run round by round over all points, so that a slower machine affects all of them."""
     points = [Point(peer, n, []) for peer in plan.peers for n in plan.hosts]
     with progress(console) as shown:
         bar = shown.add_task("", total=len(points) * plan.runs)
@@ -140,7 +137,7 @@ def measure(plan: Plan, corpus: Corpus, console: Console) -> list[Point]:
 
 
 def rows_of(points: Sequence[Point]) -> list[list[str]]:
-    """Speed-up and efficiency against the loader's own point with the fewest hosts."""
+    """Return speed-up and efficiency relative to the loader's point with the fewest workers."""
     rows = []
     for point in points:
         first = min((p for p in points if p.peer == point.peer), key=lambda p: p.n)
@@ -279,10 +276,8 @@ def main(
             json.dumps({"date": today, "machine": machine(), "runs": found}, indent=1)
         )
     if saving:
-        console.print(
-            "saved "
-            f"{save(f'{today}-scaling', page(points, today, command_line('benchmarks/scaling.py')), {})}"
-        )
+        text = page(points, today, command_line("benchmarks/scaling.py"))
+        console.print(f"saved {save(f'{today}-scaling', text, {})}")
 
 
 if __name__ == "__main__":

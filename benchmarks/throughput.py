@@ -1,14 +1,14 @@
-"""The same job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, in one run on
-the same data.
+"""One job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, on the same data.
 
-    python benchmarks/throughput.py                                     # everything, about an hour
-    python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
-    python benchmarks/throughput.py --sources 100 --jobs tokenized --peers overlord-process --arenas 2,5,16,64    # malloc arenas
+    python benchmarks/throughput.py                                 # everything, about an hour
+    python benchmarks/throughput.py --sources 5 --pairs 1 --quick   # about two minutes
+    python benchmarks/throughput.py --sources 100 --jobs tokenized --peers overlord-process \\
+        --arenas 2,5,16,64      # malloc arenas
 
-All peers do the job for the same number of ranks, 8 unless said otherwise, with the same tokens per
-rank and step. The bare loop packs for nobody in particular, so its cost per token is that of the
-job for any number of ranks; its first step is that of 8. How it is measured, and what the columns
-mean: benchmarks/README.md.
+All peers do the job for the same number of ranks, by default 8, with the same tokens per rank and
+step. The bare loop packs for no particular rank, so its cost per token is that of the job for any
+number of ranks; its first step is that of 8. benchmarks/README.md explains the method and the
+columns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # corpus and peers, also when started from elsewhere
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import click
 from rich.console import Console
@@ -40,13 +39,13 @@ from peers.measure import wait_for_idle
 from peers.runner import SERVED, CellFailed, Figures, run_cell
 from peers.work import Work
 
-TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds a cell on two cores
+TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds per cell on two cores
 TOKENS_PER_SOURCE = {
     "null": 700_000,
     "tokenized": 80_000,
 }  # at least, so that most sources are read on and not just opened
-# times the bare loop's CPU: with less than this, and more over the whole run, the work was done
-# earlier
+# Times the CPU of the bare loop: with less than this, and more over the whole run, the work was
+# done before the measured part.
 UNSTEADY = 0.9
 QUICK = 10  # times fewer tokens
 RANKS = 8
@@ -75,7 +74,7 @@ HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How many tokens a cell delivers."""
+    """The number of tokens that a cell delivers."""
 
     given: dict[str, int]  # by job; the rest follows the number of sources
     share: int = 1  # one n-th of it
@@ -96,9 +95,7 @@ class Paired:
 
     @property
     def bare_cpu(self) -> float:
-        """The neighbours' mean, so that a machine that slows down between them slows both sides
-        alike.
-        """
+        """Return the mean of the bare runs before and after: a slower machine affects both."""
         return (self.before.steady_cpu + self.after.steady_cpu) / 2
 
     @property
@@ -107,7 +104,7 @@ class Paired:
 
     @property
     def whole_ratio(self) -> float:
-        """With start-up and everything that was read ahead and not delivered."""
+        """Return the total, including start-up and tokens that were read but not delivered."""
         return self.run.whole_cpu / ((self.before.whole_cpu + self.after.whole_cpu) / 2)
 
     @property
@@ -119,9 +116,7 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A job at a number of sources, with all of its runs in the order they were made: bare, peer,
-    bare, peer, ..., bare.
-    """
+    """A job at a number of sources, with its runs in order: bare, peer, bare, peer, ..., bare."""
 
     job: str
     n_sources: int
@@ -139,9 +134,7 @@ class Setting:
 
 
 def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
-    """Every run of a peer stands between two bare runs; who comes first changes from round to
-    round.
-    """
+    """Run every peer between two bare runs; the order of peers changes from round to round."""
     others = [peer for peer in peers if peer != "bare"]
     rounds = (
         [others[r % len(others) :] + others[: r % len(others)] for r in range(pairs)]
@@ -155,8 +148,9 @@ def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
 
 
 def with_arenas(peers: Sequence[str], arenas: Sequence[int]) -> list[str]:
-    """Return the peers, each of Overlord's also with every given number of malloc arenas:
-    ``overlord-process@64``.
+    """Return the peers; those of Overlord also with every given number of malloc arenas.
+
+    Such a label is ``overlord-process@64``.
     """
     return [
         name
@@ -166,7 +160,7 @@ def with_arenas(peers: Sequence[str], arenas: Sequence[int]) -> list[str]:
 
 
 def parts_of(label: str) -> tuple[str, int]:
-    """Return the peer of a label, and its malloc arenas; 0: as it chooses."""
+    """Return the peer of a label, and its malloc arenas; 0: the default."""
     peer, _, arenas = label.partition("@")
     return peer, int(arenas or 0)
 
@@ -182,7 +176,7 @@ def measure(
     idle_s: float,
     console: Console,
 ) -> list[Setting]:
-    """All cells, one at a time: two at once would disturb each other."""
+    """Run all cells, one at a time: two at once would disturb each other."""
     settings = [Setting(job, n, []) for job in jobs for n in found]
     with progress(console) as shown:
         bar = shown.add_task("", total=len(settings) * len(cells))
@@ -209,7 +203,7 @@ def measure(
 
 
 def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
-    """The table's lines of one setting: medians, and for ratios the spread beside them."""
+    """Return the lines of one setting: medians, and for ratios also the spread."""
     rows = []
     for peer in peers:
         runs, paired = setting.of(peer), setting.paired(peer) if peer != "bare" else []
@@ -250,7 +244,7 @@ def _median(runs: Sequence[Figures], name: str, form: str) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """Median, lowest and highest."""
+    """Return median, lowest and highest."""
     middle = format(statistics.median(values), form)
     return (
         middle
@@ -276,7 +270,7 @@ def _table(setting: Setting, peers: Sequence[str]) -> Table:
 
 
 def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, today: str) -> str:
-    """The dated table for benchmarks/results."""
+    """Return the dated table for benchmarks/results."""
     lines = [f"# Throughput, {today}", "", machine(), ""]
     lines += [
         f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between "

@@ -79,7 +79,8 @@ def main():
             time.sleep(1.0)
             window(0)
         elif walk == "kill":
-            name = next(a["name"] for a in session.metrics()["actors"] if a["name"].startswith("loader-"))
+            actors = session.metrics()["actors"]
+            name = next(a["name"] for a in actors if a["name"].startswith("loader-"))
             window(1)
             session.kill(name)
             for _ in range(12):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from balancing.grid import METHODS, Case, Outcome
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from page import context_name
 
 Row = tuple[str, int, int]  # profile, context, samples a rank
@@ -153,14 +153,16 @@ def _plot(grid: Grid, row: Row, methods: Sequence[str], pick: Pick, bound: Pick,
     return lines(
         x,
         drawn,
+        Axes(
+            x_label=f"ranks ({what})",
+            y_label="slowest over mean",
+            y_from=1.0,
+            y_to=1 + 1.05 * (most - 1),
+            show=lambda v: f"{v:.2f}",
+            x_ticks=[(float(v), f"{r:,}") for v, r in zip(x, ranks, strict=True)],
+        ),
         about=f"Slowest over mean rank: {what}",
-        x_label=f"ranks ({what})",
-        y_label="slowest over mean",
-        y_from=1.0,
-        y_to=1 + 1.05 * (most - 1),
         height=320,
-        show=lambda v: f"{v:.2f}",
-        x_ticks=[(float(v), f"{r:,}") for v, r in zip(x, ranks, strict=True)],
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from endtoend.plans import STRATEGIES, Prediction
 from endtoend.setups import MEASURED_KAPPA, Setup
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from page import context_name
 
 PAPER = {4096: 1.71, 8192: 2.63, 16384: 3.09}  # its mean gain of hybrid over vanilla, section 7.3
@@ -224,15 +224,17 @@ def plot(predictions: Sequence[Prediction], profile: str) -> str:
     return lines(
         x,
         drawn,
+        Axes(
+            y_label="tokens/s over vanilla",
+            x_label=f"assumption set, by its number in the table ({profile}; mean over model pairs "
+            "and contexts)",
+            y_from=min(0.5, least),
+            y_to=most * 1.05,
+            show=lambda v: f"{v:.1f}",
+            x_ticks=[(float(v), str(numbers[s])) for v, s in zip(x, setups, strict=True)],
+        ),
         about=f"Predicted gain over vanilla by assumption set, {profile}",
-        y_label="tokens/s over vanilla",
-        x_label=f"assumption set, by its number in the table ({profile}; mean over model pairs "
-        "and contexts)",
-        y_from=min(0.5, least),
-        y_to=most * 1.05,
         height=340,
-        show=lambda v: f"{v:.1f}",
-        x_ticks=[(float(v), str(numbers[s])) for v, s in zip(x, setups, strict=True)],
     )
 
 

@@ -423,13 +423,15 @@ def cost() -> str:
     return svg.lines(
         x,
         series,
+        svg.Axes(
+            x_label="tokens of the document",
+            y_label="cost of one token, 1 at 512",
+            y_from=0.8,
+            y_to=2.4,
+            show=lambda v: f"{v:g}",
+            x_ticks=[(k * 4096, f"{4 * k}k") for k in range(1, 9)],
+        ),
         about="cost of one token by the length of its document",
-        x_label="tokens of the document",
-        y_label="cost of one token, 1 at 512",
-        y_from=0.8,
-        y_to=2.4,
-        show=lambda v: f"{v:g}",
-        x_ticks=[(k * 4096, f"{4 * k}k") for k in range(1, 9)],
     )
 
 

@@ -86,12 +86,12 @@ def test_labels_of_a_slice_are_not_moved_since_neighbours_are_elsewhere():
     }
     with pytest.raises(
         ov.JobError,
-        match=r"its shifted labels cannot be made unshifted.*Say Batch\(labels='unshifted'\)",
+        match=r"its shifted labels cannot become unshifted.*Set Batch\(labels='unshifted'\)",
     ):
         labels.converted(half, "unshifted")
     assert labels.converted(half, "shifted")[0].tolist() == half["labels"].tolist()
     last_stage = {key: half[key] for key in half if key not in ("tokens", "position_ids")}
-    with pytest.raises(ov.JobError, match="its labels cannot be made unshifted"):
+    with pytest.raises(ov.JobError, match="its labels cannot become unshifted"):
         labels.converted(last_stage, "unshifted")
     with pytest.raises(
         ov.JobError, match="unknown labels convention 'moved'; known: shifted, unshifted"
@@ -210,7 +210,7 @@ def test_the_padded_layout_has_rows_for_hugging_face():
     )
     with pytest.raises(
         ov.JobError,
-        match=r"expected attention_mask in the microbatch.*say Batch\(layout='padded'\)",
+        match=r"expected attention_mask in the microbatch.*set Batch\(layout='padded'\)",
     ):
         huggingface.padded(made([5, 3], layout="packed", convention="shifted"))
 
@@ -347,9 +347,7 @@ def test_a_place_along_cp_that_does_not_fit_the_slice_is_refused():
             match=r"does not fit a slice of 6 of 12 tokens; give this rank's place along cp",
         ):
             megatron.get_batch(iter([half]), cp=cp, cp_split=split)
-    with pytest.raises(
-        ov.JobError, match=r"expected \(how many ranks, which of them\), got \(2, 2\)"
-    ):
+    with pytest.raises(ov.JobError, match=r"expected \(number of ranks, this rank\), got \(2, 2\)"):
         megatron.padding_mask(half, cp=(2, 2))
     with pytest.raises(
         ov.JobError, match="unknown 'zag'; known: zigzag, zigzag_whole, contiguous, none"
@@ -418,7 +416,7 @@ def test_get_batch_of_a_stage_in_the_middle_of_the_padded_layout_has_nothing():
 WRONG = {
     "a stage without tokens": (
         {"labels": np.zeros(3)},
-        "expected tokens, position_ids.*each stage of a pipeline gets its own keys only",
+        "expected tokens, position_ids.*each pipeline stage has only its own keys",
     ),
     "rows": (
         made([3], layout="padded"),

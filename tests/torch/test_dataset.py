@@ -139,7 +139,8 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
         ):  # a step that is refused is not lost: asked for again, it is refused again
             with pytest.raises(
                 ov.StateMismatch,
-                match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n.*same mesh",
+                match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n"
+                r".*same mesh",
             ):
                 next(iter(second))
             assert second.state_dict() == saved
@@ -192,7 +193,10 @@ def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(
     job = text_job(
         tmp_path, microbatches=1, context=128
     )  # 12 documents of 20 tokens in the mean do not fit in
-    words = r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d; .*; give Batch\(microbatches=\d\) or more"
+    words = (
+        r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d; .*; "
+        r"give Batch\(microbatches=\d\) or more"
+    )
     options = {"device": "cpu"} if ahead else {}
     with ot.StatefulLoader(job, microbatches=True, **options) as loader:
         before = loader.state_dict()
@@ -481,7 +485,7 @@ def test_a_client_is_refused_by_a_worker_that_is_spawned_with_the_reason(tmp_pat
             num_workers=1,
             multiprocessing_context="spawn",
         )
-        with pytest.raises(ov.JobError, match="a session does not travel to another process"):
+        with pytest.raises(ov.JobError, match="a session cannot move to another process"):
             iter(loader)
 
 

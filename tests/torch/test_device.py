@@ -277,7 +277,7 @@ def test_a_fork_is_told_to_make_its_own(tmp_path: Path):
         next(steps)
         steps._pid += 1  # as in a copy of this process
         with pytest.raises(
-            ov.OverlordError, match=f"this is process {os.getpid()}; its thread did not come along"
+            ov.OverlordError, match=f"got process {os.getpid()}; a fork does not copy its thread"
         ):
             next(steps)
         steps._pid -= 1

@@ -39,9 +39,9 @@ def test_every_rank_has_a_group_and_a_seat_of_its_bucket(
         assert services[service.fetcher].fetches
         assert service.queue_rank in service.queue_ranks
         assert bucket[service.queue_rank] == bucket[rank]
-        assert service.fetcher in service.seats, "a fetcher holds its own seat"
+        assert service.fetcher in service.queue_ranks, "a fetcher holds its own seat"
         assert all(services[other].members == service.members for other in service.members)
-        assert len(service.seats) == len({int(bucket[m]) for m in service.members}), (
+        assert len(service.queue_ranks) == len({int(bucket[m]) for m in service.members}), (
             "one mailbox for each bucket of the group"
         )
         assert service.fetchers == len(place.fetchers(axes))
@@ -76,13 +76,13 @@ def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: 
     )
     said = str(wire._lost(RuntimeError(BROKEN), 0))
     assert said.startswith(
-        f"{whom} is lost: its process has ended, or the network between has failed; torch "
-        "says: Connection closed by"
+        f"{whom} is lost: its process has exited, or the network to it has failed; torch "
+        "reports: Connection closed by"
     )
     assert ".cc" not in said
     assert said.endswith(" word ...")
     assert str(wire._lost(RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)).endswith(
-        "torch says: Reset by peer"
+        "torch reports: Reset by peer"
     )
 
 

@@ -264,7 +264,7 @@ def test_losses_of_a_slice_need_the_places_of_its_tokens():
         "cu_seqlens": torch.tensor([0, 4, 8]),
         "cu_seqlens_padded": torch.tensor([0, 4, 8]),
     }
-    with pytest.raises(ov.JobError, match="positions: expected for a slice of 4 of 8 tokens"):
+    with pytest.raises(ov.JobError, match="positions: expected those of a slice of 4 of 8 tokens"):
         ot.source_losses(torch.ones(4), mb, ["web", "code"])
     found = ot.source_losses(torch.ones(4), mb, ["web", "code"], positions=[0, 3, 4, 7])
     assert found == {"loss/web": 1.0, "tokens/web": 2.0, "loss/code": 1.0, "tokens/code": 2.0}

@@ -77,7 +77,7 @@ def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Pat
     for step in first_steps(placed(tmp_path, cp=2)):
         for adapter in (huggingface.flattened, torchtitan.flat):
             with pytest.raises(
-                ov.JobError, match=r"a slice of \d+ of \d+ tokens.*say Batch\(cp_split='none'\)"
+                ov.JobError, match=r"a slice of \d+ of \d+ tokens.*set Batch\(cp_split='none'\)"
             ):
                 adapter(step[0])
 
@@ -86,7 +86,7 @@ def test_labels_of_slices_that_follow_the_other_convention_are_refused(tmp_path:
     for step in first_steps(placed(tmp_path, labels="unshifted", cp=2)):
         with pytest.raises(
             ov.JobError,
-            match=r"its unshifted labels cannot be made shifted.*Say Batch\(labels='shifted'\)",
+            match=r"its unshifted labels cannot become shifted.*Set Batch\(labels='shifted'\)",
         ):
             megatron.packed(step[0])
 
@@ -109,8 +109,8 @@ def test_stages_of_a_pipeline_give_megatron_what_they_have(tmp_path: Path):
     )
     with pytest.raises(
         ov.JobError,
-        match=r"expected labels, loss_mask in the microbatch.*each stage of a pipeline gets its "
-        r"own keys only",
+        match=r"expected labels, loss_mask in the microbatch.*each pipeline stage has only its "
+        r"own keys",
     ):
         torchtitan.flat(first_steps(placed(tmp_path, pp=3))[0][0])
 

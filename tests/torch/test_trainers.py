@@ -238,7 +238,8 @@ def test_accelerate_is_refused_a_dataset_that_it_would_deal_out_to_two_processes
     )
     with pytest.raises(
         ov.JobError,
-        match=r"got IterableDatasetShard, .* to 2 processes; .*overlord\.torch\.StatefulLoader\(job\)",
+        match=r"got IterableDatasetShard, .* to 2 processes; "
+        r".*overlord\.torch\.StatefulLoader\(job\)",
     ):
         next(iter(loader))
     assert dataset.client is None, "nothing was launched"

@@ -155,9 +155,7 @@ def test_cpu_that_differs_by_less_than_single_runs_do_is_not_called_a_win() -> N
     ]
 
 
-def test_of_several_runs_the_middle_one_is_shown_and_a_difference_that_all_of_them_have_is_one() -> (
-    None
-):
+def test_of_several_runs_the_median_is_shown_and_a_difference_of_all_runs_counts() -> None:
     def setting(theirs: list[float]) -> cluster.Setting:
         runs = [outcome("bare", 0.02, 10)] * 4 + [
             outcome("overlord-ray", cpu, 90) for cpu in (0.093, 0.09, 0.095)

@@ -99,9 +99,7 @@ def test_a_cell_that_was_not_run_is_computed_and_says_so_everywhere() -> None:
     assert "ray, 5 sources: no Ray" in text
 
 
-def test_each_side_is_compared_at_its_smallest_setting_that_keeps_pace_and_both_at_equal_settings() -> (
-    None
-):
+def test_each_side_is_compared_at_its_smallest_setting_and_both_at_equal_settings() -> None:
     cells = [
         found(torch_case(300, 8, 1), 5000.0, late=3),
         found(torch_case(300, 8, 2), 9000.0),

@@ -226,9 +226,7 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     assert len(set(kept)) == 4
 
 
-def test_stand_in_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
-    job: ov.Job,
-) -> None:
+def test_stand_in_jobs_hold_a_source_with_images_and_few_samples_of_large_ones(job: ov.Job) -> None:
     many = replace(
         job,
         sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)]

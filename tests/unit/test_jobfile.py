@@ -26,7 +26,8 @@ from overlord.transforms.tokenize import Tokenize
 EXAMPLE = """
 name: demo
 sources:
-  - {name: web, uri: "web/*.parquet", weight: 0.7, transforms: [{tokenize: {tokenizer: tokenizer.json, text: text}}]}
+  - {name: web, uri: "web/*.parquet", weight: 0.7,
+     transforms: [{tokenize: {tokenizer: tokenizer.json, text: text}}]}
   - name: code
     uri: [/data/a.jsonl, "s3://bucket/code"]
     weight: 3e-1
@@ -255,9 +256,9 @@ def test_a_file_that_is_no_job_is_named(text: str, problem: str, tmp_path: Path)
 def test_a_key_twice_is_a_problem_of_its_own(tmp_path: Path):
     found = problems(EXAMPLE + "seed: 1\nplace: {dp: 2, dp: 3}\nseed: 2\n", tmp_path)
     assert found == [
-        "place: given twice, the second time in line 13",
-        "seed: given twice, the second time in line 14",
-        "dp: given twice, the second time in line 13",
+        "place: given twice, the second time in line 14",
+        "seed: given twice, the second time in line 15",
+        "dp: given twice, the second time in line 14",
     ]
 
 
@@ -434,9 +435,11 @@ anything = st.recursive(
 
 
 WHOLE = """
-{name: x, place: {dp: 1, order: [pp, dp, cp, tp]}, batch: {samples: 1, context: 1}, mixture: {a: 1}, seed: 0, strategy: packed, sources: [
+{name: x, place: {dp: 1, order: [pp, dp, cp, tp]}, batch: {samples: 1, context: 1},
+ mixture: {a: 1}, seed: 0, strategy: packed, sources: [
   {name: a, uri: /x, weight: 1, format: null, transforms: [
-    {tokenize: {tokenizer: t, bos: 1}}, {map: {fn: clean}}, {meta: {name: n, column: m}}, {select: [a]}, {tokens: {column: c}}]}]}
+    {tokenize: {tokenizer: t, bos: 1}}, {map: {fn: clean}}, {meta: {name: n, column: m}},
+    {select: [a]}, {tokens: {column: c}}]}]}
 """
 
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LAST_DAY = "2026-11-18"
 LINE = re.compile(
-    r"^\| (?P<claim>[^|]+) \| (?P<number>[\d.]+) (?P<unit>x|ms|MB) \| \[[\d-]+\]\((?P<link>[^)]+)\) \|$"
+    r"^\| (?P<claim>[^|]+) \| (?P<number>[\d.]+) (?P<unit>x|ms|MB) "
+    r"\| \[[\d-]+\]\((?P<link>[^)]+)\) \|$"
 )
 SCALING = Cell(
     program="scaling.py",

@@ -168,7 +168,8 @@ def test_a_broken_file_is_told_by_line_and_column(tmp_path: Path) -> None:
     path.write_text("name: [1\nseed: 2\n")
     with pytest.raises(
         JobError,
-        match=r"expected YAML, got a syntax error: while parsing a flow sequence, expected .* \(line 2, column 5\)$",
+        match=r"expected YAML, got a syntax error: while parsing a flow sequence, expected .* "
+        r"\(line 2, column 5\)$",
     ):
         ov.Job.from_yaml(path)
 

@@ -504,7 +504,7 @@ def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_sa
             assert len(list(session.client(0))) == 6
 
 
-def test_without_partition_an_added_source_has_one_loader_or_where_scaled_one_for_each_thread(
+def test_without_partition_an_added_source_has_one_loader_or_if_scaled_one_per_thread(
     corpus: Path,
 ) -> None:
     heavy = source(corpus, "late", ov.Map(busy, rows=True), ov.Tokens("tokens"))

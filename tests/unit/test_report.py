@@ -149,7 +149,9 @@ def test_names_at_the_ends_of_lines_never_lie_over_each_other(ends: list[float])
         for i, end in enumerate(ends)
     ]
     drawn = ET.fromstring(
-        svg.lines(x, series, about="", x_label="", y_label="", y_from=0, y_to=100, show=str)
+        svg.lines(
+            x, series, svg.Axes(x_label="", y_label="", y_from=0, y_to=100, show=str), about=""
+        )
     )
     at = sorted(float(t.attrib["y"]) for t in drawn.iter("text") if t.get("class") == "name")
     assert len(at) == len(ends)

@@ -47,7 +47,7 @@ class Readers:
         return (source,)
 
 
-def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_with_what_it_would_take(
+def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_keep_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observer = LoadObserver(

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from overlord.errors import OverlordError
-from overlord.observe.svg import Line, lines, series_color
+from overlord.observe.svg import Axes, Line, lines, series_color
 from overlord.observe.tables import bar, grid, size
 from overlord.scaling.profile import JobProfile, SourceProfile, cdf
 from overlord.user_code import told
@@ -164,13 +164,15 @@ def cdf_svg(profile: JobProfile) -> str:
     return lines(
         axis,
         series,
+        Axes(
+            x_label="cost of a source relative to the median source",
+            y_label="share of sources",
+            y_from=0.0,
+            y_to=1.0,
+            show=lambda v: f"{v:.0%}",
+            x_ticks=ticks,
+        ),
         about=f"Distribution over {len(every)} sources",
-        x_label="cost of a source relative to the median source",
-        y_label="share of sources",
-        y_from=0.0,
-        y_to=1.0,
-        show=lambda v: f"{v:.0%}",
-        x_ticks=ticks,
     )
 
 

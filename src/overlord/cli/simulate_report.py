@@ -107,12 +107,12 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
     heads = (
         "GPUs",
         "constructors",
-        "loader workers",
+        "workers",
         "plan ms",
         "route ms",
-        "planner busy",
+        "busy",
         "connections",
-        "most per process",
+        "at most",
         "connect s",
         "fetch ms",
         "worst",
@@ -139,7 +139,8 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
             ]
         )
     return _titled(
-        f"planning, connections and fetch latency; trainers compute {pace_s:g} s per step",
+        f"planning, connections and fetch latency; trainers compute {pace_s:g} s per step\n"
+        "(workers: of loaders; busy: the planner; at most: connections of one process)",
         heads,
         rows,
         2,

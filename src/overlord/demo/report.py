@@ -10,7 +10,7 @@ import numpy as np
 from overlord.demo.result import COMPARED, DemoResult
 from overlord.drill.tables import STRIKE_HEAD, strike_rows
 from overlord.observe.report import Picture, Report, Sheet
-from overlord.observe.svg import Line, Panel, Ridge, bars, lines, ridges, series_color
+from overlord.observe.svg import Axes, Line, Panel, Ridge, bars, lines, ridges, series_color
 from overlord.observe.tables import tokens_lost
 
 COLORS = {"vanilla": series_color(5), "packed": series_color(2), "llm_balance": series_color(0)}
@@ -177,12 +177,14 @@ def _imbalance_picture(f: DemoResult) -> Picture:
         svg=lines(
             np.arange(f.steps),
             series,
+            Axes(
+                x_label="step",
+                y_label="slowest rank / mean rank",
+                y_from=1.0,
+                y_to=1.0 + max(0.05, (top - 1.0) * 1.12),
+                show=lambda v: f"{v:.2f}",
+            ),
             about="imbalance by rank over steps for three strategies and the bound",
-            x_label="step",
-            y_label="slowest rank / mean rank",
-            y_from=1.0,
-            y_to=1.0 + max(0.05, (top - 1.0) * 1.12),
-            show=lambda v: f"{v:.2f}",
         ),
     )
 
@@ -209,12 +211,14 @@ def _mix_picture(f: DemoResult) -> Picture:
         svg=lines(
             np.arange(f.steps),
             series,
+            Axes(
+                x_label="step",
+                y_label="share of samples",
+                y_from=0.0,
+                y_to=100 * float(max(f.realised.max(), f.wanted.max())) * 1.08,
+                show=lambda v: f"{v:.0f}%",
+            ),
             about="share of samples by source over steps",
-            x_label="step",
-            y_label="share of samples",
-            y_from=0.0,
-            y_to=100 * float(max(f.realised.max(), f.wanted.max())) * 1.08,
-            show=lambda v: f"{v:.0f}%",
             marks=marks,
             height=340,
         ),

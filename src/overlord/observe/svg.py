@@ -57,37 +57,41 @@ def series_color(i: int) -> str:
     return f"var(--s{i % 6})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The axes of a line plot. ``show`` formats a number of the y axis."""
+
+    x_label: str
+    y_label: str
+    y_from: float
+    y_to: float
+    show: Callable[[float], str]
+    x_ticks: Sequence[tuple[float, str]] = ()  # (place, label); without them whole numbers
+
+
 def lines(
     x: np.ndarray,
     series: Sequence[Line],
+    axes: Axes,
     *,
     about: str,
-    x_label: str,
-    y_label: str,
-    y_from: float,
-    y_to: float,
-    show: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
-    x_ticks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Plot lines with their names at their ends.
-
-    ``marks`` are labelled vertical lines; ``x_ticks`` are labels of the axis.
-    """
+    """Plot lines with their names at their ends; ``marks`` are labelled vertical lines."""
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
-    sy = _scale(y_from, y_to, height - bottom, top)
-    out = [_text(left - 48, top - 12, y_label, "label")]
-    for tick in _ticks(y_from, y_to, 5):
+    sy = _scale(axes.y_from, axes.y_to, height - bottom, top)
+    out = [_text(left - 48, top - 12, axes.y_label, "label")]
+    for tick in _ticks(axes.y_from, axes.y_to, 5):
         out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
-        out.append(_text(left - 8, sy(tick) + 4, show(tick), "tick", "end"))
+        out.append(_text(left - 8, sy(tick) + 4, axes.show(tick), "tick", "end"))
     whole = [
         (tick, f"{int(tick)}") for tick in _ticks(float(x[0]), float(x[-1]), 8) if tick == int(tick)
     ]
-    for tick, word in x_ticks or whole:
+    for tick, word in axes.x_ticks or whole:
         out.append(_text(sx(tick), height - bottom + 18, word, "tick", "middle"))
-    out.append(_text((left + WIDTH - right) / 2, height - 4, x_label, "label", "middle"))
+    out.append(_text((left + WIDTH - right) / 2, height - 4, axes.x_label, "label", "middle"))
     for at, word in marks:
         out.append(_rule(sx(at), top, sx(at), height - bottom, "mark"))
         out.append(_text(sx(at) + 5, top + 4, word, "tick"))

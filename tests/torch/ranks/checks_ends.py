@@ -292,7 +292,7 @@ def one_who_stops_in_the_middle_of_a_frame_is_told_so(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        client._frames._left = lambda frame: signal.raise_signal(
+        client._frames._departed = lambda frame: signal.raise_signal(
             signal.SIGINT
         )  # between two waits of torch's, where Ctrl-C is heard
         try:
