@@ -275,7 +275,7 @@ def balance() -> str:
             )
         )
     about = (
-        "cost of every rank in microbatches: assigned round-robin, balanced for the step, "
+        "cost of every rank in microbatches: dealt out in turn, balanced for the step, "
         "balanced for every microbatch"
     )
     return svg.bars(
@@ -476,9 +476,9 @@ def mix() -> str:
     return svg.lines(
         np.arange(steps),
         series,
-        about="target and drawn fractions of three sources over 80 steps",
+        about="shares of three sources over 80 steps, as expected and as drawn",
         x_label="step",
-        y_label="fraction of the step's 32 samples; dashed: target",
+        y_label="share of the step's 32 samples; dashed: wanted",
         y_from=0.0,
         y_to=1.0,
         show=lambda v: f"{v:.0%}",
@@ -492,7 +492,9 @@ def look_ahead() -> str:
         330, "lengths of the samples of 36 steps under a length warm-up, below the rising limit"
     )
     left, right, top, bottom = 60, 30, 34, 44
-    to.text(12, 18, "tokens of each sample of a step; dashed: limit of the schedule", "label")
+    to.text(
+        12, 18, "tokens of each sample of a step; dashed: what the schedule wants at most", "label"
+    )
     for power in range(4, 11):
         y = top + (10 - power) * (330 - top - bottom) / 6
         to.line(left, y, WIDTH - right, y, "grid")
@@ -526,7 +528,7 @@ def look_ahead() -> str:
 
 
 def low_level() -> str:
-    to = Drawing(300, "where the low-level hooks run on the path of a step")
+    to = Drawing(300, "where the low-level hooks stand on the way of a step")
     boxes = (("files", 20), ("loaders", 180), ("constructors", 430), ("clients", 700))
     for name, x in boxes:
         to.cell(x, 170, 130, 40, name, "var(--muted)", 0.08)
@@ -539,7 +541,7 @@ def low_level() -> str:
     to.text(480, 128, "LoadingPlan", "tick")
     for name, note, x, y in (
         ("plan_raw", "arrays in, bucket and microbatch out", 540, 47),
-        ("summary_buffer", "the planner's input", 90, 47),
+        ("summary_buffer", "what the planner sees", 90, 47),
         ("loader_do_plan", "tokens of one source's samples", 297, 240),
         ("constructor_do_plan", "microbatches of one bucket", 560, 240),
     ):
@@ -562,7 +564,7 @@ def explain() -> str:
             chosen.sample_id(int(np.argsort(-chosen.main.cost, kind="stable")[6]))
         ).to_dict()
     (at,) = said["placed"]
-    to = Drawing(190, f"the path of sample {said['sample']}")
+    to = Drawing(190, f"the way of sample {said['sample']}")
     facts = (
         (said["sample"], f"{said['row_unit']} {said['row']} of file 0", f"{said['tokens']} tokens"),
         (said["loader"], "read it", ""),
