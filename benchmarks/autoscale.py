@@ -198,7 +198,7 @@ def _measure(folder: Path, together: Any, answers: Any) -> None:
 
 
 def loader_processes(session: ov.Session) -> int:
-    return sum(a["name"].startswith("loader-host/") for a in session.metrics()["actors"])
+    return sum(a["name"].startswith("loader-worker/") for a in session.metrics()["actors"])
 
 
 def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:

@@ -67,7 +67,7 @@ class Cell:
 
 
 def cells(killed: int, every: int, at: int) -> list[Cell]:
-    planner, loaders = f"kill:planner@{every}%{every}", f"kill:loader-host*{killed}@{at}"
+    planner, loaders = f"kill:planner@{every}%{every}", f"kill:loader-worker*{killed}@{at}"
     return [
         Cell("undisturbed", 2),
         Cell("planner killed", 2, planner),

@@ -35,7 +35,7 @@ import click
 import overlord as ov
 from page import command_line, machine, markdown_table, save, shown_table, wide_console
 
-PARTS = ("loader-host/0", "constructor-host/0", "planner")
+PARTS = ("loader-worker/0", "constructor-worker/0", "planner")
 APART: dict[str, Any] = {"hosts": 2, "sources_per_host": 2, "constructor_hosts": 1}
 PACE_S = 0.02
 LIMIT_S = 60.0  # for a worker to recover

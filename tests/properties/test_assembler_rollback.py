@@ -174,7 +174,7 @@ class Job:
         self.complete = {s for s in self.complete if s < self.over}
         self.expected = {s for s in self.expected if s < self.over}
         self.tell(
-            EndOfJob(self.over, ActorLost("loader-host/3", "killed") if step < self.n else None)
+            EndOfJob(self.over, ActorLost("loader-worker/3", "killed") if step < self.n else None)
         )
 
     def back(self, pick: int) -> None:

@@ -278,7 +278,7 @@ def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
     with closing_all(anew.client(0, 5)) as (box,):
         anew.plan(5)
         anew.send(5)
-        anew.do(EndOfJob(6, ActorLost("loader-host/3", "killed")))
+        anew.do(EndOfJob(6, ActorLost("loader-worker/3", "killed")))
         until(lambda: len(box) == 1)
         anew.do(Rollback(2 * G, 4))
         anew.host.figures()  # behind which it is done
@@ -370,11 +370,11 @@ def test_a_constructor_that_is_replaced_is_waited_for_by_name_and_asked_for_ofte
 
     def where(generation: int) -> tuple[str, str]:
         asked.append(line.time)
-        raise DataStall("constructor-host/0 to be started again (killed by signal 9)", line.time)
+        raise DataStall("constructor-worker/0 to be started again (killed by signal 9)", line.time)
 
     box = line.box(where, address="")
     assert box.get(3.0) is None
-    assert box.trouble == "constructor-host/0 to be started again (killed by signal 9)"
+    assert box.trouble == "constructor-worker/0 to be started again (killed by signal 9)"
     assert line.dialled == []
     assert max(b - a for a, b in pairwise(asked)) <= 0.2 + 1e-9, "it will be there in a moment"
     with pytest.raises(ActorLost, match="could not be reached for 20"):
@@ -385,9 +385,9 @@ def test_a_constructor_that_the_session_has_given_up_ends_its_clients() -> None:
     line = Line(ActorLost("x", "gone"))
 
     def where(generation: int) -> tuple[str, str]:
-        raise ActorLost("constructor-host/0", "killed by signal 9")
+        raise ActorLost("constructor-worker/0", "killed by signal 9")
 
-    with pytest.raises(ActorLost, match=r"^constructor-host/0 is lost: killed by signal 9"):
+    with pytest.raises(ActorLost, match=r"^constructor-worker/0 is lost: killed by signal 9"):
         line.box(where).get(100.0)
 
 

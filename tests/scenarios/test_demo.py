@@ -196,9 +196,9 @@ def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, DemoRes
     out, figures, screen = done
     assert figures.drill is not None
     assert [s.name for s in figures.drill.disturbed.strikes] == [
-        "loader-host/0",
+        "loader-worker/0",
         "planner",
-        "constructor-host/0",
+        "constructor-worker/0",
     ]
     line = "3 kills, 0 samples lost, 0 repeated, digest equal to the undisturbed run"
     assert figures.drill.sentence() == line

@@ -55,11 +55,11 @@ APART = {
     "constructor_hosts": 2,
 }  # three loader hosts, two constructor hosts
 EVERYONE = (
-    "constructor-host/0",
-    "constructor-host/1",
-    "loader-host/0",
-    "loader-host/1",
-    "loader-host/2",
+    "constructor-worker/0",
+    "constructor-worker/1",
+    "loader-worker/0",
+    "loader-worker/1",
+    "loader-worker/2",
 )
 
 
@@ -145,15 +145,15 @@ def missing(session: ov.Session, name: str) -> bool:
 def test_one_dies_while_others_are_being_started(calm: Played) -> None:
     def more(session: ov.Session) -> None:
         before = len(recovered(session))
-        killing("loader-host/0", "constructor-host/1")(session)
+        killing("loader-worker/0", "constructor-worker/1")(session)
         until(
-            lambda: missing(session, "constructor-host/1") or len(recovered(session)) > before
+            lambda: missing(session, "constructor-worker/1") or len(recovered(session)) > before
         )  # it may be back before it is looked for
-        killing("loader-host/1", "constructor-host/0")(session)
+        killing("loader-worker/1", "constructor-worker/0")(session)
 
     with launch(job(until=STEPS), **APART) as session:
         assert play(session, act={5: more, 20: more}) == calm
-        assert {"loader-host/0", "constructor-host/1"} <= set(recovered(session))
+        assert {"loader-worker/0", "constructor-worker/1"} <= set(recovered(session))
 
 
 LOST_AFTER_S = 8 * WAIT_S  # where only the time of a test makes silences so long
@@ -195,7 +195,9 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
     stopped: list[int] = []
 
     def stop(session: ov.Session) -> None:
-        stopped.extend(hosts_of(session)[name] for name in ("loader-host/1", "constructor-host/0"))
+        stopped.extend(
+            hosts_of(session)[name] for name in ("loader-worker/1", "constructor-worker/0")
+        )
         for pid in stopped:
             halt(pid)
         time_passes(session, but=stopped)
@@ -203,7 +205,7 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
     with launch(job(until=STEPS), lost_after_s=LOST_AFTER_S, **APART) as session:
         assert play(session, act={9: stop}) == calm
         told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
-        assert set(told) == {"loader-host/1", "constructor-host/0"}
+        assert set(told) == {"loader-worker/1", "constructor-worker/0"}
         assert all("it answered nothing for" in reason for reason in told.values())
         assert not left_after(stopped, WAIT_S)
 
@@ -227,7 +229,7 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
 
     def strike(session: ov.Session) -> None:
         flag.touch()
-        session.kill("loader-host/0")
+        session.kill("loader-worker/0")
 
     calm = run(replace(made, journal=None), "local")
     # Who stands for a moment, others too, is started again: that is no end.
@@ -236,7 +238,7 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
     ) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
-        assert "loader-host/0" in {row["part"] for row in session.metrics()["recoveries"]}
+        assert "loader-worker/0" in {row["part"] for row in session.metrics()["recoveries"]}
 
 
 def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
@@ -257,16 +259,16 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     def strike(session: ov.Session) -> None:
         engine: Any = session.internals.runtime
         flag.touch()
-        killing("constructor-host/0", "loader-host/0")(session)
+        killing("constructor-worker/0", "loader-worker/0")(session)
         until(
             lambda: (
-                "constructor-host/0" in engine.pool.restarted
-                and "loader-host/0"
+                "constructor-worker/0" in engine.pool.restarted
+                and "loader-worker/0"
                 in [handle.name for handle in list(engine.pool._watchdog._there)]
             )
         )
         time_passes(session)
-        assert list(engine.pool.restarted) == ["constructor-host/0"], (
+        assert list(engine.pool.restarted) == ["constructor-worker/0"], (
             "the other one is not there yet"
         )
         flag.unlink()
@@ -274,13 +276,13 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     calm = run(made, "local")
     with launch(made, lost_after_s=LOST_AFTER_S, **APART) as session:
         assert play(session, act={6: strike}) == calm
-        assert sorted(recovered(session)) == ["constructor-host/0", "loader-host/0"]
+        assert sorted(recovered(session)) == ["constructor-worker/0", "loader-worker/0"]
     assert "answered nothing" not in caplog.text
 
 
 def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
     def pause(session: ov.Session) -> None:
-        pid = hosts_of(session)["loader-host/1"]
+        pid = hosts_of(session)["loader-worker/1"]
         halt(pid)
         time.sleep(0.3)
         os.kill(pid, signal.SIGCONT)
@@ -300,8 +302,8 @@ def test_with_look_ahead_feedback_events_and_sources_that_join(name: str) -> Non
             "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2),
         }
         alone = run(made, "local", said=said, report=trainer(scene.salt), **options)
-        everyone = (*EVERYONE, "loader-host/3", "loader-host/4", "loader-host/5")
-        acts = {1: killing(*everyone[2:]), 2: killing("loader-host/0", "constructor-host/1")}
+        everyone = (*EVERYONE, "loader-worker/3", "loader-worker/4", "loader-worker/5")
+        acts = {1: killing(*everyone[2:]), 2: killing("loader-worker/0", "constructor-worker/1")}
         hit = run(
             made, "process", said=said, report=trainer(scene.salt), act=acts, **options, **APART
         )
@@ -321,7 +323,7 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
     ]
     made = pictures.job(tmp_path, sources=apart, hooks=hooks, until=8, broken=BROKEN)
     alone = run(made, "local")
-    acts = {2: killing(*EVERYONE[:3]), 4: killing("loader-host/1"), 6: killing(*EVERYONE)}
+    acts = {2: killing(*EVERYONE[:3]), 4: killing("loader-worker/1"), 6: killing(*EVERYONE)}
     with launch(made, shadows=shadows, **APART) as session:
         assert play(session, act=acts).steps == alone.steps
         found = (
@@ -364,12 +366,12 @@ def test_what_is_said_between_two_deaths_counts(calm: Played) -> None:
             until(lambda: _moved(session))
 
         acts = {
-            6: hit("loader-host/0", then=say),
-            10: hit("constructor-host/0", "loader-host/1", then=add),
-            12: killing("loader-host/3"),
-            25: hit("loader-host/2", then=move),
-            27: killing("loader-host/0", "loader-host/1"),
-            30: killing("loader-host/3"),
+            6: hit("loader-worker/0", then=say),
+            10: hit("constructor-worker/0", "loader-worker/1", then=add),
+            12: killing("loader-worker/3"),
+            25: hit("loader-worker/2", then=move),
+            27: killing("loader-worker/0", "loader-worker/1"),
+            30: killing("loader-worker/3"),
         }
         got = play(session, act=acts)
     assert got.steps == alone.steps
@@ -379,7 +381,7 @@ def test_what_is_said_between_two_deaths_counts(calm: Played) -> None:
 def _moved(session: ov.Session) -> bool:
     """Where it is to move to may just be being started."""
     with contextlib.suppress(ov.JobError):
-        session.move("a", "loader-host/1")
+        session.move("a", "loader-worker/1")
         return True
     return False
 
@@ -398,7 +400,7 @@ def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
     with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
         for words in (
-            f"ActorLost('loader-host/0', '{EXITED}; it reads m",
+            f"ActorLost('loader-worker/0', '{EXITED}; it reads m",
             "started again 2 times",
             "raise max_restarts",
         ):
@@ -412,7 +414,7 @@ def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
             False
         ], "the last time it is not"
         assert len(set(map(tuple, got.numbers))) == 1
-        with pytest.raises(ActorLost, match=f"loader-host/0 is lost: {EXITED}"):
+        with pytest.raises(ActorLost, match=f"loader-worker/0 is lost: {EXITED}"):
             next(session.client(1))
 
 
@@ -424,7 +426,7 @@ def ends_later(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_strategy_that_is_no_function_of_its_input_is_told_of() -> None:
     with launch(job(until=STEPS, strategy=Moody()), **APART) as session:
-        got = play(session, act={9: killing("loader-host/1")})
+        got = play(session, act={9: killing("loader-worker/1")})
     assert "PlanError" in got.error
     assert "came out different" in got.error
 
@@ -448,7 +450,7 @@ class Moody:
 
 def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
     with launch(job(until=STEPS), **APART) as session:
-        play(session, act={9: killing("loader-host/1"), 20: killing("constructor-host/0")})
+        play(session, act={9: killing("loader-worker/1"), 20: killing("constructor-worker/0")})
         steps = [stage.plan.step for stage in session.internals.runtime.plans]
         assert steps == sorted(set(steps)) == list(range(STEPS))
 
@@ -474,22 +476,22 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
             return act
 
         acts = {
-            9: hit("loader-host/0"),
-            15: hit("loader-host/1"),
-            21: hit("loader-host/2"),
-            30: hit("loader-host/0", "constructor-host/1"),
+            9: hit("loader-worker/0"),
+            15: hit("loader-worker/1"),
+            21: hit("loader-worker/2"),
+            30: hit("loader-worker/0", "constructor-worker/1"),
         }
         assert play(session, act=acts) == calm
         told = session.metrics()["recoveries"]
-        assert sum(r["part"].startswith("loader-host") for r in told) == 4
+        assert sum(r["part"].startswith("loader-worker") for r in told) == 4
         assert until(lambda: session.metrics()["memory"].get("shadows")) > 0
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("loader-host/0", "loader-host/1"),
-        ("loader-host/0", "loader-host/1", "loader-host/2"),
+        ("loader-worker/0", "loader-worker/1"),
+        ("loader-worker/0", "loader-worker/1", "loader-worker/2"),
         EVERYONE,
     ],
     ids="+".join,
@@ -538,7 +540,7 @@ def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], thread
     )
 
     def waits(pool: WorkerPool, h: int, incarnation: int) -> Any:
-        if f"loader-host/{h}" in names:
+        if f"loader-worker/{h}" in names:
             assert go.wait(3 * WAIT_S)
         return start(pool, h, incarnation)
 
@@ -573,7 +575,7 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
             for c, by in followers.items()
             if h not in by
         )
-        light, heavy = f"loader-host/{alone}", f"loader-host/{covered}"
+        light, heavy = f"loader-worker/{alone}", f"loader-worker/{covered}"
         there, go = held_back(monkeypatch, light)
 
         def hit(session: ov.Session) -> None:
@@ -608,14 +610,14 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
             for loader, to in where.items()
             if h not in (to, homes[loader])
         )
-        there, go = held_back(monkeypatch, f"loader-host/{away}")
+        there, go = held_back(monkeypatch, f"loader-worker/{away}")
 
         def hit(session: ov.Session) -> None:
-            killing(f"loader-host/{away}")(session)
+            killing(f"loader-worker/{away}")(session)
             until(
-                lambda: f"loader-host/{away}" in recovered(session)
+                lambda: f"loader-worker/{away}" in recovered(session)
             )  # its stand-by has taken over
-            session.move(session.job.names[moved], f"loader-host/{where[moved]}")
+            session.move(session.job.names[moved], f"loader-worker/{where[moved]}")
             until(lambda: engine.placement.worker(moved) == where[moved])
             assert len(engine.standby.worker_of) > 1, "others have one since, too"
 
@@ -624,4 +626,4 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
             until(lambda: there)
 
         assert play(session, act={9: hit, 16: on}) == calm
-        assert there == [f"loader-host/{away}"], "nobody died once more"
+        assert there == [f"loader-worker/{away}"], "nobody died once more"

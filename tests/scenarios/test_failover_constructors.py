@@ -98,7 +98,7 @@ def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(
     chance = Random(seed)
     deaths = sorted(chance.sample(range(STEPS - 4), 3))
     acts = {
-        step: partial(kill, session, f"constructor-host/{chance.randrange(2)}") for step in deaths
+        step: partial(kill, session, f"constructor-worker/{chance.randrange(2)}") for step in deaths
     }
     assert side_by_side(connected(session.serve()), acts) == calm.steps  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
     got = {client.rank: [written(next(client))] for client in clients}
     until(lambda: min(len(client._inbox) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
-    kill(session, "constructor-host/0")
+    kill(session, "constructor-worker/0")
     until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
     for client in clients:
         got[client.rank] += [written(next(client)) for _ in range(4)]
@@ -144,7 +144,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
         lambda: [
             w
             for w in said
-            if all(part in w for part in ("constructor-host/0", KILLED, "started again"))
+            if all(part in w for part in ("constructor-worker/0", KILLED, "started again"))
         ]
     )
     gate.open()
@@ -158,11 +158,11 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
     session: ov.Session, calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, gate = session.serve(), Gate(session, monkeypatch)
-    kill(session, "constructor-host/0")
+    kill(session, "constructor-worker/0")
     until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
     clients = connected(served)
     clients[0]._limit_s = 0.2
-    stalls_for(clients[0], "constructor-host/0 to be started again")
+    stalls_for(clients[0], "constructor-worker/0 to be started again")
     clients[0]._limit_s = WAIT_S
     gate.open()
     assert side_by_side(clients, {}) == calm.steps
@@ -182,7 +182,7 @@ def test_a_trainer_and_its_constructor_that_die_together(session: ov.Session, ca
     until(lambda: taken_by(session, 0) == 2)
     first._inbox._drop_link("it died")  # type: ignore[attr-defined]
     first._asking = None  # type: ignore[attr-defined]
-    kill(session, "constructor-host/0")
+    kill(session, "constructor-worker/0")
     again = ov.connect(served, 0, served.token, stall_limit_s=30.0)
     rest = side_by_side([again, other], {})
     assert rest[0][0][0] in (2, 3), "behind the last step that anyone who lives knows to be taken"
@@ -197,12 +197,12 @@ def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(cal
         stopped: list[int] = []
 
         def stop() -> None:
-            stopped.append(hosts_of(session)["constructor-host/1"])
+            stopped.append(hosts_of(session)["constructor-worker/1"])
             halt(stopped[0])
 
         got = side_by_side(connected(session.serve()), {5: stop})
         assert got == calm.steps
-        assert [r["part"] for r in session.metrics()["recoveries"]] == ["constructor-host/1"]
+        assert [r["part"] for r in session.metrics()["recoveries"]] == ["constructor-worker/1"]
 
 
 def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
@@ -219,13 +219,13 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
                 with contextlib.suppress(
                     ProcessLookupError, OverlordError
                 ):  # it may just be replaced
-                    os.kill(hosts_of(session)["constructor-host/0"], signal.SIGKILL)
+                    os.kill(hosts_of(session)["constructor-worker/0"], signal.SIGKILL)
                 gave_up.wait(0.05)
 
         killer = threading.Thread(target=act)
         killer.start()
         try:
-            with pytest.raises(ActorLost, match=f"constructor-host/0 is lost: {KILLED}"):
+            with pytest.raises(ActorLost, match=f"constructor-worker/0 is lost: {KILLED}"):
                 deque(clients[0], maxlen=0)
         finally:
             gave_up.set()
@@ -239,7 +239,7 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
     alone = run(made, "local")
     assert alone.quarantine
     with launch(made, constructor_hosts=1) as session:
-        got = play(session, act={k: lambda s: kill(s, "constructor-host/0") for k in (2, 5)})
+        got = play(session, act={k: lambda s: kill(s, "constructor-worker/0") for k in (2, 5)})
         assert got.steps == alone.steps
         # What a host had built and not told of when it died is told by nobody, if trainers have
         # taken it: it is for the record only.
@@ -249,7 +249,7 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
 
 def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> None:
     with launch(job(until=STEPS), lost_after_s=2 * WAIT_S) as session:
-        pid = hosts_of(session)["constructor-host/0"]
+        pid = hosts_of(session)["constructor-worker/0"]
         halt(pid)
         served: list[ServedAddress] = []
         thread = threading.Thread(target=lambda: served.append(session.serve()))
@@ -286,7 +286,7 @@ def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]
-                if a["name"] in ("planner", "constructor-host/0")
+                if a["name"] in ("planner", "constructor-worker/0")
             ]:
                 os.kill(pid, signal.SIGKILL)
             for _ in range(3):

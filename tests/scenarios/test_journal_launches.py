@@ -64,7 +64,7 @@ def rest(session: ov.Session) -> tuple[dict[int, list[int]], list[Exception]]:
 
 
 @pytest.mark.parametrize(
-    "lost", [(), ("constructor-host/0",)], ids=["planner", "planner and a constructor host"]
+    "lost", [(), ("constructor-worker/0",)], ids=["planner", "planner and a constructor host"]
 )
 def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(
     alone: Played, store: str, lost: tuple[str, ...]

@@ -28,7 +28,11 @@ from tests.simulation.world.scenario import STEPS, Scenario, draw
 
 pytestmark = pytest.mark.timeout(200)
 
-PARTS_OF = {"loader": "loader-host/1", "constructor": "constructor-host/0", "planner": "planner"}
+PARTS_OF = {
+    "loader": "loader-worker/1",
+    "constructor": "constructor-worker/0",
+    "planner": "planner",
+}
 LOSSES = {
     5: ["loader"],
     11: ["constructor"],

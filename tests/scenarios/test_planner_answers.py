@@ -368,7 +368,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
             return host
 
         monkeypatch.setattr(WorkerFactory, "loader_host", dies)
-        session.kill("loader-host/0")
+        session.kill("loader-worker/0")
         ahead(clients, 20)
         assert not todo
         assert parts._incarnation == 1
@@ -394,7 +394,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
             return host
 
         def meanwhile(pid: int) -> None:
-            until(lambda: "loader-host/3" in parts.hosts)
+            until(lambda: "loader-worker/3" in parts.hosts)
             replaced(parts)
             os.kill(pid, signal.SIGCONT)
 

@@ -123,7 +123,7 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
     write = ClusterRuntime.write_beginning
 
     def dies(engine: ClusterRuntime, beginning: Any) -> None:
-        pid = engine._parts.hosts["loader-host/0"].pid
+        pid = engine._parts.hosts["loader-worker/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
@@ -278,7 +278,7 @@ def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_fi
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 2, {0: [], 1: []})
         session.internals.runtime.planner.finished = EndOfJob(
-            9, ActorLost("constructor-host/0", "it is said")
+            9, ActorLost("constructor-worker/0", "it is said")
         )
         session.kill("planner")
         until(lambda: session.internals.runtime.planner.finished is None)
@@ -377,8 +377,8 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
 
     def dies(serving: ServedRanks, host: Any, **settings: Any) -> None:
         if isinstance(host, ClusterRuntime) and not killed:
-            killed.append(handle := host._parts.hosts["constructor-host/0"])
-            host.kill("constructor-host/0")
+            killed.append(handle := host._parts.hosts["constructor-worker/0"])
+            host.kill("constructor-worker/0")
             until(lambda: not handle.alive)
         furnish(serving, host, **settings)
 
@@ -447,7 +447,7 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]
-                if a["name"] in ("planner", "constructor-host/0")
+                if a["name"] in ("planner", "constructor-worker/0")
             ]:
                 os.kill(pid, signal.SIGKILL)
             take(clients, 3, got)
@@ -472,7 +472,7 @@ def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_wh
         saved = clients[0].state_dict()
         take(clients, 3, {0: [], 1: []})
         clients[0].load_state_dict(saved)
-        for name in ("constructor-host/1", "planner"):
+        for name in ("constructor-worker/1", "planner"):
             before = len(session.metrics()["recoveries"])
             session.kill(name)
             until(lambda n=before: len(session.metrics()["recoveries"]) > n)  # type: ignore[misc]
@@ -532,7 +532,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
 
         monkeypatch.setattr(engine._parts.control, "call", silent)
         for _ in range(3):
-            with pytest.raises(DataStall, match="constructor-host/0 to be started again"):
+            with pytest.raises(DataStall, match="constructor-worker/0 to be started again"):
                 engine.outside(0)
         [answer] = asked
         answer.set_result("overlord://here")

@@ -126,7 +126,7 @@ def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
         assert play(session) == alone
         with pytest.raises(
             JobError,
-            match="no process of this job is called 'x'; there are planner, constructor-host/0",
+            match="no process of this job is called 'x'; there are planner, constructor-worker/0",
         ):
             session.kill("x")
     assert PARTS == "ray" or not left_after(
@@ -199,9 +199,9 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
 @pytest.mark.parametrize(
     "others",
     [
-        ["loader-host/1"],
-        ["constructor-host/1"],
-        ["loader-host/0", "loader-host/1", "loader-host/2", "constructor-host/0"],
+        ["loader-worker/1"],
+        ["constructor-worker/1"],
+        ["loader-worker/0", "loader-worker/1", "loader-worker/2", "constructor-worker/0"],
     ],
     ids=["a loader host", "a constructor host", "nearly all"],
 )
@@ -333,7 +333,7 @@ def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs
         **APART,
     ) as session:
         play(session, steps=6)
-        planner, host = planner_of(session), hosts_of(session)["constructor-host/1"]
+        planner, host = planner_of(session), hosts_of(session)["constructor-worker/1"]
         halt(host)
         os.kill(planner, signal.SIGKILL)  # before it misses the other
         start = time.monotonic()
@@ -348,9 +348,9 @@ def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
-        before, pid = play(session, steps=6), hosts_of(session)["constructor-host/0"]
+        before, pid = play(session, steps=6), hosts_of(session)["constructor-worker/0"]
         halt(pid)
-        until(lambda: session.internals.waiting_for(0).startswith("constructor-host/0, which "))
+        until(lambda: session.internals.waiting_for(0).startswith("constructor-worker/0, which "))
         os.kill(pid, signal.SIGCONT)
         got = play(session)
         assert {
@@ -652,17 +652,18 @@ def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_p
         session.add_source(source("late", 50, 5000), at=14)
 
     def move(session: ov.Session) -> None:
-        session.move("a", "loader-host/1")
+        session.move("a", "loader-worker/1")
 
     made = job(until=30)
     calm = run(made, "local", act={3: join})
     with launch(replace(made, journal=journal), **APART) as session:
         assert (
-            play(session, act={2: move, 3: join, 4: killed(), 20: killed("loader-host/3")}) == calm
+            play(session, act={2: move, 3: join, 4: killed(), 20: killed("loader-worker/3")})
+            == calm
         )
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-        assert where["loader/a/0"] == hosts_of(session)["loader-host/1"]
-        assert where["loader/late/3"] == hosts_of(session)["loader-host/3"]
+        assert where["loader/a/0"] == hosts_of(session)["loader-worker/1"]
+        assert where["loader/late/3"] == hosts_of(session)["loader-worker/3"]
 
 
 def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal: str) -> None:
@@ -674,7 +675,7 @@ def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal:
     )
     made = job(sources=[source("a", 60, 0), bad], until=STEPS)
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
-        calm, wild = play(here), play(there, act={8: killed(), 21: killed("loader-host/0")})
+        calm, wild = play(here), play(there, act={8: killed(), 21: killed("loader-worker/0")})
         assert wild == calm
         assert len(calm.quarantine) > 5
         for step in (28, STEPS - 1):
@@ -695,7 +696,7 @@ def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_planner_and_
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
         calm = play(here)
         caplog.clear()
-        assert play(there, act={8: killed(), 21: killed("loader-host/0")}) == calm
+        assert play(there, act={8: killed(), 21: killed("loader-worker/0")}) == calm
         lost, seen = (
             {n: [s[c] for c in counts] for n, s in session.metrics()["sources"].items()}
             for session in (here, there)
@@ -724,7 +725,7 @@ def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_to
         state = session.state_dict()
         play(session, steps=5)
         session.load_state_dict(state)
-        got = play(session, act={3: killed(), 10: killed("constructor-host/0")})
+        got = play(session, act={3: killed(), 10: killed("constructor-worker/0")})
         assert got.steps == {rank: steps[9:] for rank, steps in alone.steps.items()}
 
 

@@ -233,7 +233,7 @@ def mapping_of(array: np.ndarray) -> str:
 def shared_memory_at(array: np.ndarray) -> tuple[str, int]:
     """The piece of shared memory an array lies in, and where: the same in every mapping of it."""
     where, _, offset, _, inode, *name = mapping_of(array).split(maxsplit=5)
-    assert "memfd:overlord-constructor-host/" in name[0]
+    assert "memfd:overlord-constructor-worker/" in name[0]
     return inode, array.__array_interface__["data"][0] - int(where.split("-")[0], 16) + int(
         offset, 16
     )
@@ -293,7 +293,7 @@ def test_links_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
         with launch(made, hosts=2, sources_per_host=2, constructor_hosts=2) as session:
             play(session)
             transfer = until(lambda: all_of(session.metrics()["transfer"]))
-        loaders = [row for name, row in transfer.items() if name.startswith("loader-host/")]
+        loaders = [row for name, row in transfer.items() if name.startswith("loader-worker/")]
         return [row["links"] for row in loaders], sum(row["sent_bytes"] for row in loaders)
 
     links, nbytes = cost(tp=1)
@@ -417,13 +417,13 @@ def moves(*where: tuple[int, str, tuple[str, ...]]) -> dict[int, Callable[[ov.Se
 def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
     made = job(look_ahead=look_ahead)
     elsewhere = moves(
-        (0, "a", ("loader-host/1",)),
-        (2, "b", ("loader-host/0",)),
-        (3, "b", ("loader-host/2", "loader-host/1")),
-        (5, "c", ("loader-host/0",)),
-        (6, "a", ("loader-host/2",)),
-        (9, "b", ("loader-host/0", "loader-host/1", "loader-host/2")),
-        (14, "c", ("loader-host/1",)),
+        (0, "a", ("loader-worker/1",)),
+        (2, "b", ("loader-worker/0",)),
+        (3, "b", ("loader-worker/2", "loader-worker/1")),
+        (5, "c", ("loader-worker/0",)),
+        (6, "a", ("loader-worker/2",)),
+        (9, "b", ("loader-worker/0", "loader-worker/1", "loader-worker/2")),
+        (14, "c", ("loader-worker/1",)),
     )
     with launch(made, loaders={"b": 3}, sources_per_host=2, hosts=3) as session:
         done = play(session, act=elsewhere)
@@ -431,10 +431,10 @@ def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
         hosts = hosts_of(session)
     assert done == run(made, "local")
     assert [where[f"loader/b/{k}"] for k in (1, 2, 3)] == [
-        hosts[f"loader-host/{h}"] for h in (0, 1, 2)
+        hosts[f"loader-worker/{h}"] for h in (0, 1, 2)
     ]
-    assert where["loader/a/0"] == hosts["loader-host/2"]
-    assert where["loader/c/4"] == hosts["loader-host/1"], "it had ended, and moved all the same"
+    assert where["loader/a/0"] == hosts["loader-worker/2"]
+    assert where["loader/c/4"] == hosts["loader-worker/1"], "it had ended, and moved all the same"
 
 
 def test_sources_move_at_any_moment_while_everyone_trains() -> None:
@@ -442,7 +442,7 @@ def test_sources_move_at_any_moment_while_everyone_trains() -> None:
     with launch(
         made, loaders={"b": 2}, sources_per_host=2, hosts=3, constructor_hosts=2
     ) as session:
-        hosts = [name for name in hosts_of(session) if name.startswith("loader-host/")]
+        hosts = [name for name in hosts_of(session) if name.startswith("loader-worker/")]
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
         threads = [
@@ -477,7 +477,9 @@ def test_a_source_moves_with_its_worker_processes() -> None:
         before = workers(session)
         done = play(
             session,
-            act=moves((2, "w", ("loader-host/2",)), (5, "w", ("loader-host/0", "loader-host/1"))),
+            act=moves(
+                (2, "w", ("loader-worker/2",)), (5, "w", ("loader-worker/0", "loader-worker/1"))
+            ),
         )
         after = workers(session)
     assert done == run(made, "local")
@@ -497,15 +499,15 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
         for move, words in {
             (
                 "a",
-                "loader-host/9",
-            ): "no loader host is called 'loader-host/9'; there are loader-host/0",
-            ("x", "loader-host/0"): "unknown source 'x'",
+                "loader-worker/9",
+            ): "no loader host is called 'loader-worker/9'; there are loader-worker/0",
+            ("x", "loader-worker/0"): "unknown source 'x'",
             ("a",): "expected the loader host to move to",
-            ("d", "loader-host/0"): "'d' joined after loader-host/0 was started",
+            ("d", "loader-worker/0"): "'d' joined after loader-worker/0 was started",
         }.items():
             with pytest.raises(ov.errors.JobError, match=words):
                 session.move(*move)
         done = play(session, steps=17)
     assert done.steps == {r: s[:17] for r, s in undisturbed.steps.items()}
     with ov.launch(job()) as session, pytest.raises(ov.errors.JobError, match="runtime='process'"):
-        session.move("a", "loader-host/0")
+        session.move("a", "loader-worker/0")

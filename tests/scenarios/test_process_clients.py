@@ -208,9 +208,9 @@ def test_metrics_tell_of_every_process() -> None:
         found = heard(session)
         hosts = {a["name"]: a for a in found["actors"] if a["role"] == "host"}
         assert sorted(hosts) == [
-            "constructor-host/0",
-            "constructor-host/1",
-            *(f"loader-host/{h}" for h in range(4)),
+            "constructor-worker/0",
+            "constructor-worker/1",
+            *(f"loader-worker/{h}" for h in range(4)),
         ]
         assert {a["state"] for a in hosts.values()} == {"running"}
         pids = {a["pid"] for a in hosts.values()}
@@ -237,9 +237,9 @@ def test_metrics_tell_of_every_process() -> None:
 
 def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
     with launch(job(until=200), sources_per_host=1, hosts=4) as session:
-        session.move("b", "loader-host/0")
+        session.move("b", "loader-worker/0")
         first, hosts = play(session, steps=2), hosts_of(session)
-        halt(hosts["loader-host/0"])
+        halt(hosts["loader-worker/0"])
         clients = [session.client(rank) for rank in range(2)]
         try:
             for client in clients:
@@ -248,7 +248,7 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
             assert "DataStall" in then.error
             until(
                 lambda: re.search(
-                    "more of source 'b'|payload of loader-host/0",
+                    "more of source 'b'|payload of loader-worker/0",
                     session.internals.waiting_for(0) + session.internals.waiting_for(1),
                 )
             )
@@ -256,10 +256,10 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
                 a["name"]: a["state"] for a in session.metrics()["actors"] if a["role"] == "loader"
             }
             assert list(loaders) == ["loader/a/0", "loader/b/1", "loader/c/2"]
-            assert loaders["loader/b/1"] == "unknown: loader-host/0 does not answer"
+            assert loaders["loader/b/1"] == "unknown: loader-worker/0 does not answer"
             assert session.graph(1).loader[0] in loaders
         finally:
-            os.kill(hosts["loader-host/0"], signal.SIGCONT)
+            os.kill(hosts["loader-worker/0"], signal.SIGCONT)
         for client in clients:
             client._limit_s = WAIT_S
         done = play(session, steps=3)

@@ -97,26 +97,26 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
     ) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
-        os.kill(hosts["loader-host/1"], signal.SIGKILL)
+        os.kill(hosts["loader-worker/1"], signal.SIGKILL)
         start = time.monotonic()
         ends = ends_of(session)
         assert time.monotonic() - start < SOON_S
         for rank, (steps, error) in ends.items():
             assert isinstance(error, ActorLost)
-            assert (error.name, error.reason) == ("loader-host/1", KILLED)
+            assert (error.name, error.reason) == ("loader-worker/1", KILLED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
         assert len(ends[0][0]) == len(ends[1][0]) == 4, "what was complete was delivered, to all"
         states = {
             a["name"]: a["state"]
-            for a in heard(session, lost=["loader-host/1"])["actors"]
+            for a in heard(session, lost=["loader-worker/1"])["actors"]
             if a["role"] == "host"
         }
-        assert states.pop("loader-host/1") == KILLED
+        assert states.pop("loader-worker/1") == KILLED
         assert set(states.values()) == {"running"}
     assert not hosts_left(list(hosts.values()), SOON_S)
 
 
-@pytest.mark.parametrize("victim", ["loader-host/0", "constructor-host/1"])
+@pytest.mark.parametrize("victim", ["loader-worker/0", "constructor-worker/1"])
 def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
     with launch(
         job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS
@@ -147,17 +147,17 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
-        session.kill("constructor-host/1")
+        session.kill("constructor-worker/1")
         start = time.monotonic()
         ends = ends_of(session)
         assert time.monotonic() - start < SOON_S
         for rank, (steps, error) in ends.items():
             assert isinstance(error, ActorLost)
-            assert (error.name, error.reason) == ("constructor-host/1", ASKED)
+            assert (error.name, error.reason) == ("constructor-worker/1", ASKED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
             assert len(steps) == 4, "the prefetch window was full"
         with pytest.raises(
-            JobError, match="no process of this job is called 'x'; there are loader-host/0"
+            JobError, match="no process of this job is called 'x'; there are loader-worker/0"
         ):
             session.kill("x")
     assert not hosts_left(list(hosts.values()), SOON_S)
@@ -376,7 +376,7 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
         launch(job(sources=[with_map(lambda columns: columns)]))
     with pytest.raises(
         OPENED_NOT,
-        match=r"loader-host/0 is lost: .* with the reason on stderr; a module may be missing"
+        match=r"loader-worker/0 is lost: .* with the reason on stderr; a module may be missing"
         r"|no module named 'mine'",
     ):
         launch(job(sources=[with_map(Broken())]))
@@ -471,7 +471,7 @@ def test_a_transform_that_ends_its_process_ends_the_job_for_all(fn: Any) -> None
         job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), hosts=1, **ENDS
     ) as session:
         ends = ends_of(session)
-    assert {str(error) for _, error in ends.values()} == {f"loader-host/0 is lost: {EXITED}"}
+    assert {str(error) for _, error in ends.values()} == {f"loader-worker/0 is lost: {EXITED}"}
     assert len({len(steps) for steps, _ in ends.values()}) == 1
 
 

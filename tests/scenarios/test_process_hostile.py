@@ -189,7 +189,7 @@ def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(
     course = Course(session, alone)
     course.go_on()
     host = 1 + max(
-        int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-host/")
+        int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-worker/")
     )
     with peer(session, role="loader", host=host) as link:
         link.send(StepPayload(20, host, DOCUMENTS))

@@ -115,7 +115,7 @@ def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster
         launch(job(until=STEPS), "ray", **few) as other,
     ):
         assert not set(hosts_of(one).values()) & set(hosts_of(other).values())
-        one.kill("loader-host/0")
+        one.kill("loader-worker/0")
         assert play(other) == calm
         assert other.metrics()["recoveries"] == []
         assert play(one) == calm
@@ -262,7 +262,7 @@ OWN = """
         )
         print(listening([os.getpid(), *below(os.getpid()), *hosts.values()]), flush=True)
         input()
-        session.kill("loader-host/0")
+        session.kill("loader-worker/0")
         clients = [session.client(rank) for rank in range(2)]
         print(sum(1 for steps in zip(*clients)), flush=True)
         session.close()
@@ -300,7 +300,7 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
             assert [
                 line
                 for line in err.splitlines()
-                if "loader-host/0" not in line and "rolled back to" not in line
+                if "loader-worker/0" not in line and "rolled back to" not in line
             ] == []
             assert left_after([*tree, *hosts.values()], GONE_S) == []
         assert list(scratch.glob("*ray*")) == []
@@ -712,7 +712,7 @@ NODES = """
         take(5)
         if on_disk:
             cluster.head_node.kill_gcs_server()
-        os.kill(pids["loader-host/0"], 9)
+        os.kill(pids["loader-worker/0"], 9)
         if on_disk:
             cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
@@ -722,7 +722,7 @@ NODES = """
         cluster.head_node.kill_gcs_server()
         take(5)
         print(got == {rank: steps[:20] for rank, steps in calm.steps.items()}, flush=True)
-        os.kill(pids["loader-host/0"], 9)
+        os.kill(pids["loader-worker/0"], 9)
         try:
             take(1000)
         except ov.ActorLost as error:
@@ -749,9 +749,9 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         )
         assert there.line() == "waited 0.2 s for job 'late' to start (start_s sets the limit)"
         before = eval(there.line())
-        assert before["constructor-host/0"] == "gpu-0"
-        assert before["constructor-host/1"] == "gpu-1"
-        assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, (
+        assert before["constructor-worker/0"] == "gpu-0"
+        assert before["constructor-worker/1"] == "gpu-1"
+        assert {before["loader-worker/0"], before["loader-worker/1"]} == {"gpu-0", "gpu-1"}, (
             "half of four cores each, one for a constructor"
         )
         asked = eval(there.line())
@@ -789,10 +789,10 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
             "who submitted died and said nothing: whoever reaches the cluster finds out "
             "how to connect"
         )
-        assert there.line() == "['loader-host/0']", "started when the head was there again"
+        assert there.line() == "['loader-worker/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()
-        assert said.startswith("loader-host/0 is lost: "), "until it needs it"
+        assert said.startswith("loader-worker/0 is lost: "), "until it needs it"
         assert "the head of the Ray cluster at " in said
         assert "resume the job from its journal on another cluster or runtime" in said
         assert there.line() == "True", "elsewhere it goes on from where it stood"

@@ -119,7 +119,7 @@ GROWS = """
                 cores = [
                     asked["cores"]
                     for name, asked in session.internals.runtime.actor_system.asked().items()
-                    if name.startswith("loader-host")
+                    if name.startswith("loader-worker")
                 ]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)
             alone(address)

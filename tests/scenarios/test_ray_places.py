@@ -132,21 +132,21 @@ def test_workers_go_to_their_ranks_labels_and_resources_and_do_not_wait_for_what
         assert "data-0 with pool=data and scratch=4.0" in said
         before = eval(there.line())
         assert before == {
-            "constructor-host/0": "gpu-0",
-            "constructor-host/1": "gpu-1",
-            "loader-host/0": "data-0",
-            "loader-host/1": "data-0",
+            "constructor-worker/0": "gpu-0",
+            "constructor-worker/1": "gpu-1",
+            "loader-worker/0": "data-0",
+            "loader-worker/1": "data-0",
         }
         assert eval(there.line()) == [0, 0, 1, 1], (
             "two groups of a node have one constructor host, on it"
         )
         asked = eval(there.line())
         assert {a["cores"] for a in asked.values()} == {1.0}
-        assert [asked[f"loader-host/{h}"]["scratch"] for h in range(2)] == [1.0, 1.0]
+        assert [asked[f"loader-worker/{h}"]["scratch"] for h in range(2)] == [1.0, 1.0]
         assert eval(there.line()) == {"scratch": 2.0}, "of four, one for each loader host"
         assert there.line() == "True", "to the byte"
-        assert eval(there.line())["constructor-host/1"] == "data-0", "its node is gone"
-        assert eval(there.line())["constructor-host/1"] == {"cores": 0.0, "memory": 0.0}, (
+        assert eval(there.line())["constructor-worker/1"] == "data-0", "its node is gone"
+        assert eval(there.line())["constructor-worker/1"] == {"cores": 0.0, "memory": 0.0}, (
             "the core that was idle there at launch is another's"
         )
         assert (
@@ -311,7 +311,7 @@ def test_an_exceeded_share_after_the_loss_of_a_node_is_reported_and_workers_move
         assert exceeded == []
         assert sorted(
             name.partition("/")[0] for name, node in before.items() if node == "gpu-0"
-        ) == ["constructor-host", "loader-host"]
+        ) == ["constructor-worker", "loader-worker"]
         assert {node for name, node in before.items() if node != "gpu-0"} == {"cpu-0"}, (
             "the planner, too"
         )

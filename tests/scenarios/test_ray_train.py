@@ -219,6 +219,6 @@ def test_each_group_submits_the_job_for_the_nodes_where_train_has_put_it(
         assert nodes == [ids["gpu-1"], ids["gpu-0"]], (
             "the order of the selectors is that of the ranks"
         )
-        assert where == {"constructor-host/0": "gpu-1", "constructor-host/1": "gpu-0"}, (
+        assert where == {"constructor-worker/0": "gpu-1", "constructor-worker/1": "gpu-0"}, (
             "beside their ranks"
         )

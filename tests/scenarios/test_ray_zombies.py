@@ -78,8 +78,8 @@ STANDS_STILL = """
 def test_hosts_of_a_node_that_stood_still_wake_when_others_have_their_place(tmp_path: Path) -> None:
     with program(tmp_path, STANDS_STILL) as there:
         zombies, alive = json.loads(there.line())
-        assert "constructor-host/1" in zombies
-        assert any(name.startswith("loader-host/") for name in zombies)
+        assert "constructor-worker/1" in zombies
+        assert any(name.startswith("loader-worker/") for name in zombies)
         assert all(alive), "when they were woken they lived"
         assert set(json.loads(there.line()).values()) == {"gpu-0"}
         assert there.line() == "True", "to the byte"

@@ -56,19 +56,19 @@ def by_lot(seed: int) -> list[Fault]:
     moments = sorted(lot.sample(range(3, STEPS - 10), 9))
     parts = [
         "planner",
-        "loader-host",
-        "constructor-host",
-        "loader-host/3",
+        "loader-worker",
+        "constructor-worker",
+        "loader-worker/3",
         "planner",
-        "loader-host",
-        "constructor-host/1",
+        "loader-worker",
+        "constructor-worker/1",
         "all",
         "all",
     ]
     lot.shuffle(parts)
     faults = [Fault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
     k = lot.randrange(len(faults))
-    faults[k] = replace(faults[k], count=5, target="loader-host")
+    faults[k] = replace(faults[k], count=5, target="loader-worker")
     stop = lot.choice([f for f in faults if f.target not in ("all",)])
     return [replace(f, action="stop") if f is stop else f for f in faults]
 
@@ -106,7 +106,7 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("stop", "loader-host", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)],
+    [Fault("stop", "loader-worker", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)],
     ids=str,
 )
 @pytest.mark.parametrize("steps", [10, 40])
@@ -124,7 +124,7 @@ def test_one_that_does_not_come_back_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
-    strike, fault = drill._strike, Fault("stop", "loader-host", 9)
+    strike, fault = drill._strike, Fault("stop", "loader-worker", 9)
 
     def when_the_last_step_is_there(session: ov.Session, *how: Any) -> None:
         """Else it is that of the one that is stopped which is waited for."""
@@ -136,4 +136,4 @@ def test_one_that_does_not_come_back_is_named(
         Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
         tmp_path,
     )
-    assert hit.unrecovered == ["loader-host/0, hit after 9 steps, was not replaced within 0.3 s"]
+    assert hit.unrecovered == ["loader-worker/0, hit after 9 steps, was not replaced within 0.3 s"]

@@ -230,7 +230,7 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
             trainer(served, 0, TAKE_AND_DIE.format(n=3))
         )  # rank 1 takes nothing: what rank 0 took is told to nobody
         pid, taken_by = (
-            hosts_of(session)["constructor-host/0"],
+            hosts_of(session)["constructor-worker/0"],
             type(session.internals.runtime).taken_by,
         )  # type: ignore[attr-defined]
         asked: list[int] = []

@@ -23,7 +23,7 @@ from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(180)
 
-FIRST_SCALED = "loader-host/10000"
+FIRST_SCALED = "loader-worker/10000"
 
 
 def source(name: str, n: int, first: int, **settings: Any) -> ov.Source:
@@ -61,7 +61,7 @@ def alone() -> Played:
 
 
 def has(session: ov.Session, n: int) -> bool:
-    return sum(name.startswith("loader-host/") for name in hosts_of(session)) == n
+    return sum(name.startswith("loader-worker/") for name in hosts_of(session)) == n
 
 
 def loaders_apart(session: ov.Session) -> int:
@@ -160,7 +160,9 @@ def relocate(session: ov.Session, *hosts: int) -> bool:
     engine: Any = session.internals.runtime
     if hasattr(engine, "_parts"):
         return bool(engine._parts.ask("relocate", list(hosts)))
-    return bool(session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
+    return bool(
+        session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner")
+    )
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
@@ -182,7 +184,7 @@ def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_th
             )
         )
         session.add_source(source("late", 60, 5000), at=39)
-        assert "loader-host/1" in hosts_of(session), "those that join have numbers of their own"
+        assert "loader-worker/1" in hosts_of(session), "those that join have numbers of their own"
 
     with launch(made, **ONE) as session:
         found = play(session, act={6: replace_it, 20: replaced, 30: lambda s: s.kill(FIRST_SCALED)})
@@ -199,7 +201,7 @@ def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(
 ) -> None:
     def replace_it(session: ov.Session) -> None:
         assert relocate(session, 0)
-        session.kill("loader-host/0") if dies == "the old one" else kill_scaled(session)
+        session.kill("loader-worker/0") if dies == "the old one" else kill_scaled(session)
 
     with launch(job(journal=str(tmp_path / "journal")) if journal else job(), **ONE) as session:
         assert play(session, act={8: replace_it}) == alone

@@ -328,7 +328,7 @@ def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_
     ) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
-        session.kill("loader-host/0")
+        session.kill("loader-worker/0")
         steps: list[ov.Step] = []
         thread = threading.Thread(target=lambda: steps.extend(client))
         thread.start()
@@ -338,7 +338,7 @@ def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_
             mend()
             thread.join()
     assert delivered([*got, *steps]) == undisturbed["parquet"]
-    named = rf"samples that step \d+ draws: .* trying to read {re.escape(str(where))}/part-\d+\.parquet for .* in loader-host/0"
+    named = rf"samples that step \d+ draws: .* trying to read {re.escape(str(where))}/part-\d+\.parquet for .* in loader-worker/0"
     assert any(re.search(named, words) for words in said), said
     assert not any("a worker was lost" in words for words in said), said
 
@@ -620,7 +620,7 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
         ):  # the steps with samples of it are taken, or their files would be needed again
             got.append(next(client))
             lost = session.metrics()["sources"]["web"].get("lost", {}).get("step", lost)
-        victims = [name for name in hosts_of(session) if name.startswith("loader-host/")] + (
+        victims = [name for name in hosts_of(session) if name.startswith("loader-worker/")] + (
             ["planner"] if journal else []
         )
         for name in victims:
@@ -643,7 +643,7 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     made = mixed(where, corpora)
     with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
         got, told, mend = take_until_left(session, where)
-        session.kill("constructor-host/0")
+        session.kill("constructor-worker/0")
         got += list(session.client(0))
         assert session.metrics()["recoveries"]
     mend()

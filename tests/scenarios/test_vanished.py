@@ -161,7 +161,7 @@ def vanished(session: ov.Session, name: str) -> Iterator[None]:
             link.close()
 
 
-@pytest.mark.parametrize("name", ["loader-host/0", "constructor-host/0"])
+@pytest.mark.parametrize("name", ["loader-worker/0", "constructor-worker/0"])
 def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
     alone: Played, tmp_path: Path, name: str
 ) -> None:
@@ -193,15 +193,15 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
         parts, missed = engine._parts, list[str]()
 
         def strike(session: ov.Session) -> None:
-            tell_of_no_death(parts, "loader-host/0", missed, monkeypatch)
-            stack.enter_context(vanished(session, "loader-host/0"))
+            tell_of_no_death(parts, "loader-worker/0", missed, monkeypatch)
+            stack.enter_context(vanished(session, "loader-worker/0"))
 
         assert play(session, act={5: strike}) == alone
         assert missed == [KILLED]
         reasons = [
             row["reason"]
             for row in session.metrics()["recoveries"]
-            if row["part"] == "loader-host/0"
+            if row["part"] == "loader-worker/0"
         ]
         assert reasons
         assert [
@@ -232,7 +232,7 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
         engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
-        silent, kill = {"loader-host/0", "constructor-host/0"}, engine._parts.control.kill
+        silent, kill = {"loader-worker/0", "constructor-worker/0"}, engine._parts.control.kill
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()
 
         def waits_for_the_others(handle: ActorHandle) -> None:

@@ -82,16 +82,16 @@ def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_
             world.at(0.001, lose_constructor, None)
             return
         hosts = cluster.launched.control.processes()
-        hosts["constructor-host/0"].kill()
-        lose_loader(hosts["loader-host/0"])
+        hosts["constructor-worker/0"].kill()
+        lose_loader(hosts["loader-worker/0"])
 
     def lose_loader(old: Process) -> None:
         """While the other is being started; then it is the next that is."""
         hosts = cluster.launched.control.processes()
-        if "constructor-host/0" in hosts and old.alive:
+        if "constructor-worker/0" in hosts and old.alive:
             old.kill()
             told.append("both are lost")
-        if (new := hosts.get("loader-host/0", old)) is old:
+        if (new := hosts.get("loader-worker/0", old)) is old:
             world.at(0.001, lambda: lose_loader(old), None)
             return
         net.part(new)
@@ -140,7 +140,7 @@ def test_a_fault_without_patience_strikes_too_where_it_must(
     assert violations(made, history) == []
 
 
-NAMES = {"loader": "loader-host/0", "constructor": "constructor-host/0", "planner": "planner"}
+NAMES = {"loader": "loader-worker/0", "constructor": "constructor-worker/0", "planner": "planner"}
 
 
 @pytest.mark.parametrize("role", NAMES)

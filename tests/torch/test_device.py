@@ -215,8 +215,8 @@ def test_a_host_that_dies_ends_the_iteration_with_its_name(tmp_path: Path):
     with ov.launch(text_job(tmp_path, until=10_000), runtime="process", failover=False) as session:
         steps = ot.DevicePrefetcher(session.client(0), "cpu")
         next(steps)
-        session.kill("constructor-host/0")
-        with pytest.raises(ov.ActorLost, match="constructor-host/0"):
+        session.kill("constructor-worker/0")
+        with pytest.raises(ov.ActorLost, match="constructor-worker/0"):
             for _ in steps:
                 pass
         steps.close()

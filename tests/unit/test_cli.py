@@ -157,9 +157,9 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
 def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
     said = (
         "no node had a spare core that they may use (on nodes with ranks, sidecar= sets how "
-        "many): loader-host/1"
+        "many): loader-worker/1"
     )
-    assert without_cores(["loader-host/1"]).endswith(said)
+    assert without_cores(["loader-worker/1"]).endswith(said)
 
 
 def test_of_many_names_some_are_told_and_how_many_more(tmp_path: Path) -> None:
@@ -177,17 +177,17 @@ def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(
 
 
 def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:
-    faults = "kill:loader-host/9@1,kill:constructor-host*3@2,kill:planner@11"
+    faults = "kill:loader-worker/9@1,kill:constructor-worker*3@2,kill:planner@11"
     result = overlord(
         "drill", job_file(tmp_path), "--steps", "12", "--step-s", "0", "--faults", faults
     )
     assert result.exit_code == 1, result.output
     said = " ".join(result.stdout.split())
     assert (
-        "kill:loader-host/9@1 hit nothing: no such worker ran, only "
-        "constructor-host/0, loader-host/0" in said
+        "kill:loader-worker/9@1 hit nothing: no such worker ran, only "
+        "constructor-worker/0, loader-worker/0" in said
     )
-    assert "kill:constructor-host*3@2 hit 1 instead of 3: no more of them ran" in said
+    assert "kill:constructor-worker*3@2 hit 1 instead of 3: no more of them ran" in said
     assert "kill:planner@11 never struck: the data ended after 10 steps" in said
     assert "1 kill, 0 samples lost, 0 repeated, digest equal to the undisturbed run" in said
 

@@ -21,11 +21,11 @@ class StalledServer:
 
     def ask(self, question: str, timeout_s: float) -> Mapping[str, Any]:
         self.questions += 1
-        raise DataStall("constructor-host/0 to answer", timeout_s, rank=0)
+        raise DataStall("constructor-worker/0 to answer", timeout_s, rank=0)
 
 
 def test_a_client_that_is_answered_with_a_stall_pauses_before_it_asks_again():
     server = StalledServer()
-    with pytest.raises(DataStall, match="constructor-host/0"):
+    with pytest.raises(DataStall, match="constructor-worker/0"):
         _started(server, timeout_s=0.35)
     assert 2 <= server.questions <= 6  # without a pause: tens of thousands

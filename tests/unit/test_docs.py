@@ -407,8 +407,8 @@ def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
         "job = replace(job, sources=[source])\n"
     )
     for text, code, words in (
-        (bare, 0, "loader-host/0"),
-        (keep + own, 1, "loader-host/0 is lost: its process ended before it could start"),
+        (bare, 0, "loader-worker/0"),
+        (keep + own, 1, "loader-worker/0 is lost: its process ended before it could start"),
     ):
         (desk / "program.py").write_text(text)
         command = [sys.executable, str(desk / "program.py")]

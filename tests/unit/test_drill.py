@@ -14,16 +14,22 @@ from overlord.drill.run import DrillReport, Outcome, Strike, unrecovered
 from overlord.drill.tables import waits_line
 from overlord.errors import JobError
 
-PARTS = ["planner", "loader-host/10", "loader-host/2", "loader-host/0", "constructor-host/0"]
+PARTS = [
+    "planner",
+    "loader-worker/10",
+    "loader-worker/2",
+    "loader-worker/0",
+    "constructor-worker/0",
+]
 
 
 def test_a_fault_is_a_short_text_and_back():
-    text = "kill:loader-host/0@10,stop:planner@20,kill:loader-host*5@35,kill:planner@15%15"
+    text = "kill:loader-worker/0@10,stop:planner@20,kill:loader-worker*5@35,kill:planner@15%15"
     found = parse_faults(text)
     assert found == [
-        Fault("kill", "loader-host/0", 10),
+        Fault("kill", "loader-worker/0", 10),
         Fault("stop", "planner", 20),
-        Fault("kill", "loader-host", 35, count=5),
+        Fault("kill", "loader-worker", 35, count=5),
         Fault("kill", "planner", 15, every=15),
     ]
     assert ",".join(map(str, found)) == text
@@ -32,24 +38,24 @@ def test_a_fault_is_a_short_text_and_back():
 
 def test_every_mistake_is_told_at_once():
     with pytest.raises(JobError) as caught:
-        parse_faults("kil:planner@3,kill:loader@4,kill:planner,kill:loader-host*0@1")
+        parse_faults("kil:planner@3,kill:loader@4,kill:planner,kill:loader-worker*0@1")
     assert len(caught.value.problems) == 4
     assert "did you mean 'kill'" in str(caught.value)
-    assert "did you mean 'loader-host'" in str(caught.value)
+    assert "did you mean 'loader-worker'" in str(caught.value)
     assert "expected SIGNAL:WORKER@STEP" in str(caught.value)
 
 
 def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
     with pytest.raises(JobError) as caught:
         parse_faults(
-            "kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-host/0*3@1,stop:constructor-host*2@1%1"
+            "kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-worker/0*3@1,stop:constructor-worker*2@1%1"
         )
     assert len(caught.value.problems) == 4
     assert "'kill:planner@3%0': expected at least one step between two strikes, got %0" in str(
         caught.value
     )
     assert (
-        "'kill:all*2@3': expected loader-host or constructor-host with *2, got 'all'; "
+        "'kill:all*2@3': expected loader-worker or constructor-worker with *2, got 'all'; "
         "leave *2 out" in str(caught.value)
     )
 
@@ -78,19 +84,19 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
 
 def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told():
     last = {
-        "loader-host/0": Strike(
-            Fault("stop", "loader-host", 3), "loader-host/0", 11, 3, recovered=1
+        "loader-worker/0": Strike(
+            Fault("stop", "loader-worker", 3), "loader-worker/0", 11, 3, recovered=1
         )
     }
 
     def left(pid: int, recovered: int) -> dict[str, str]:
-        actors = [{"name": "loader-host/0", "role": "host", "pid": pid}]
+        actors = [{"name": "loader-worker/0", "role": "host", "pid": pid}]
         return unrecovered(
-            {"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last
+            {"actors": actors, "recoveries": [{"part": "loader-worker/0"}] * recovered}, last
         )
 
-    assert left(11, 1) == {"loader-host/0": "was not replaced"}
-    assert left(12, 1) == {"loader-host/0": "has no row among the recoveries"}, (
+    assert left(11, 1) == {"loader-worker/0": "was not replaced"}
+    assert left(12, 1) == {"loader-worker/0": "has no row among the recoveries"}, (
         "the row is of the time before"
     )
     assert left(12, 2) == {}
@@ -102,12 +108,12 @@ def test_a_drill_of_nothing_is_refused():
 
 
 def test_a_role_hits_the_first_of_its_parts_by_number():
-    assert Fault("kill", "loader-host", 0, count=2).choose(PARTS) == [
-        "loader-host/0",
-        "loader-host/2",
+    assert Fault("kill", "loader-worker", 0, count=2).choose(PARTS) == [
+        "loader-worker/0",
+        "loader-worker/2",
     ]
-    assert Fault("kill", "loader-host/10", 0).choose(PARTS) == ["loader-host/10"]
-    assert Fault("kill", "loader-host/7", 0).choose(PARTS) == []
+    assert Fault("kill", "loader-worker/10", 0).choose(PARTS) == ["loader-worker/10"]
+    assert Fault("kill", "loader-worker/7", 0).choose(PARTS) == []
     assert Fault("kill", "planner", 0).choose(PARTS) == ["planner"]
     assert Fault("kill", "all", 0).choose(PARTS) == PARTS
 
@@ -124,10 +130,10 @@ def test_a_fault_may_strike_again_and_again():
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():
     found = usual_faults(40, planner=True)
     assert [(f.action, f.target) for f in found] == [
-        ("kill", "loader-host"),
+        ("kill", "loader-worker"),
         ("kill", "planner"),
-        ("kill", "constructor-host"),
-        ("stop", "loader-host"),
+        ("kill", "constructor-worker"),
+        ("stop", "loader-worker"),
     ]
     assert all(0 < f.step < 40 for f in found)
     assert "planner" not in {f.target for f in usual_faults(40, planner=False)}

@@ -311,7 +311,7 @@ def test_groups_of_options_are_refused_in_words(options: dict[str, Any], says: s
 
 
 @pytest.mark.parametrize(
-    "call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-host/1")]
+    "call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-worker/1")]
 )
 def test_what_needs_other_processes_says_which_runtime_has_them(
     call: Callable[[ov.Session], Any],

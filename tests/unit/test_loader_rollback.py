@@ -649,7 +649,7 @@ def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_
             for e in told.events(lambda got: any(isinstance(e, ConnectionLost) for e in got))
             if isinstance(e, ConnectionLost)
         ]
-        assert cut.worker == "constructor-host/0"
+        assert cut.worker == "constructor-worker/0"
         told.part(0, 2)
         told.constructor = Constructor()
         told.host.do(

@@ -43,7 +43,7 @@ def running(tmp_path: Path) -> ov.Session:
 
 def silent(loader: int, source: str) -> dict[str, Any]:
     """The row of a loader whose host does not answer."""
-    worker = SimpleNamespace(name="loader-host/0", handle=SimpleNamespace(pid=1), lost="")
+    worker = SimpleNamespace(name="loader-worker/0", handle=SimpleNamespace(pid=1), lost="")
     pool: Any = SimpleNamespace(loaders={0: worker})
     placement = Placement([1] * (loader + 1), [0] * (loader + 1))
     nothing: Any = None

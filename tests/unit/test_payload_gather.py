@@ -129,7 +129,7 @@ def test_payload_of_several_hosts_is_joined_in_the_order_of_the_plan_whenever_it
     here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=20))))
     assert here.gathering.waiting() == ""
     here.run(here.gathering.plan(placed(0, [2, 3], (3, 7))))
-    assert here.gathering.waiting() == "step 0: payload of loader-host/3"
+    assert here.gathering.waiting() == "step 0: payload of loader-worker/3"
     here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=30))))  # the first counts
     here.run(here.gathering.payload(StepPayload(0, 3, documents(2, first=10))))
     assert here.box.steps == {0: [10, 10, 20, 20, 20]}
@@ -144,8 +144,8 @@ def test_a_bucket_that_has_no_document_in_a_step_needs_no_payload() -> None:
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([2], "expected 2 documents of loader-host/3, loader-host/7, got 3"),
-        ([5], "expected 2 tokens of web/e0/f0/r0 from loader-host/3, got 5"),
+        ([2], "expected 2 documents of loader-worker/3, loader-worker/7, got 3"),
+        ([5], "expected 2 tokens of web/e0/f0/r0 from loader-worker/3, got 5"),
     ],
     ids=["too many", "of another length"],
 )
@@ -184,7 +184,9 @@ def test_a_host_that_sends_no_more_ends_the_job_before_the_first_step_that_misse
     here.run(here.gathering.payload(StepPayload(1, 7, documents(3))))
     here.run(here.gathering.lost(7, "killed"))
     assert list(here.box.steps) == [1]
-    assert [(f.step, str(f.error)) for f in here.finished] == [(2, "loader-host/7 is lost: killed")]
+    assert [(f.step, str(f.error)) for f in here.finished] == [
+        (2, "loader-worker/7 is lost: killed")
+    ]
     assert isinstance(here.finished[0].error, ActorLost)
     assert here.gathering.complete_until == 2
 
@@ -307,7 +309,7 @@ def test_images_of_several_hosts_are_one_column() -> None:
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        ((image(), None), "expected 2 images of loader-host/3, loader-host/7, got 1"),
+        ((image(), None), "expected 2 images of loader-worker/3, loader-worker/7, got 1"),
         ((None, None), "got 0"),
         ((image(), image(magic=b"JUNK")), "expected an item of an image, got none"),
         ((image(), np.zeros(7, np.uint8)), "shorter than its prefix"),

@@ -108,7 +108,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
     assert here.gathering.waiting() == "step 6: to be planned again after a worker was lost"
     for step in (6, 7, 8):
         here.plan(step, G)
-    assert here.gathering.waiting() == "step 6: payload of loader-host/3, loader-host/7"
+    assert here.gathering.waiting() == "step 6: payload of loader-worker/3, loader-worker/7"
     here.send(6, 7, 0)
     here.send(6, 3, 0)
     assert here.boxes[0].order == [5], "payload of before is not heard"
@@ -158,7 +158,7 @@ def test_what_was_said_before_and_what_is_over_changes_nothing() -> None:
         here.back(-1, generation)
         here.plan(0, generation)
     here.plan(1, G)
-    assert here.gathering.waiting() == "step 0: payload of loader-host/7"
+    assert here.gathering.waiting() == "step 0: payload of loader-worker/7"
     here.send(0, 7, 2 * G)
     assert here.boxes[0].order == [0]
     assert here.gathering.waiting() == "", "step 1 was planned in a time that is over"
@@ -182,13 +182,13 @@ def test_a_loader_host_that_is_lost_is_waited_for_and_named() -> None:
     assert here.finished == []
     assert (
         here.gathering.waiting()
-        == "step 0: payload of loader-host/7, which is lost (killed by signal 9)"
+        == "step 0: payload of loader-worker/7, which is lost (killed by signal 9)"
     )
     here.gathering.found(7)
     here.back(-1, G)
     here.plan(0, G)
     here.send(0, 3, G)
-    assert here.gathering.waiting() == "step 0: payload of loader-host/7"
+    assert here.gathering.waiting() == "step 0: payload of loader-worker/7"
     here.send(0, 7, G)
     assert here.boxes[0].order == [0]
 
@@ -199,7 +199,7 @@ def test_if_it_is_given_up_the_job_ends_before_the_first_step_that_misses_it() -
         here.plan(step)
     here.send(0, 3), here.send(0, 7)
     here.run(here.gathering.lost(7, "killed"))
-    lost = ActorLost("loader-host/7", "killed")
+    lost = ActorLost("loader-worker/7", "killed")
     here.run(here.gathering.finish(EndOfJob(3, lost)))
     assert [(f.step, str(f.error)) for f in here.finished] == [(1, str(lost))]
     here.run(here.gathering.finish(here.finished[0]))  # the planner says it again
@@ -208,7 +208,7 @@ def test_if_it_is_given_up_the_job_ends_before_the_first_step_that_misses_it() -
 
 
 def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later() -> None:
-    here, fault = Later(), ActorLost("loader-host/7", "killed")
+    here, fault = Later(), ActorLost("loader-worker/7", "killed")
     for step in range(4):
         here.plan(step)
         if step != 1:
@@ -246,7 +246,7 @@ def test_a_step_that_was_being_built_when_the_job_ended_and_went_on_is_built_onc
         here.plan(step)
         here.send(step, 3), here.send(step, 7)
     assert len(here.todo) == 2
-    here.run(here.gathering.finish(EndOfJob(0, ActorLost("loader-host/7", "killed"))))
+    here.run(here.gathering.finish(EndOfJob(0, ActorLost("loader-worker/7", "killed"))))
     here.back(-1, G)
     for step in (0, 1):
         here.plan(step, G)

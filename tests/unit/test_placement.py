@@ -29,7 +29,7 @@ from tests.processes import WAIT_S
 
 TRAINER = Node(id="t", name="gpu-0", idle_cores=4)
 LAYOUT = Layout(rank_nodes=("gpu-0",), ranks_of=((0,),), share=0.5)
-HOSTS = ["constructor-host/0", *(f"loader-host/{i}" for i in range(3))]
+HOSTS = ["constructor-worker/0", *(f"loader-worker/{i}" for i in range(3))]
 
 
 class Nodes:
@@ -86,8 +86,8 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     [(what, words)] = placement_facts(made.figures())
     assert what == "sidecar=0.5 exceeded"
     assert words.startswith("node gpu-0 runs 4 hosts of this job where 2 are allowed, for 6 s")
-    made.forget("loader-host/1")
-    made.forget("loader-host/2")
+    made.forget("loader-worker/1")
+    made.forget("loader-worker/2")
     assert made.review() == []
     assert made.figures()["exceeded"] == []
     assert (
@@ -102,13 +102,13 @@ def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
     now[0] += node_placement.SETTLED_S + 1
-    assert made.review() == ["loader-host/2", "loader-host/1"]
-    made.accept(["loader-host/2", "loader-host/1"])
+    assert made.review() == ["loader-worker/2", "loader-worker/1"]
+    made.accept(["loader-worker/2", "loader-worker/1"])
     assert made.review() == [], "not again while it is under way"
-    assert made.place("loader-host/10000", 7)["node"] == "c"
-    assert made.memory_of("loader-host/10000") == 7
+    assert made.place("loader-worker/10000", 7)["node"] == "c"
+    assert made.memory_of("loader-worker/10000") == 7
     now[0] += node_placement.AGAIN_S + 1
-    assert made.review() == ["loader-host/2", "loader-host/1"], "unless nothing came of it"
+    assert made.review() == ["loader-worker/2", "loader-worker/1"], "unless nothing came of it"
 
 
 def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there_is_no_cluster() -> (
@@ -119,7 +119,7 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     assert NodePlacement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
     alone: Any = object()
     made = NodePlacement(alone, lambda: LAYOUT)
-    assert (made.place("loader-host/0", 1), made.planner(), made.figures(), made.review()) == (
+    assert (made.place("loader-worker/0", 1), made.planner(), made.figures(), made.review()) == (
         {},
         {},
         {},
@@ -159,7 +159,8 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(
     accept()
     told = [r.getMessage() for r in caplog.records if "moves to" in r.getMessage()]
     assert (
-        told[0] == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts "
+        told[0]
+        == "loader-worker/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts "
         "than it may"
     )
     assert len(told) == 2
@@ -221,11 +222,11 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
         assert recipes.placement.figures() == {}, "nothing is placed"
         control.refuses = False
         recipes.loader_host(10000, [0], (), {}, instead_of=0)
-        memory = recipes.placement.memory_of("loader-host/10000")
+        memory = recipes.placement.memory_of("loader-worker/10000")
         control.refuses = True
         with pytest.raises(ActorLost):
             recipes.loader_host(10000, [0], (), {})
-        assert recipes.placement.memory_of("loader-host/10000") == memory, (
+        assert recipes.placement.memory_of("loader-worker/10000") == memory, (
             "a host that is started again keeps its place for the next try"
         )
 
@@ -266,4 +267,4 @@ def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
             patch.setattr(engine, "add_source", refuses)
             with pytest.raises(JobError, match="the planner refuses it"):
                 session.add_source(late, loaders=1)
-        assert forgotten == ["loader-host/1"]
+        assert forgotten == ["loader-worker/1"]

@@ -62,14 +62,13 @@ def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
 
 
 def test_constructors_go_where_the_ranks_of_their_groups_are() -> None:
-    assert all_placed(["constructor-host/0", "constructor-host/1"], [*CPUS, *TRAINERS], BESIDE) == {
-        "constructor-host/0": "t0",
-        "constructor-host/1": "t1",
-    }
+    assert all_placed(
+        ["constructor-worker/0", "constructor-worker/1"], [*CPUS, *TRAINERS], BESIDE
+    ) == {"constructor-worker/0": "t0", "constructor-worker/1": "t1"}
 
 
 def test_loaders_take_their_share_of_trainer_nodes_then_others_then_the_least_crowded() -> None:
-    names = [f"loader-host/{i}" for i in range(12 + 8)]
+    names = [f"loader-worker/{i}" for i in range(12 + 8)]
     placed = list(all_placed(names, [*CPUS, *TRAINERS], BESIDE).values())
     assert Counter(placed[:8]) == {"t0": 4, "t1": 4}, "half of eight idle cores each"
     assert Counter(placed[8:12]) == {"c0": 4}
@@ -79,14 +78,14 @@ def test_loaders_take_their_share_of_trainer_nodes_then_others_then_the_least_cr
 
 def test_constructors_count_against_the_share_of_their_machine() -> None:
     placed = all_placed(
-        ["constructor-host/0", *(f"loader-host/{i}" for i in range(7))], TRAINERS, BESIDE
+        ["constructor-worker/0", *(f"loader-worker/{i}" for i in range(7))], TRAINERS, BESIDE
     )
     assert Counter(placed.values()) == {"t0": 4, "t1": 4}
 
 
 def test_without_word_of_the_ranks_hosts_are_spread() -> None:
     placed = all_placed(
-        [f"loader-host/{i}" for i in range(6)],
+        [f"loader-worker/{i}" for i in range(6)],
         [Node(id=f"n{i}", idle_cores=2) for i in range(3)],
         Layout(),
     )
@@ -95,11 +94,11 @@ def test_without_word_of_the_ranks_hosts_are_spread() -> None:
 
 def test_one_that_is_started_again_goes_elsewhere_when_its_node_is_gone() -> None:
     before = all_spots(
-        ["constructor-host/0", "constructor-host/1", "loader-host/0"], TRAINERS, BESIDE
+        ["constructor-worker/0", "constructor-worker/1", "loader-worker/0"], TRAINERS, BESIDE
     )
-    assert again(before["constructor-host/1"], TRAINERS) == before["constructor-host/1"]
-    assert again(before["constructor-host/1"], TRAINERS[:1]) is None
-    assert choose("constructor-host/1", TRAINERS[:1], BESIDE, before).node == "t0"
+    assert again(before["constructor-worker/1"], TRAINERS) == before["constructor-worker/1"]
+    assert again(before["constructor-worker/1"], TRAINERS[:1]) is None
+    assert choose("constructor-worker/1", TRAINERS[:1], BESIDE, before).node == "t0"
 
 
 def test_one_that_is_started_again_asks_for_nothing_where_others_have_what_it_had() -> None:
@@ -114,22 +113,22 @@ def test_a_core_and_memory_are_asked_for_where_there_is_room_and_nothing_where_t
     node = Node(id="n", idle_cores=3, idle_memory=250)
     asked = [
         (s.cores, s.memory)
-        for s in all_spots([f"loader-host/{i}" for i in range(4)], [node], Layout(), 100).values()
+        for s in all_spots([f"loader-worker/{i}" for i in range(4)], [node], Layout(), 100).values()
     ]
     assert asked == [(1.0, 100), (1.0, 100), (0.0, 0), (0.0, 0)], (
         "two fit into the memory, three to the cores"
     )
     beside = all_spots(
-        ["constructor-host/0"], [Node(id="t0", name="gpu-0", idle_cores=0.0)], BESIDE, 100
+        ["constructor-worker/0"], [Node(id="t0", name="gpu-0", idle_cores=0.0)], BESIDE, 100
     )
-    assert beside == {"constructor-host/0": Spot(node="t0")}, "it goes there whatever there is"
+    assert beside == {"constructor-worker/0": Spot(node="t0")}, "it goes there whatever there is"
 
 
 def test_whoever_finds_no_room_is_left_to_the_cluster_if_that_was_asked_for() -> None:
     node = Node(id="n", idle_cores=1)
-    spots = all_spots(["loader-host/0", "loader-host/1"], [node], Layout(reserve=True), 100)
-    assert spots["loader-host/0"] == Spot(node="n", cores=1.0, memory=100)
-    assert spots["loader-host/1"] == Spot(node="", cores=1.0, memory=100), (
+    spots = all_spots(["loader-worker/0", "loader-worker/1"], [node], Layout(reserve=True), 100)
+    assert spots["loader-worker/0"] == Spot(node="n", cores=1.0, memory=100)
+    assert spots["loader-worker/1"] == Spot(node="", cores=1.0, memory=100), (
         "its demand is seen by who adds machines"
     )
 
@@ -140,7 +139,7 @@ def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(
 ) -> None:
     nodes = [Node(id=f"n{i}", idle_cores=c) for i, c in enumerate(cores)]
     layout = Layout(rank_nodes=("n0",), share=share)
-    placed = all_placed([f"loader-host/{i}" for i in range(n)], nodes, layout)
+    placed = all_placed([f"loader-worker/{i}" for i in range(n)], nodes, layout)
     room = [int(c * (share if i == 0 else 1.0)) for i, c in enumerate(cores)]
     assert set(placed.values()) <= {node.id for node in nodes}
     if n <= sum(room):
@@ -150,7 +149,7 @@ def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(
 
 def test_loaders_have_what_constructors_leave_of_the_share() -> None:
     """Otherwise a trainer would keep less of its machine than promised."""
-    names = ["constructor-host/0", *(f"loader-host/{i}" for i in range(4))]
+    names = ["constructor-worker/0", *(f"loader-worker/{i}" for i in range(4))]
     assert list(all_placed(names, [TRAINERS[0], *CPUS], BESIDE).values()) == [
         "t0",
         "t0",
@@ -234,8 +233,8 @@ def test_a_node_filled_by_other_jobs_has_no_room_and_requests_of_the_job_count_a
     filled = Node(id="n", idle_cores=0, idle_memory=0, resources={"disk": 2})
     found = at_most(without_job(filled, ours), first)
     assert (found.idle_cores, found.idle_memory, found.idle_resources) == (2, 200, {"disk": 2})
-    placed = {"loader-host/0": ours[0], "loader-host/1": ours[1]}
-    assert choose("loader-host/2", [found], Layout(), placed, 100) == Spot(node="n"), (
+    placed = {"loader-worker/0": ours[0], "loader-worker/1": ours[1]}
+    assert choose("loader-worker/2", [found], Layout(), placed, 100) == Spot(node="n"), (
         "it asks for nothing"
     )
     told_late = Node(
@@ -251,7 +250,7 @@ def test_a_node_filled_by_other_jobs_has_no_room_and_requests_of_the_job_count_a
 TRAINER = Node(id="t", name="gpu-0", idle_cores=4)
 OTHER = Node(id="c", name="cpu-0", idle_cores=8)
 ONE_TRAINER = Layout(rank_nodes=("gpu-0",), ranks_of=((0,),), share=0.5)
-SEVEN = ["constructor-host/0", *(f"loader-host/{i}" for i in range(7))]
+SEVEN = ["constructor-worker/0", *(f"loader-worker/{i}" for i in range(7))]
 
 
 def after_loss(
@@ -274,7 +273,7 @@ def test_a_share_that_is_exceeded_after_a_loss_is_found_and_hosts_go_to_the_node
     assert moves([TRAINER], ONE_TRAINER, placed, {}) == {}, "nothing else has room"
     joined = Node(id="n", name="cpu-1", idle_cores=8)
     wanted = moves([TRAINER, joined], ONE_TRAINER, placed, {})
-    assert wanted == {f"loader-host/{i}": Spot(node="n", cores=1.0) for i in range(1, 7)}, (
+    assert wanted == {f"loader-worker/{i}": Spot(node="n", cores=1.0) for i in range(1, 7)}, (
         "all but the share, with cores of their own"
     )
     assert surplus([TRAINER, joined], ONE_TRAINER, placed | wanted, {}) == []
@@ -283,24 +282,24 @@ def test_a_share_that_is_exceeded_after_a_loss_is_found_and_hosts_go_to_the_node
 def test_as_many_hosts_move_as_the_node_that_joins_has_room_for() -> None:
     placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
     nodes = [TRAINER, Node(id="n", name="cpu-1", idle_cores=2, idle_memory=250)]
-    assert list(moves(nodes, ONE_TRAINER, placed, {})) == ["loader-host/6", "loader-host/5"]
+    assert list(moves(nodes, ONE_TRAINER, placed, {})) == ["loader-worker/6", "loader-worker/5"]
     assert list(moves(nodes, ONE_TRAINER, placed, dict.fromkeys(SEVEN, 200))) == [
-        "loader-host/6"
+        "loader-worker/6"
     ], "its memory counts too"
 
 
 def test_hosts_leave_a_node_whose_memory_they_exceed() -> None:
-    placed = {f"loader-host/{i}": Spot(node="n") for i in range(3)}
+    placed = {f"loader-worker/{i}": Spot(node="n") for i in range(3)}
     full = Node(id="n", idle_cores=8, idle_memory=250)
     [found] = surplus([full], Layout(), placed, dict.fromkeys(placed, 100))
-    assert found.leave == ("loader-host/2",)
+    assert found.leave == ("loader-worker/2",)
     assert list(moves([full, OTHER], Layout(), placed, dict.fromkeys(placed, 100))) == [
-        "loader-host/2"
+        "loader-worker/2"
     ]
 
 
 def test_hosts_that_were_given_cores_stay_though_trainers_took_the_rest_since() -> None:
-    placed = {f"loader-host/{i}": Spot(node="t", cores=1.0) for i in range(2)}
+    placed = {f"loader-worker/{i}": Spot(node="t", cores=1.0) for i in range(2)}
     assert surplus([Node(id="t", name="gpu-0", idle_cores=2)], ONE_TRAINER, placed, {}) == []
 
 
@@ -311,7 +310,7 @@ def test_a_host_that_got_no_core_when_it_was_started_again_stays_where_there_is_
         surplus(
             [TRAINER],
             ONE_TRAINER,
-            {"constructor-host/0": Spot(node="t", cores=1.0), "loader-host/0": Spot(node="t")},
+            {"constructor-worker/0": Spot(node="t", cores=1.0), "loader-worker/0": Spot(node="t")},
             {},
         )
         == []
@@ -320,14 +319,14 @@ def test_a_host_that_got_no_core_when_it_was_started_again_stays_where_there_is_
 
 def test_constructors_alone_never_exceed_a_share() -> None:
     small = Node(id="t", name="gpu-0", idle_cores=1)
-    assert surplus([small], ONE_TRAINER, {"constructor-host/0": Spot(node="t")}, {}) == []
+    assert surplus([small], ONE_TRAINER, {"constructor-worker/0": Spot(node="t")}, {}) == []
     [found] = surplus(
         [small],
         ONE_TRAINER,
-        {"constructor-host/0": Spot(node="t"), "loader-host/0": Spot(node="t")},
+        {"constructor-worker/0": Spot(node="t"), "loader-worker/0": Spot(node="t")},
         {},
     )
-    assert found.leave == ("loader-host/0",)
+    assert found.leave == ("loader-worker/0",)
 
 
 def test_hosts_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_hold_there_too() -> (
@@ -338,8 +337,8 @@ def test_hosts_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_ho
         Node(id="b", idle_cores=8, labels={"pool": "data"}),
     )
     layout = Layout(labels={"pool": "data"})
-    placed = all_spots([f"loader-host/{i}" for i in range(4)], [old], layout)
-    assert set(moves([old, new], layout, placed, {})) == {"loader-host/2", "loader-host/3"}
+    placed = all_spots([f"loader-worker/{i}" for i in range(4)], [old], layout)
+    assert set(moves([old, new], layout, placed, {})) == {"loader-worker/2", "loader-worker/3"}
     assert moves([old, OTHER], layout, placed, {}) == {}, "it has another label"
     reserved = Layout(labels={"pool": "data"}, reserve=True)
     assert moves([old], reserved, placed, {}) == {}, (
@@ -360,7 +359,7 @@ def test_hosts_move_once_and_no_node_is_exceeded_while_there_is_room(
     layout = Layout(
         rank_nodes=tuple(f"n{i}" for i, (_, ranks) in enumerate(cores) if ranks), share=share
     )
-    placed = all_spots([f"loader-host/{i}" for i in range(n)], nodes, layout)
+    placed = all_spots([f"loader-worker/{i}" for i in range(n)], nodes, layout)
     nodes.append(Node(id="new", idle_cores=joins))
     wanted = moves(nodes, layout, placed, {})
     assert all(placed[host].node != spot.node and spot.cores for host, spot in wanted.items())
@@ -397,15 +396,16 @@ def test_workers_go_to_nodes_with_the_labels_but_constructors_to_their_ranks() -
     pool = Node(id="p", name="pool-0", idle_cores=2, labels={"pool": "data"})
     layout = Layout(rank_nodes=BESIDE.rank_nodes, ranks_of=BESIDE.ranks_of, labels={"pool": "data"})
     placed = all_placed(
-        ["constructor-host/0", *(f"loader-host/{i}" for i in range(4))],
+        ["constructor-worker/0", *(f"loader-worker/{i}" for i in range(4))],
         [*CPUS, *TRAINERS, pool],
         layout,
     )
-    assert placed == {"constructor-host/0": "t0", **{f"loader-host/{i}": "p" for i in range(4)}}, (
-        "also when it is crowded"
-    )
+    assert placed == {
+        "constructor-worker/0": "t0",
+        **{f"loader-worker/{i}": "p" for i in range(4)},
+    }, "also when it is crowded"
     assert cores_for_loading([*CPUS, *TRAINERS, pool], layout) == 2
-    assert choose("loader-host/0", [*CPUS, *TRAINERS], layout, {}, 5) == Spot(
+    assert choose("loader-worker/0", [*CPUS, *TRAINERS], layout, {}, 5) == Spot(
         node="", cores=1.0, memory=5
     ), "no other in its place"
 
@@ -414,7 +414,7 @@ def test_hosts_ask_for_resources_of_the_cluster_where_there_are_some() -> None:
     fast = Node(id="f", idle_cores=8, resources={"scratch": 2.0}, idle_resources={"scratch": 2.0})
     layout = Layout(resources={"scratch": 1.0})
     spots = list(
-        all_spots([f"loader-host/{i}" for i in range(3)], [*CPUS, fast], layout, 10).values()
+        all_spots([f"loader-worker/{i}" for i in range(3)], [*CPUS, fast], layout, 10).values()
     )
     assert spots[:2] == [Spot(node="f", cores=1.0, memory=10, resources={"scratch": 1.0})] * 2
     assert spots[2] == Spot(node="f"), "there is none left, so it asks for nothing"

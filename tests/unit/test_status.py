@@ -75,14 +75,14 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
         workers=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
             {
-                "name": "loader-host/0",
+                "name": "loader-worker/0",
                 "node": "gpu-1",
                 "asked": {"cores": 1, "memory": 2.0**27, "scratch": 2},
                 "pid": 8,
                 "state": "new",
             },
             {
-                "name": "loader-host/1",
+                "name": "loader-worker/1",
                 "node": "gpu-1",
                 "asked": {"cores": 0.0, "memory": 0.0},
                 "pid": 9,
@@ -102,14 +102,14 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
         "scaling: after step 85: web: 7 steps are read ahead: its slow reads take 0.5 "
         "s, usual ones 0.01 s" in lines
     )
-    assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [
+    assert ["loader-worker/0", "gpu-1", "1", "128", "2", "8", "new"] in [
         line.split() for line in lines
     ], "cores, memory, scratch"
     why = (
         "because no node had a spare core that they may use (on nodes with ranks, sidecar= sets "
         "how many)"
     )
-    assert f"workers without a reserved core, {why}: loader-host/1" in lines
+    assert f"workers without a reserved core, {why}: loader-worker/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
     assert "cannot keep up: scenes has 1 loaders, needs 4: 62 samples a second of 95 ms" in lines
 

@@ -25,7 +25,7 @@ from overlord.cluster.supervisor import (
 )
 from overlord.errors import ActorLost
 
-C, L, M = "constructor-host/0", "loader-host/0", "loader-host/1"
+C, L, M = "constructor-worker/0", "loader-worker/0", "loader-worker/1"
 NINE = "killed by signal 9"
 
 
@@ -241,9 +241,9 @@ def test_a_job_that_ends_misses_nobody() -> None:
 def test_a_part_that_joins_later_is_missed_like_any_other() -> None:
     made = there(C)
     assert told(
-        made, (1.0, WorkerReady("loader-host/7")), (2.0, WorkerDied("loader-host/7", 0, NINE))
-    ) == [StartWorker("loader-host/7", 1)]
-    assert told(made, (3.0, WorkerDied("loader-host/9", 0, NINE))) == [], "nobody knows it"
+        made, (1.0, WorkerReady("loader-worker/7")), (2.0, WorkerDied("loader-worker/7", 0, NINE))
+    ) == [StartWorker("loader-worker/7", 1)]
+    assert told(made, (3.0, WorkerDied("loader-worker/9", 0, NINE))) == [], "nobody knows it"
 
 
 def test_a_part_whose_stand_bys_live_is_not_waited_for() -> None:

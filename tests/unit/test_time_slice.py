@@ -90,6 +90,6 @@ def test_loader_hosts_are_in_the_background_and_nobody_else(tmp_path: Path) -> N
             if part["role"] == "host"
         }
         found = {name: policies_of(pid) for name, pid in hosts.items()}
-    assert {name.split("/")[0] for name in found} == {"loader-host", "constructor-host"}
+    assert {name.split("/")[0] for name in found} == {"loader-worker", "constructor-worker"}
     for name, policies in found.items():
-        assert (os.SCHED_BATCH in policies) == name.startswith("loader-host"), found
+        assert (os.SCHED_BATCH in policies) == name.startswith("loader-worker"), found

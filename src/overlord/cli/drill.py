@@ -23,7 +23,7 @@ from overlord.cli.common import (
 @click.option(
     "--faults",
     metavar="SIGNAL:WORKER@STEP,...",
-    help="Faults, as in kill:loader-host@10,stop:planner@20. Default: one of each kind.",
+    help="Faults, as in kill:loader-worker@10,stop:planner@20. Default: one of each kind.",
 )
 @click.option(
     "--steps", type=click.IntRange(min=2), default=40, show_default=True, help="Steps of both runs."

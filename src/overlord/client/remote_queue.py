@@ -35,7 +35,7 @@ log = logging.getLogger("overlord")
 
 DIAL_S = 5.0  # for one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
-HOSTS = "constructor-host/"  # whom only the session calls so
+HOSTS = "constructor-worker/"  # whom only the session calls so
 FOR_GOOD = (HOSTS, "planner")  # of whom the session says that they are lost when no other comes
 SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
 GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it

@@ -49,7 +49,7 @@ class ConstructorWorker(Worker):
         hooks: Sequence[Hook],
         images: PixelForm | None = None,
     ):
-        super().__init__(f"constructor-host/{number}", settings)
+        super().__init__(f"constructor-worker/{number}", settings)
         self._ring = self._platform.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
         # Building never waits for a segment: short work runs on the event loop, and only the loop
@@ -123,7 +123,7 @@ class ConstructorWorker(Worker):
         self._loaders[link], self._incarnations[host] = host, incarnation
         if former is not None:
             del self._loaders[former]
-            former.close(f"loader-host/{host} has connected again: its place is taken")
+            former.close(f"loader-worker/{host} has connected again: its place is taken")
         self._event_loop.post(lambda: self._gathering.found(host))
         return {}
 
@@ -131,7 +131,7 @@ class ConstructorWorker(Worker):
         if (host := self._loaders.get(link)) is not None:
             if not isinstance(value, StepPayload):
                 raise OverlordError(
-                    f"expected payload of loader-host/{host}, got {type(value).__name__}"
+                    f"expected payload of loader-worker/{host}, got {type(value).__name__}"
                 )
             check_payload(value, host)
             self._event_loop.post(lambda: self.run(self._gathering.payload(value)))

@@ -407,7 +407,7 @@ class CoordinatorActor:
 
     def _claim(self, h: int) -> ActorHandle:
         """Return the handle of a worker that the launching process started for a new source."""
-        name = f"loader-host/{h}"
+        name = f"loader-worker/{h}"
         return self._starter.living(name) if self._takeover is None else self._takeover.claim(name)
 
     def _took(self, event: Any) -> None:

@@ -174,5 +174,5 @@ class CoordinatorConfig:
 
 
 def host_numbers(names: Sequence[str], kind: str) -> list[int]:
-    """Return the numbers of the workers of a kind, such as "loader-host/3"."""
+    """Return the numbers of the workers of a kind, such as "loader-worker/3"."""
     return sorted(int(name.rpartition("/")[2]) for name in names if name.startswith(f"{kind}/"))

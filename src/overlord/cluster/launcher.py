@@ -633,7 +633,7 @@ class Launcher:
         """End a loader worker that is not needed; it is not reported as lost."""
         self.kits.pop(h, None)
         with self._lock:
-            host = self.hosts.pop(f"loader-host/{h}", None)
+            host = self.hosts.pop(f"loader-worker/{h}", None)
         if host is not None:
             with contextlib.suppress(OverlordError):
                 self.recipes.end(h, host)

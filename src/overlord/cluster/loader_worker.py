@@ -72,7 +72,7 @@ class LoaderWorker(Worker):
         hooks: Sequence[Hook],
         seed: int,
     ):
-        super().__init__(f"loader-host/{number}", settings, links=len(constructors))
+        super().__init__(f"loader-worker/{number}", settings, links=len(constructors))
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
         self._born = settings.born or int(self._platform.now() * 1000)
         self._narrow = settings.narrow
@@ -122,7 +122,7 @@ class LoaderWorker(Worker):
             self._connect(constructor, address, token)
         except (ActorLost, DataStall, LinkRefused) as fault:
             # the coordinator finds out if it is lost; if not, the first payload for it fails
-            name = f"constructor-host/{constructor}"
+            name = f"constructor-worker/{constructor}"
             log.warning("%s: %s: %s", self.name, name, fault)
             if self._failover:
                 self._events.put(ConnectionLost(name, str(fault), address))
@@ -148,7 +148,7 @@ class LoaderWorker(Worker):
             self._leave(constructor)
             self._events.put(
                 ConnectionLost(
-                    f"constructor-host/{constructor}", reason, self._where.get(constructor, "")
+                    f"constructor-worker/{constructor}", reason, self._where.get(constructor, "")
                 )
             )
 
@@ -362,7 +362,7 @@ class LoaderWorker(Worker):
         except ActorLost as lost:
             if self._failover:
                 return 0
-            raise ActorLost(f"constructor-host/{constructor}", lost.reason) from lost
+            raise ActorLost(f"constructor-worker/{constructor}", lost.reason) from lost
 
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
         """Join pieces in a segment of shared memory: the one copy on the way to the constructor.

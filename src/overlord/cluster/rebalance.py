@@ -146,7 +146,7 @@ class Rebalancer:
         if self._migration is not None or not old or self._planner().finished is not None:
             return False
         replaced = dict(zip(old, self._new_numbers(len(old)), strict=True))
-        what = f"the sources of {', '.join(f'loader-host/{h}' for h in old)}"
+        what = f"the sources of {', '.join(f'loader-worker/{h}' for h in old)}"
         migration = self._migration = Migration(
             what, list(replaced.values()), len(old), replaced=replaced
         )
@@ -235,7 +235,7 @@ class Rebalancer:
             worker.lost = worker.lost or reason
             self._pool.retire(h, worker)
         log.warning(
-            "loader-host/%d not started: %s; %s is read as before", h, reason, migration.what
+            "loader-worker/%d not started: %s; %s is read as before", h, reason, migration.what
         )
         self._placement.sources_of.pop(h, None)
         migration.workers.remove(h)
@@ -331,7 +331,7 @@ class Rebalancer:
         if unable:
             log.warning(
                 "%s cannot read %s, though other workers can; those loaders are not moved",
-                ", ".join(f"loader-host/{h}" for h in sorted(unable)),
+                ", ".join(f"loader-worker/{h}" for h in sorted(unable)),
                 migration.what,
             )
         every = self._pool.living()

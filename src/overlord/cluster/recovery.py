@@ -147,7 +147,7 @@ class RecoveryManager:
         covered = {h for h in gone if self._standby.covers(h, living)}
         for h in gone:
             if h not in covered:
-                self._handle(Needed(f"loader-host/{h}"), now)
+                self._handle(Needed(f"loader-worker/{h}"), now)
         spare = any(w is worker and h in covered for h, w in gone.items())
         died = WorkerDied(name, worker.incarnation, reason, spare)
         commands = self._supervisor.handle(died, now)

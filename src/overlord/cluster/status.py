@@ -92,7 +92,7 @@ class StatusReporter:
     def duty_of(self, name: str, acked: int) -> str:
         """Describe what a worker is there for; ``acked`` is the last step that all ranks took."""
         kind, _, number = name.partition("/")
-        if kind != "loader-host":
+        if kind != "loader-worker":
             if acked < 0:
                 return "no step was taken by all ranks"
             return f"all ranks took the steps up to {acked}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from overlord.errors import SAID, ActorLost
 
 # in the order in which they are started: each connects to those before it
-KINDS = ("planner", "constructor-host", "loader-host")
+KINDS = ("planner", "constructor-worker", "loader-worker")
 # within which a worker must answer: a supervisor that slept sees one late tick, and no silence
 TICKS = 4
 

@@ -45,7 +45,7 @@ TAKEN_S = 5.0
 TRIES = 3  # of taking over a worker: it may die meanwhile
 AWAITED_S = 1.0  # after which the workers that did not answer are reported
 # the method that a worker is called with when it is taken over
-ANSWERS = {"constructor-host": "address", "loader-host": "figures"}
+ANSWERS = {"constructor-worker": "address", "loader-worker": "figures"}
 
 Send = Callable[[Any], None]  # a message to the launching process
 
@@ -60,7 +60,7 @@ class RemoteWorkerFactory:
         self._peers, self._send = peers, send
 
     def constructor(self, c: int) -> ActorHandle:
-        handle, ticket = self._peers.expect(f"constructor-host/{c}")
+        handle, ticket = self._peers.expect(f"constructor-worker/{c}")
         self._send(StartConstructorWorker(ticket, c))
         return handle
 
@@ -72,7 +72,7 @@ class RemoteWorkerFactory:
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        handle, ticket = self._peers.expect(f"loader-host/{h}")
+        handle, ticket = self._peers.expect(f"loader-worker/{h}")
         message = StartLoaderWorker(
             ticket, h, sorted(sources), list(openings), dict(constructors), instead_of
         )
@@ -241,7 +241,7 @@ class Takeover:
         group_of = {rank: b for b, ranks in enumerate(groups) for rank in ranks}
         asked = []
         for rank in self._config.attached:
-            name = f"constructor-host/{self._config.constructor_of[group_of[rank]]}"
+            name = f"constructor-worker/{self._config.constructor_of[group_of[rank]]}"
             handle = self._handles.get(name)
             asked.append(None if handle is None else self._peers.call(handle, "taken", rank))
         found: list[int | None] = []
@@ -266,7 +266,7 @@ class Takeover:
         placement.sources_of = {h: frozenset(sources) for h, sources in self._config.kits}
         cs = range(placement.n_constructors)
         found = self._have(
-            {f"constructor-host/{c}": lambda c=c: starter.constructor(c) for c in cs}  # type: ignore[misc]
+            {f"constructor-worker/{c}": lambda c=c: starter.constructor(c) for c in cs}  # type: ignore[misc]
         )
         for c, (worker, address) in zip(cs, found.values(), strict=True):
             pool.constructors[c], pool.addresses[c] = worker, address
@@ -281,7 +281,7 @@ class Takeover:
         }
         found = self._have(
             {
-                f"loader-host/{h}": lambda args=args: starter.loader_host(*args)  # type: ignore[misc]
+                f"loader-worker/{h}": lambda args=args: starter.loader_host(*args)  # type: ignore[misc]
                 for h, args in wanted.items()
             }
         )
@@ -304,7 +304,7 @@ class Takeover:
             if other != h
             for source in sources
         }
-        there = f"loader-host/{h}" in self._handles or h in placement.worker_of
+        there = f"loader-worker/{h}" in self._handles or h in placement.worker_of
         return h >= SCALED and not there and others.issuperset(placement.sources_of[h])
 
     def _have(

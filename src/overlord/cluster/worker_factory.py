@@ -174,7 +174,7 @@ class WorkerFactory:
         )
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._spawn(
-            f"constructor-host/{c}",
+            f"constructor-worker/{c}",
             PROCESS_BYTES,
             ConstructorWorker,
             c,
@@ -198,7 +198,7 @@ class WorkerFactory:
         kits = {i: self._kit(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
         return self._spawn(
-            f"loader-host/{h}",
+            f"loader-worker/{h}",
             memory,
             LoaderWorker,
             h,
@@ -228,7 +228,7 @@ class WorkerFactory:
             raise
 
     def _memory_of(self, h: int) -> int:
-        known = self.placement.memory_of(f"loader-host/{h}")
+        known = self.placement.memory_of(f"loader-worker/{h}")
         return PROCESS_BYTES + sum(self.hosting.memory[h : h + 1]) if known is None else known
 
     def end(self, h: int, handle: ActorHandle) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger("overlord")
 
 START_S = 120.0  # for a worker to start: it opens its sources first, and a store may be slow
 CLOSE_S = 1.0  # for all workers together to exit
-LOADER, CONSTRUCTOR = "loader-host", "constructor-host"
+LOADER, CONSTRUCTOR = "loader-worker", "constructor-worker"
 
 
 @dataclass(slots=True, eq=False)

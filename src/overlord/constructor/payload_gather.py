@@ -95,7 +95,7 @@ class PayloadGatherer:
             return self._check_step(step)
         if self._is_late(step, recovery):
             log.debug(
-                "payload of loader-host/%d for step %d of generation %d ignored: it is late",
+                "payload of loader-worker/%d for step %d of generation %d ignored: it is late",
                 payload.origin,
                 step,
                 payload.generation,
@@ -104,7 +104,7 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-host/%d for step %d dropped: no such step is expected",
+                "payload of loader-worker/%d for step %d dropped: no such step is expected",
                 payload.origin,
                 step,
             )
@@ -209,7 +209,7 @@ class PayloadGatherer:
             lost := [origin for origin in missing if origin in self._lost_workers]
         ):
             return self._fail(
-                step, ActorLost(f"loader-host/{lost[0]}", self._lost_workers[lost[0]])
+                step, ActorLost(f"loader-worker/{lost[0]}", self._lost_workers[lost[0]])
             )
         return []
 
@@ -250,7 +250,7 @@ class PayloadGatherer:
         )
 
     def _worker_text(self, host: int) -> str:
-        return f"loader-host/{host}" + (
+        return f"loader-worker/{host}" + (
             f", which is lost ({self._lost_workers[host]})" if host in self._lost_workers else ""
         )
 
@@ -268,12 +268,12 @@ def check_payload(payload: StepPayload, host: int) -> None:
         or payload.origin != host
     ):
         raise OverlordError(
-            f"expected payload of loader-host/{host} for a step, got that of "
+            f"expected payload of loader-worker/{host} for a step, got that of "
             f"{payload.origin!r:.40} for {step!r:.40}"
         )
     if type(payload.generation) is not int or payload.generation < 0:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: expected a generation, got "
+            f"payload of loader-worker/{host} for step {step}: expected a generation, got "
             f"{payload.generation!r:.40}"
         )
     kinds = (
@@ -288,7 +288,7 @@ def check_payload(payload: StepPayload, host: int) -> None:
         or kinds[1] != (np.dtype(np.int64), 1)
     ):
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: expected documents of whole "
+            f"payload of loader-worker/{host} for step {step}: expected documents of whole "
             f"numbers, got {kinds or type(tokens)}"
         )
     if (items := payload.items) is None:
@@ -300,7 +300,7 @@ def check_payload(payload: StepPayload, host: int) -> None:
     )
     if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: expected images as bytes, "
+            f"payload of loader-worker/{host} for step {step}: expected images as bytes, "
             f"got {kinds or type(items)}"
         )
 
@@ -314,7 +314,7 @@ def _mismatch(
     """
     doc = routed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload
-    hosts = ", ".join(f"loader-host/{origin}" for origin in routed.origins)
+    hosts = ", ".join(f"loader-worker/{origin}" for origin in routed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
     expected = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
@@ -330,5 +330,5 @@ def _mismatch(
     expected, got = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return (
         f"expected {expected} tokens of {routed.stage.plan.sample_id(row)} from "
-        f"loader-host/{origin}, got {got}"
+        f"loader-worker/{origin}, got {got}"
     )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ShowStep = Callable[[Taken, Meter], None]
 COMPUTE_S = 0.12  # compute time of the stand-in trainer for a perfectly balanced first step
-FAULTS = "kill:loader-host@6,kill:planner@12,kill:constructor-host@18"
+FAULTS = "kill:loader-worker@6,kill:planner@12,kill:constructor-worker@18"
 DRILL_STEPS = 24
 PLAIN_LINES = 8  # progress lines without a terminal
 

@@ -10,14 +10,14 @@ from overlord.checks import did_you_mean
 from overlord.errors import JobError
 
 KILL, STOP = "kill", "stop"
-ROLES = ("planner", "loader-host", "constructor-host", "all")
-SEVERAL = ("loader-host", "constructor-host")  # roles that several workers may have
+ROLES = ("planner", "loader-worker", "constructor-worker", "all")
+SEVERAL = ("loader-worker", "constructor-worker")  # roles that several workers may have
 _FORM = re.compile(
     r"(?P<action>[a-z]+):(?P<target>[a-z-]+(?:/\d+)?)(?:\*(?P<count>\d+))?"
     r"@(?P<step>\d+)(?:%(?P<every>\d+))?"
 )
 WANTED = (
-    "expected SIGNAL:WORKER@STEP, as in kill:loader-host/0@10, kill:loader-host*5@35, "
+    "expected SIGNAL:WORKER@STEP, as in kill:loader-worker/0@10, kill:loader-worker*5@35, "
     "stop:planner@20 or kill:planner@15%15 (every 15 steps)"
 )
 
@@ -65,7 +65,7 @@ def _number(name: str) -> int:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parse ``kill:loader-host@10,stop:planner@20``; one error lists every mistake."""
+    """Parse ``kill:loader-worker@10,stop:planner@20``; one error lists every mistake."""
     found, problems = list[Fault](), list[str]()
     for word in filter(None, (w.strip() for w in text.split(","))):
         match = _FORM.fullmatch(word)
@@ -102,10 +102,10 @@ def parse_faults(text: str) -> list[Fault]:
 def usual_faults(steps: int, planner: bool) -> list[Fault]:
     """Return the default faults of a drill: one of each kind, evenly spaced."""
     kinds = [
-        (KILL, "loader-host"),
+        (KILL, "loader-worker"),
         *([(KILL, "planner")] if planner else []),
-        (KILL, "constructor-host"),
-        (STOP, "loader-host"),
+        (KILL, "constructor-worker"),
+        (STOP, "loader-worker"),
     ]
     return [
         Fault(action, target, (k + 1) * steps // (len(kinds) + 1))

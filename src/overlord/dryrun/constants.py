@@ -330,19 +330,19 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
             job="connected", address=str(served.address), token=str(served.token), steps=STEPS
         ) as child:
             client = child.receive()
-            began = _cpu_s(pids["constructor-host/0"])
+            began = _cpu_s(pids["constructor-worker/0"])
             child.send("go on")
             took = child.receive()
-            spent = _cpu_s(pids["constructor-host/0"]) - began
+            spent = _cpu_s(pids["constructor-worker/0"]) - began
             memory = _complete_metrics(session)["memory"]
             held = memory["ready"] + memory["kept"] + memory.get("sending", 0)
             return {
                 "client_bytes": max(0, client["bytes"]),
                 "planner_bytes": memory["roles"]["session"],
-                "host_bytes": max(0, _resident(pids["loader-host/0"]) - held),
+                "host_bytes": max(0, _resident(pids["loader-worker/0"]) - held),
                 "constructor_bytes": max(
                     0,
-                    _resident(pids["constructor-host/0"])
+                    _resident(pids["constructor-worker/0"])
                     - max(memory["slabs"], memory["assembled"]),
                 ),
                 "built_bytes": took["bytes"] / max(1, took["tokens"]),

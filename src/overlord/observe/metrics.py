@@ -40,7 +40,7 @@ def job_metrics(
     }
 
 
-ROLES = {"loader-host": "loaders", "constructor-host": "constructors"}  # by worker name
+ROLES = {"loader-worker": "loaders", "constructor-worker": "constructors"}  # by worker name
 BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a loader
 
 

@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-CONSTRUCTOR = "constructor-host"
-LOADER = "loader-host"
+CONSTRUCTOR = "constructor-worker"
+LOADER = "loader-worker"
 NODE_ID = "ray.io/node-id"  # the label with which Ray identifies its nodes
 _ONE_OF = re.compile(r"in\((.*)\)")
 

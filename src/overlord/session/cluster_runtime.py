@@ -227,7 +227,7 @@ class ClusterRuntime:
         hosts = [
             h
             for name, h in list(self._parts.hosts.items())
-            if name.startswith("constructor-host/") and h.alive and not self._closed
+            if name.startswith("constructor-worker/") and h.alive and not self._closed
         ]
         told = {host: control.call(host, "do", [finish]) for host in hosts}
 
@@ -324,7 +324,7 @@ class ClusterRuntime:
             return None
 
     def _constructor_name(self, rank: int) -> str:
-        return f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
+        return f"constructor-worker/{self._parts.constructor_of[self._bucket_of[rank]]}"
 
     def _constructor(self, rank: int) -> Any:
         name = self._constructor_name(rank)
@@ -445,7 +445,7 @@ class ClusterRuntime:
             self.drop_prepared(h)
             raise
         finally:
-            parts.preparing.discard(f"loader-host/{h}")
+            parts.preparing.discard(f"loader-worker/{h}")
         return h
 
     def _constructor_addresses(self) -> dict[int, str]:
@@ -462,7 +462,7 @@ class ClusterRuntime:
         of, before = self._without
         if of == prepared and before is not None:  # a planner that comes later is not to know of it
             self._parts.blueprint = before
-        host = self._parts.hosts.pop(f"loader-host/{prepared}", None)
+        host = self._parts.hosts.pop(f"loader-worker/{prepared}", None)
         if host is not None and not self._closed:
             self._parts.recipes.end(prepared, host)
 
@@ -474,7 +474,7 @@ class ClusterRuntime:
         joined: Callable[[], None] = lambda: None,
     ) -> None:
         parts = self._parts
-        host, n = parts.hosts[f"loader-host/{prepared}"], new.source.loaders
+        host, n = parts.hosts[f"loader-worker/{prepared}"], new.source.loaders
         if not host.alive:
             raise ActorLost(host.name, "it died before its source could join")
 

@@ -152,7 +152,9 @@ class Session:
         number = self._source_number(source, "move")
         if not hosts:
             raise JobError(
-                ["expected the loader host to move to, as in session.move('web', 'loader-host/1')"],
+                [
+                    "expected the loader host to move to, as in session.move('web', 'loader-worker/1')"
+                ],
                 "move",
             )
         running.loop.ask(lambda: running.runtime.move(number, hosts), "the planner")

@@ -20,7 +20,10 @@ from tests.simulation.world.world import Process, World
 
 START_S = 0.05  # median, until an actor's factory runs
 KILLED = "killed by signal 9"
-PREFIX = {"loader": "loader-host/", "constructor": "constructor-host/"}  # of the names of a role
+PREFIX = {
+    "loader": "loader-worker/",
+    "constructor": "constructor-worker/",
+}  # of the names of a role
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,7 @@ class Launched:
             if self.host is None:
                 raise DataStall("the session to start", 0.0)
             return self.host.address_for(rank)
-        name = f"constructor-host/{self.constructor_of[self._bucket_of[rank]]}"
+        name = f"constructor-worker/{self.constructor_of[self._bucket_of[rank]]}"
         actor = self.family.actor(name)
         if not isinstance(actor, ConstructorWorker):
             raise DataStall(f"{name} to be started", 0.0)
