@@ -476,12 +476,14 @@ def mix() -> str:
     return svg.lines(
         np.arange(steps),
         series,
+        svg.Axes(
+            x_label="step",
+            y_label="share of the step's 32 samples; dashed: wanted",
+            y_from=0.0,
+            y_to=1.0,
+            show=lambda v: f"{v:.0%}",
+        ),
         about="shares of three sources over 80 steps, as expected and as drawn",
-        x_label="step",
-        y_label="share of the step's 32 samples; dashed: wanted",
-        y_from=0.0,
-        y_to=1.0,
-        show=lambda v: f"{v:.0%}",
         marks=[(10, "cosine begins"), (50, "and ends"), (65, "set_mixture")],
     )
 

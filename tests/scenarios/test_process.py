@@ -502,7 +502,7 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
                 "loader-worker/9",
             ): "no loader host is called 'loader-worker/9'; there are loader-worker/0",
             ("x", "loader-worker/0"): "unknown source 'x'",
-            ("a",): "expected the loader host to move to",
+            ("a",): "expected the loader worker to move to",
             ("d", "loader-worker/0"): "'d' joined after loader-worker/0 was started",
         }.items():
             with pytest.raises(ov.errors.JobError, match=words):

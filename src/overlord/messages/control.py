@@ -427,7 +427,8 @@ class ConnectionLost:
     address: str
 
 
-# from a coordinator in its own process to the launching process; ``ticket`` names the worker's lease
+# From a coordinator in its own process to the launching process. ``ticket`` is the lease id of the
+# worker.
 
 
 @dataclass(frozen=True, slots=True)

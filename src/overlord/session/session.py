@@ -153,7 +153,8 @@ class Session:
         if not hosts:
             raise JobError(
                 [
-                    "expected the loader host to move to, as in session.move('web', 'loader-worker/1')"
+                    "expected the loader worker to move to, as in "
+                    "session.move('web', 'loader-worker/1')"
                 ],
                 "move",
             )
