@@ -497,8 +497,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
         assert answer == "{}"
         words = re.search(
-            r"; its last output is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$",
-            there.line(),
+            r"; its last output is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$", there.line()
         )
         assert words, "the cluster stays, and so do its files"
         assert Path(words[1]).read_text().endswith("its last words\n")

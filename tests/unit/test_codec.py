@@ -302,9 +302,7 @@ def test_all_messages_and_what_they_hold_are_known_from_the_start():
         for c in vars(m).values()
         if isinstance(c, type) and c.__module__ == m.__name__
     }
-    assert wanted | {"LoadingPlan", "Assignment", "Mesh", "Buffer"} <= set(
-        record_codec.KINDS
-    )
+    assert wanted | {"LoadingPlan", "Assignment", "Mesh", "Buffer"} <= set(record_codec.KINDS)
 
 
 STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))

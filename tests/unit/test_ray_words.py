@@ -52,7 +52,5 @@ def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
         )
     )
     assert there.count("its last output is in") == 1
-    assert (
-        "its last output is in /logs/worker.err on node n; it was started again 3 times" in there
-    )
+    assert "its last output is in /logs/worker.err on node n; it was started again 3 times" in there
     assert there.endswith("; mend what ends it; or raise max_restarts, if that passes by itself")

@@ -156,14 +156,8 @@ PLAN = by_hand(PHOTOS, TWO, ranks=[3, 1, 1])
             {"out": np.array([4, 17, 8])},
             "item 1 ends at token 21 of sample seen/e0/f0/r0, which has 20",
         ),
-        (
-            {"offset": np.array([0, 3, 0])},
-            "two items of sample seen/e0/f0/r0 share a token",
-        ),
-        (
-            {"sample": np.array([0, 0, 0])},
-            "two items of sample seen/e0/f0/r0 share a token",
-        ),
+        ({"offset": np.array([0, 3, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
+        ({"sample": np.array([0, 0, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"out": None}, "out and offset go together"),
         ({"out": np.array([4, 6])}, "different length"),
         ({"offset": np.array([0, -4, 0])}, "negative"),
