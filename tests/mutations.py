@@ -72,7 +72,6 @@ TESTS = {
         "properties/test_views.py",
         *LAWS,
     ),
-    "runtime": ("unit/test_golden.py", *LAWS),
     "scaling": (
         "unit/test_scaler.py",
         "properties/test_scaling.py",

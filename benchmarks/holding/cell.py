@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any
 
-from fetching.cell import Child
 from holding.case import COLOCATED, LOCAL, Case, Found
+from holding.child import Child
 from peers.ledger import RANKS, Ledger, end_all, living
 from peers.measure import pss_of
 

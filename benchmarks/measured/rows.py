@@ -169,14 +169,6 @@ ROWS: Sequence[Sequence[Row]] = (
             cell=_memory_of("smallest that keeps pace", TWO),
             above=1.0,
         ),
-        Row(
-            claim="Less memory over imports than a DataLoader in each of 4 ranks: 300 sources, "
-            "Overlord in one process and shuffled",
-            cell=_throughput("torch", "PSS MB (over idle)", "Null job", "300", at=1),
-            over=_throughput("overlord-shuffled", "PSS MB (over idle)", "Null job", "300", at=1),
-            settings=("4 ranks",),
-            above=1.0,
-        ),
     ),
     (
         Row(

@@ -87,7 +87,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     changed.
     """
     if len(differences) <= MOST:
-        return [f"{part}: saved {a}, found {b}" for part, (a, b) in sorted(differences.items())]
+        return [f"{part}: saved {a}, got {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
     for part, values in sorted(differences.items()):
         name, colon, what = part.removeprefix("source ").rpartition(": ")
@@ -118,7 +118,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
         "sources that changed": changed,
     }
     rows = [f"{what}: {_few(names)}" for what, names in told.items() if names]
-    rows += [f"{part}: saved {a}, found {b}" for part, (a, b) in list(rest.items())[:NAMED]]
+    rows += [f"{part}: saved {a}, got {b}" for part, (a, b) in list(rest.items())[:NAMED]]
     return rows + (
         [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]
         if len(rest) > NAMED

@@ -30,7 +30,7 @@ from overlord.planning.balance.binpack import NOWHERE
 from overlord.planning.balance.local_search import even_out
 from tests.laws import examples
 
-# Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run
+# Small whole numbers make ties, floats make rounding; sizes on both sides of binpack.FEW_BINS run
 # heap and rounds.
 cost_lists = st.one_of(
     st.lists(st.integers(0, 12).map(float), max_size=400),

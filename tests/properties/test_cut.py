@@ -7,7 +7,7 @@ known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from overlord.cluster.plan_router import PlanRouter, RoutedPlan, spread
+from overlord.cluster.plan_router import PlanRouter, RoutedPlan
 from overlord.messages.control import ConstructorPlan, EncodedState, LoaderPlan, PlannedStep
 from overlord.plan.plan import Assignment, LoadingPlan
 from tests.laws import examples
@@ -171,18 +171,6 @@ class Scene:
         )
 
     # what the hosts do with their shares
-
-    def carry_out_to_all(self, part: LoaderPlan, h: int) -> dict[int, list[int]]:
-        """The same for a part that goes to several: without ``take`` each gets all."""
-        takes = part.take or [()] * len(part.to)
-        kept = dict(self.kept_at)
-        sent = {}
-        for c, take in zip(part.to, takes, strict=True):
-            sent |= self.carry_out(
-                replace(part, to=(c,), take=(take,) if len(part.take) else ()), h
-            )
-            self.kept_at = dict(kept)
-        return sent
 
     def carry_out(self, part: LoaderPlan, h: int) -> dict[int, list[int]]:
         """A loader host: documents by constructor host."""
@@ -351,27 +339,6 @@ def test_hosts_do_with_their_shares_what_one_process_does_with_the_whole(
         if rng.random() < 0.1:
             scene.join()
         check_step(scene, step, [rng.random() >= absent for _ in scene.constructor_of])
-
-
-@given(rng=st.randoms(use_true_random=False), look_ahead=st.booleans(), hooks=st.booleans())
-def test_without_constructors_every_rank_of_a_bucket_is_sent_what_the_buckets_constructor_would_be(
-    rng: Random, look_ahead: bool, hooks: bool
-) -> None:
-    scene = Scene(rng, look_ahead, hooks, False)
-    scene.constructor_of = list(range(len(scene.constructor_of)))
-    scene.cutter = PlanRouter(scene.host_of, scene.constructor_of, loader_hooks=hooks)
-    ranks = [[10 * b + k for k in range(rng.randint(0, 3))] for b in scene.constructor_of]
-    stage, _, _ = scene.stage(0)
-    cuts = scene.cutter.cut(stage, AFTER, np.array([bool(mine) for mine in ranks]))
-    wide = spread(cuts, ranks)
-    assert {rank: wide.placed[rank] for b in cuts.placed for rank in ranks[b]} == wide.placed
-    assert all(
-        wide.placed[rank] is placed for b, placed in cuts.placed.items() for rank in ranks[b]
-    )
-    assert set(wide.parts) == set(cuts.parts)
-    for h, part in wide.parts.items():
-        each, sent = scene.carry_out_to_all(part, h), scene.carry_out(cuts.parts[h], h)
-        assert each == {rank: documents for b, documents in sent.items() for rank in ranks[b]}
 
 
 def cutter_for(*, host_of: list[int], constructor_of: list[int]) -> PlanRouter:

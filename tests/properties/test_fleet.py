@@ -152,7 +152,7 @@ def test_a_mesh_that_does_not_divide_the_fleet_is_refused_in_words() -> None:
         ClusterShape(gpus=8, tp=2, cp=3)
     with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
         ClusterShape(gpus=8, workers=0)
-    with pytest.raises(ValueError, match="found no bandwidth"):
+    with pytest.raises(ValueError, match="got no bandwidth"):
         Constants.of({f.name: 1 for f in fields(Constants) if f.name != "bandwidth"})
 
 

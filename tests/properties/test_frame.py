@@ -446,7 +446,10 @@ def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_
 @examples(300)
 @given(
     st.one_of(
-        *(record_of(KINDS[n].cls) for n in ("Announce", "Stage", "StreamState", "Skip", "Batch"))
+        *(
+            record_of(KINDS[n].cls)
+            for n in ("Announce", "PlannedStep", "StreamState", "Skip", "Batch")
+        )
     ),
     st.data(),
 )

@@ -390,7 +390,7 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
     loading.reopen(RestartLoader(0, Cursor(0, 0, 0, 0, 6, 0), 3))
     executor.end()
     assert said == executor.begun == [], (
-        "nothing is left of the loaders of before, nor of what they wanted"
+        "nothing is left of the loaders of before, nor of what they expected"
     )
     refill()
     executor.end()

@@ -139,7 +139,7 @@ def job(mixture: Any) -> Job:
 @given(schedules)
 def test_a_schedule_that_is_written_and_read_is_the_same(tmp_path: Path, schedule: Any):
     (tmp_path / "job.yaml").write_text(job(schedule).to_yaml())
-    again = Job.from_yaml(tmp_path / "job.yaml").mixture
+    again = ov.Job.from_yaml(tmp_path / "job.yaml").mixture
     assert again == schedule
     assert again.fingerprint == schedule.fingerprint
 
@@ -196,7 +196,7 @@ def test_whatever_stands_in_a_file_is_a_schedule_or_a_job_error(
         yaml.safe_dump({**whole, "look_ahead": 4, "mixture": {"schedule": kind, **given}})
     )
     try:
-        found = Job.from_yaml(tmp_path / "job.yaml").mixture.kind
+        found = ov.Job.from_yaml(tmp_path / "job.yaml").mixture.kind
     except JobError as refused:
         found = refused.problems
     assert found == kind or (isinstance(found, list) and found), "a refusal says why"

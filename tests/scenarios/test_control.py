@@ -1,6 +1,4 @@
-"""The contract of the control plane, one suite for every backend: what holds for a thread holds for
-a process.
-"""
+"""The contract of the control plane: every backend passes one suite."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ from overlord.errors import ActorLost, DataStall, FrameError, JobError, Overlord
 from overlord.messages.control import Consumed
 from overlord.rpc import peers, process_launcher
 from overlord.rpc.actors import ActorHandle, ActorSystem
-from overlord.rpc.local_actors import LocalControl
 from overlord.rpc.peers import RpcServer, fault_of
 from overlord.rpc.process_launcher import ProcessActorSystem
 from tests import rays
@@ -71,7 +68,6 @@ class Siblings(RpcServer):
 
 
 BACKENDS = [
-    Backend(name="local", make=LocalControl, killed="killed"),
     Backend(name="process", make=ProcessActorSystem, killed="killed by signal 9"),
     Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
     Backend(name="ray", make=rays.control, killed="killed", cluster=True),
@@ -547,12 +543,10 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     ask(control, busy, "echo", 1)
     stuck = control.call(busy, "sleep", 2 * SOON_S)
     ask(control, other, "echo", 1)
-    record: Any = other._record
-    leaves, how = (record.thread, "join") if backend.name == "local" else (record.gone, "wait")
-    wait = getattr(leaves, how)
-    monkeypatch.setattr(
-        leaves, how, lambda seconds: wait(SOON_S)
-    )  # it leaves when it is asked to, and may stand for a moment before
+    gone: Any = other._record.gone  # type: ignore[attr-defined]
+    wait = gone.wait
+    # The actor exits when it is asked to, and may block for a moment before.
+    monkeypatch.setattr(gone, "wait", lambda seconds: wait(SOON_S))
     before = time.monotonic()
     control.shutdown(0.2)
     assert time.monotonic() - before < SOON_S
@@ -562,9 +556,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     assert "other" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "backend", [b for b in STARTERS if b.name != "local"], ids=lambda b: b.name, indirect=True
-)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(
     backend: Backend,
 ) -> None:
@@ -621,9 +613,7 @@ def test_a_handle_of_another_kind_of_control_plane_is_refused(
         second.call(actor, "echo", 1)
 
 
-def test_local_actors_have_no_pid_and_processes_their_own(
-    backend: Backend, control: ActorSystem, actor: ActorHandle
-) -> None:
+def test_an_actor_has_a_process_of_its_own(control: ActorSystem, actor: ActorHandle) -> None:
     pid = ask(control, actor, "pid")
-    assert actor.pid == (None if backend.name == "local" else pid)
-    assert (pid == os.getpid()) == (backend.name == "local")
+    assert actor.pid == pid
+    assert pid != os.getpid()

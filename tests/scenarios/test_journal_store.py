@@ -46,7 +46,7 @@ def test_it_is_written_read_refused_and_opened_like_one_in_a_directory(uri):
         log.append([plan(0), plan(1)])
         log.append([plan(2)])
     with pytest.raises(
-        JournalError, match=r'found 3 records, the last with number 2 of job .demo.*resume="auto"'
+        JournalError, match=r'got 3 records, the last with number 2 of job .demo.*resume="auto"'
     ):
         JournalLog.create(uri, JOB)
     log, before = JournalLog.open(uri, JOB)

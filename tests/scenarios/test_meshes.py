@@ -18,9 +18,6 @@ from tests.scenarios.test_runtime import RUNTIMES, Held, Outcome, all_clean, job
 
 pytestmark = pytest.mark.timeout(200)
 runtimes = pytest.mark.parametrize("runtime", RUNTIMES)
-builders = pytest.mark.parametrize(
-    "runtime", [r for r in RUNTIMES if r != "direct"]
-)  # code does not travel to clients that build
 
 
 def places(axis: str, *broadcast: str) -> Any:
@@ -149,7 +146,7 @@ def shouted(assembly: ov.Assembly) -> list[Any]:
     return made
 
 
-@builders
+@runtimes
 @pytest.mark.parametrize(
     "name", ["all axes", "cp, padded rows", "cp in runs", "broadcast along cp", "buckets of stages"]
 )
@@ -188,7 +185,7 @@ def odd(assembly: ov.Assembly) -> list[Any]:
     return [{**mb, **per_token, **ends, "source_ids": np.zeros(1, np.int32)} for mb in made]
 
 
-@builders
+@runtimes
 def test_a_hook_whose_documents_cannot_be_cut_is_named(runtime: str) -> None:
     out = run(runtime, MESHES["cp"].job(hooks=[ov.constructor_do_plan(odd)]))
     assert {type(e) for e in out.error.values()} == {PlanError}

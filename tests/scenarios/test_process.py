@@ -20,7 +20,7 @@ import overlord as ov
 from overlord.constructor.compact import IDS
 from overlord.hashing import digest
 from tests.golden.jobs import FILE, jobs
-from tests.processes import PARTS, Played, heard, hosts_of, launch, play, run, written
+from tests.processes import PARTS, Played, heard, hosts_of, launch, play, run, until, written
 from tests.properties.test_combined import LAG, Scene
 from tests.properties.test_feedback import Chaser, trainer
 from tests.worlds import Rows, World, folder
@@ -281,6 +281,25 @@ def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
         assert len({a["pid"] for a in rows if a["name"].startswith("loader/b/")}) == 3
         assert len(hosts_of(session)) == len(set(hosts_of(session).values())) == 5 + 2
         assert play(session) == run(made, "local")
+
+
+def test_links_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
+    def all_of(transfer: dict[str, dict[str, int]]) -> dict[str, dict[str, int]] | None:
+        """Every row, once all hosts have answered: the row of a host that blocks is empty."""
+        return transfer if all("links" in row for row in transfer.values()) else None
+
+    def cost(tp: int) -> tuple[list[int], int]:
+        made = job(until=6, place=ov.ClientPlaceTree(dp=2, tp=tp))
+        with launch(made, hosts=2, sources_per_host=2, constructor_hosts=2) as session:
+            play(session)
+            transfer = until(lambda: all_of(session.metrics()["transfer"]))
+        loaders = [row for name, row in transfer.items() if name.startswith("loader-host/")]
+        return [row["links"] for row in loaders], sum(row["sent_bytes"] for row in loaders)
+
+    links, nbytes = cost(tp=1)
+    assert set(links) == {2}, "one for each constructor host"
+    assert nbytes > 0
+    assert cost(tp=2) == (links, nbytes)
 
 
 def test_hooks_see_in_processes_what_they_see_in_one() -> None:

@@ -208,7 +208,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     for rank, (steps, error) in enumerate(ends):
         assert [g[rank] for g in got] + steps == alone.steps[rank][:9]
         assert isinstance(error, ActorLost)
-        assert "while step 9 was wanted" in str(error)
+        assert "while step 9 was expected" in str(error)
     for client in clients:
         client.close()
     clients.clear()

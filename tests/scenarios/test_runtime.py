@@ -23,13 +23,7 @@ from overlord.planning.strategies import llm_balance
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
-RUNTIMES = (
-    "local",
-    "simulated",
-    "process",
-    "direct",
-    "ray",
-)  # direct: the process runtime without constructors
+RUNTIMES = ("local", "simulated", "process", "ray")
 pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("runtime", RUNTIMES)]
 
 
@@ -119,12 +113,7 @@ def run(
     options = {"prefetch": 3, "check": True, **options}
     if runtime == "simulated":
         return _simulated(job, events, slow, options)
-    where = (
-        {"runtime": "process", "constructors": False}
-        if runtime == "direct"
-        else {"runtime": runtime}
-    )
-    return _launched(job, events, slow, {**where, **options})
+    return _launched(job, events, slow, {"runtime": runtime, **options})
 
 
 def _simulated(

@@ -827,7 +827,7 @@ def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_name
     for part in (
         "the constructor of rank 0",
         served.address.split("/")[2],
-        "step 6 was wanted",
+        "step 6 was expected",
         "s while",
     ):
         assert part in str(lost.value)

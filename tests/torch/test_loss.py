@@ -178,7 +178,7 @@ def test_what_cannot_be_meant_is_refused():
             logits, labels, 1, gradients="mean"
         ),
         "expected one of them, got neither": lambda: ot.token_loss(torch.zeros(3), None, 1),
-        "as many labels as rows of logits, 3, found 2": lambda: ot.token_losses(logits, labels[:2]),
+        "as many labels as rows of logits, 3, got 2": lambda: ot.token_losses(logits, labels[:2]),
         "chunk: expected at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
     }.items():
         with pytest.raises(ov.JobError, match=words):
@@ -251,7 +251,7 @@ def test_losses_of_slices_add_up_to_those_of_the_whole(tmp_path: Path):
 
 
 def test_lists_of_different_lengths_are_refused():
-    with pytest.raises(ov.JobError, match="found 1 losses, 0 microbatches, 0 positions"):
+    with pytest.raises(ov.JobError, match="got 1 losses, 0 microbatches, 0 positions"):
         ot.source_losses([torch.zeros(1)], [], ["web"])
     assert ot.source_losses([], [], ["web"]) == {}
 

@@ -44,7 +44,7 @@ def test_without_torch_it_says_what_to_install():
         "import sys; sys.modules['torch'] = None\nimport overlord.torch as ot\ntry: "
         "ot.tensors\nexcept ImportError as e: print(e)"
     )
-    assert run(code) == "overlord.torch.tensors needs torch: pip install 'overlord-data[torch]'"
+    assert run(code) == "overlord.torch.tensor_step needs torch: pip install 'overlord-data[torch]'"
 
 
 def test_every_name_can_be_had():

@@ -370,7 +370,7 @@ def test_a_state_is_refused_where_the_source_is_missing_or_another() -> None:
         take(client, 4)
         state = client.state_dict()
     with pytest.raises(
-        StateMismatch, match=r"source c: added: saved at step 0, found not among the job's sources"
+        StateMismatch, match=r"source c: added: saved at step 0, got not among the job's sources"
     ) as caught:
         ov.launch(made, resume=state)
     assert "list what was added in mid-run (c) last in Job.sources" in str(caught.value)

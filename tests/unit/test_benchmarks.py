@@ -39,8 +39,6 @@ from endtoend.pipeline import one_f_one_b, stage_list  # noqa: E402
 from endtoend.plans import STRATEGIES, predict, step_of  # noqa: E402
 from endtoend.setups import CARD_FLOPS, ENCODERS_UNPLANNED, SYNCS, Setup, pairs  # noqa: E402
 from endtoend.times import Loads, seconds  # noqa: E402
-from fetching import cell as fetching  # noqa: E402
-from fetching.case import Case as FetchingCase  # noqa: E402
 from profiles import LONGEST_IMAGE, PROFILES, Samples, coyo, draw, navit  # noqa: E402
 
 MANY = 100_000
@@ -353,31 +351,13 @@ def test_the_model_page_names_its_assumptions_in_every_row() -> None:
     assert endtoend_model.plot(found, "coyo").startswith("<svg")
 
 
-@pytest.mark.timeout(200)
-def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host_to_every_rank(
-    tmp_path: Path,
+def test_the_comparison_without_constructors_names_the_commit_that_runs_it(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fetching.write_sources(tmp_path, 2, rows=200)
-    case = FetchingCase(
-        constructors=False,
-        folder=str(tmp_path),
-        dp=1,
-        tp=2,
-        hosts=2,
-        context=1024,
-        microbatches=2,
-        steps=3,
-        warm=1,
-        pause_ms=0,
-    )
-    found = fetching.run(case)
-    assert (found.links_per_loader_host, found.links_per_client, found.links) == (2, 3, 6)
-    assert found.step_bytes > 2 * 1024 * 2, "every rank is sent the step, as ids of 16 bits"
-    assert len(found.fetch_ms) == 6
-    page = constructors.page([found], "2026-01-01", "python benchmarks/constructors.py", 1)
-    assert (
-        len([line for line in page.splitlines() if line.startswith("| 2 (1 x 2) | direct |")]) == 2
-    )
+    constructors.main()
+    said = capsys.readouterr().out
+    assert f"git worktree add ../overlord-constructors {constructors.COMMIT}\n" in said
+    assert constructors.COMMIT[:7] in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
 def test_appends_are_measured_beside_a_bare_write_and_sync(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_a_state_of_another_job_is_refused_by_name_unless_allowed(tmp_path: Path
     changed = job_file(tmp_path, seed=4)
     refused = overlord("run", changed, "--steps", "1", "--resume", state)
     assert refused.exit_code == 2
-    assert "seed: saved 3, found 4" in refused.stderr
+    assert "seed: saved 3, got 4" in refused.stderr
     assert (
         overlord("run", changed, "--steps", "1", "--resume", state, "--allow", "seed").exit_code
         == 0

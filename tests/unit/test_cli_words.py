@@ -85,7 +85,7 @@ def test_of_many_differences_a_mismatch_keeps_all_and_shows_some() -> None:
         "  - sources that changed: s0 (files, transforms), s10 (files, transforms), s11 "
         "(files, transforms), s12 (files, transforms), "
         "s13 (files, transforms) and 15 more",
-        "  - seed: saved 1, found 2",
+        "  - seed: saved 1, got 2",
         "mend it",
     ]
 

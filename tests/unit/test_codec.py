@@ -418,7 +418,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
     try:
         with pytest.raises(
             FrameError,
-            match=r"found .*Nothing; send plain values, numpy arrays, or a record made known by",
+            match=r"got .*Nothing; send plain values, numpy arrays, or a record made known by",
         ):
             encode(Nothing())
         register(Nothing)
@@ -439,7 +439,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
             {"by": [1]},
         ):
             bad = Parcel(**{"step": 1, "tokens": found[1].tokens, "how": "half", **wrong})
-            with pytest.raises(FrameError, match=rf"value.{next(iter(wrong))}: wanted"):
+            with pytest.raises(FrameError, match=rf"value.{next(iter(wrong))}: expected"):
                 sent(bad)
         assert register(Parcel) is Parcel
         other = dataclass(frozen=True)(type("Parcel", (), {}))
@@ -523,7 +523,7 @@ ONE = [np.arange(3), np.zeros((2, 2), np.uint8), np.array([0, 5, 2]), np.array([
     ids=lambda lie: repr(lie).partition(" object at ")[0],
 )
 def test_a_header_that_lies_is_refused(lie: Any):
-    with pytest.raises(FrameError, match="wanted"):
+    with pytest.raises(FrameError, match="expected"):
         decode(tree(lie), ONE)
 
 

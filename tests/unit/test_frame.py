@@ -179,7 +179,7 @@ def test_columns_that_overlap_are_refused():
     "buffer", ["text", 3, None, np.zeros(0, np.uint8), np.zeros((64, 64), np.uint8)[:, ::2], b""]
 )
 def test_what_is_no_buffer_of_bytes_is_no_frame(buffer: Any):
-    with pytest.raises(FrameError, match="wanted"):
+    with pytest.raises(FrameError, match="expected"):
         unpack(buffer)
 
 

@@ -308,7 +308,7 @@ def test_images_of_several_hosts_are_one_column() -> None:
     ("images", "words"),
     [
         ((image(), None), "expected 2 images of loader-host/3, loader-host/7, got 1"),
-        ((None, None), "found 0"),
+        ((None, None), "got 0"),
         ((image(), image(magic=b"JUNK")), "what came as an image is none"),
         ((image(), np.zeros(7, np.uint8)), "shorter than its prefix"),
         ((image(), image(patch=2)), "expected images of 3 uint8 a patch, got 12 uint8"),

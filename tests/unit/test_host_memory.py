@@ -201,8 +201,8 @@ def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(lin
             hello = {"role": "loader", "host": k, "incarnation": 1}
             open_links.enter_context(closing(dial(host.address(), "t", hello, timeout_s=WAIT_S)[0]))
         found = sorted(thread.name for thread in set(threading.enumerate()) - before)
-    assert len(found) <= LATER + platform.links, found
-    assert platform.links == 0, "an arena for each link would hold memory that no thread uses"
+    assert len(found) <= LATER + machine.links, found
+    assert machine.links == 0, "an arena for each link would hold memory that no thread uses"
 
 
 @examples(100)

@@ -524,16 +524,16 @@ def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None
     ("given", "problem"),
     [
         ({"placeholder": -1}, "placeholder: expected a whole number"),
-        ({"patch": 0}, "patch: wanted"),
-        ({"merge": True}, "merge: wanted"),
+        ({"patch": 0}, "patch: expected"),
+        ({"merge": True}, "merge: expected"),
         ({"column": ()}, "column: expected a name or several"),
-        ({"column": ("a", "a")}, "column: wanted"),
+        ({"column": ("a", "a")}, "column: expected"),
         ({"column": ("a", 3)}, "column[1]: expected a name"),
         (
             {"size": (28, 30)},
             "size: expected (height, width), both multiples of patch * merge = 28",
         ),
-        ({"size": 28}, "size: wanted"),
+        ({"size": 28}, "size: expected"),
         ({"size": (28 * 2**9, 28 * 2**8)}, "size: (14336, 7168) makes more than 65536 tokens"),
         ({"max_pixels": 100}, "max_pixels: expected at least min_pixels"),
         ({"max_pixels": 2**40}, "make more than 65536 tokens"),
@@ -545,9 +545,9 @@ def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None
         ({"crop": "centre"}, "crop: expected one of None, random"),
         ({"flip": 1}, "flip: expected True or False"),
         ({"place": "here"}, "place: expected one of auto"),
-        ({"animated": "all"}, "animated: wanted"),
-        ({"max_aspect": 0}, "max_aspect: wanted"),
-        ({"max_images": 0}, "max_images: wanted"),
+        ({"animated": "all"}, "animated: expected"),
+        ({"max_aspect": 0}, "max_aspect: expected"),
+        ({"max_images": 0}, "max_images: expected"),
     ],
 )
 def test_a_spec_names_its_problems(given: dict[str, Any], problem: str) -> None:

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import overlord as ov
 from overlord.batch import CP_SPLITS, LABELS, LAYOUTS, Batch
 from overlord.errors import JobError
 from overlord.job.job import DRAWS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Job, Source
@@ -84,7 +85,7 @@ def test_a_file_says_what_python_says(tmp_path: Path):
         batch=Batch(samples=256, microbatches=4, context=8192),
     )
     assert read(EXAMPLE, tmp_path) == wanted
-    assert Job.from_yaml(tmp_path / "job.yaml") == wanted
+    assert ov.Job.from_yaml(tmp_path / "job.yaml") == wanted
 
 
 def test_sources_may_be_a_mapping(tmp_path: Path):

@@ -49,7 +49,7 @@ def test_what_is_changed_after_a_record_was_made_is_not_what_is_written():
 
 @pytest.mark.parametrize("kind", ["", "Plan", "a b", ".own", "a" * 40, "é"])
 def test_a_kind_is_a_short_plain_word_and_notes_are_the_logs_own(kind):
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         JournalLog.create(Memory(), JOB).append([Record.of(kind, 0, b"")])
 
 
@@ -57,8 +57,7 @@ def test_a_new_journal_refuses_a_place_that_has_one_and_says_what_is_there(tmp_p
     with JournalLog.create(tmp_path / "a" / "j", JOB) as log:
         log.append([plan(0), plan(7)])
     with pytest.raises(
-        JournalError,
-        match=r"found 2 records, the last with number 7 of job 'demo'.*resume=\"auto\"",
+        JournalError, match=r"got 2 records, the last with number 7 of job 'demo'.*resume=\"auto\""
     ) as caught:
         JournalLog.create(tmp_path / "a" / "j", JOB)
     assert caught.value.path == str(tmp_path / "a" / "j")
@@ -106,7 +105,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
     }
     log, _ = JournalLog.open(tmp_path, other, allow=["draw", "web", "code"])
     log.close()
-    with pytest.raises(StateMismatch, match="job: saved demo, found other"):
+    with pytest.raises(StateMismatch, match="job: saved demo, got other"):
         JournalLog.open(tmp_path, Header(job="other", fingerprint=other.fingerprint))
     JournalLog.open(tmp_path, other)[0].close()  # refusing has left no lock
 
@@ -114,7 +113,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("hdfs://host/x", "found hdfs://"),
+        ("hdfs://host/x", "got hdfs://"),
         ("ftp://x/y", "expected a directory, or"),
         ("s3://k:secretsecret@b/x", "from the environment"),
         ("s3://b/x?token=secretsecret", "from the environment"),
@@ -215,7 +214,7 @@ def test_a_name_that_is_no_segments_is_told_and_other_files_do_not_matter(tmp_pa
         log.append([plan(0)])
     assert numbers(tmp_path) == [0]
     (tmp_path / "copy of 0.ovj").write_bytes(b"")
-    with pytest.raises(JournalError, match=r"found 'copy of 0.ovj'; take it away"):
+    with pytest.raises(JournalError, match=r"got 'copy of 0.ovj'; take it away"):
         read_all(tmp_path)
 
 
@@ -239,7 +238,7 @@ def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
     with JournalLog.create(tmp_path, JOB) as log:
         (tmp_path / name_of(0)).unlink()
         with pytest.raises(
-            JournalError, match=r"found that it was removed; somebody else changes the journal"
+            JournalError, match=r"got that it was removed; somebody else changes the journal"
         ):
             log.append([plan(0)])
 
@@ -271,7 +270,7 @@ def test_what_decides_touches_no_file_and_no_clock():
         "typing",
         "zlib",
     )
-    for module in ("journal.record", "journal.segment", "journal.chain"):
+    for module in ("journal.record", "journal.segment", "journal.segments"):
         assert [name for name in imports_of(module) if not name.startswith(allowed)] == []
         assert "overlord.journal.storage" not in " ".join(imports_of(module))
 

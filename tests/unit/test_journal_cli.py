@@ -73,7 +73,7 @@ def test_verify_ends_with_one_and_a_sentence_for_every_fault(journal):
     said = [line for line in found.stderr.splitlines() if line.startswith("  - ")]
     assert [line.split(",")[0] for line in said] == [f"  - {name_of(0)}", f"  - {name_of(1)}"]
     assert all(
-        "wanted" in line and "found" in line and "restore the segment" in line for line in said
+        "expected" in line and "got" in line and "restore the segment" in line for line in said
     )
     assert overlord("journal", "show", journal, "--last", "1").exit_code == 1
 

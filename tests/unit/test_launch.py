@@ -84,7 +84,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
             {"shadows": "hevy"},
             "shadows: expected whose loaders have a stand-by, got 'hevy'; did you mean 'heavy'",
         ),
-        ({"shadows": 3}, "found 3; there are none, heavy, all"),
+        ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
             {"shadows": "all", "failover": False},
             "shadows: 'all' takes the place of what is lost, and without failover nothing does",
@@ -93,11 +93,10 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"lost_after_s": 0}, "lost_after_s: expected a number of seconds above 0, got 0"),
         ({"max_restarts": -1}, "max_restarts: expected a whole number of at least 0, got -1"),
         (
-            {"constructors": False},
-            "constructors: False is for runtime='process', where it is measured; in one "
-            "process there is no hop to leave out: leave it",
+            {"constructors": True},
+            "constructors: this option was removed, constructors always run; leave it out",
         ),
-        ({"constructors": 1}, "constructors: expected True or False, got 1"),
+        ({"broadcast": 1}, "broadcast: expected True or False, got 1"),
         ({"sources_per_host": 0}, "sources_per_host: expected a whole number of at least 1, got 0"),
         ({"ring_bytes": 1.5}, "ring_bytes: expected a whole number of at least 1, got 1.5"),
         (
@@ -116,8 +115,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
             "address: expected host:port of a Ray cluster's head",
         ),
         (
-            {"runtime": "ray", "constructors": False},
-            "it is measured; on a cluster every client would take links from all nodes: leave it",
+            {"runtime": "process", "constructors": False},
+            "constructors: this option was removed, constructors always run; leave it out",
         ),
         (
             {"ports": "7000-7099"},
@@ -215,13 +214,7 @@ def test_all_options_that_cannot_be_are_told_at_once() -> None:
 
 
 def test_options_may_say_what_is_done_anyway() -> None:
-    said = {
-        "partition": "auto",
-        "autoscale": False,
-        "shadows": "none",
-        "constructors": True,
-        "sources_per_host": None,
-    }
+    said = {"partition": "auto", "autoscale": False, "shadows": "none", "sources_per_host": None}
     assert stream(job(), **said) == stream(job())
 
 

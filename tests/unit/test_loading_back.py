@@ -490,7 +490,7 @@ def test_one_that_is_far_behind_the_place_it_goes_to_reads_up_to_it_without_bein
         assert [c.group for c in commands if isinstance(c, Read)] == [group]
         commands = loader.handle(WindowReady(rows=0, over=(group,)))
         assert not any(isinstance(c, Announce) for c in commands), (
-            "what stands before is not wanted"
+            "what stands before is not expected"
         )
     commands = loader.handle(WindowReady(rows=0, over=(30,)))
     assert [(c.group, c.generation, c.last) for c in commands if isinstance(c, Announce)] == [

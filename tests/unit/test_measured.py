@@ -21,7 +21,7 @@ from measured.rows import ROWS, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-LAST_DAY = "2026-11-17"
+LAST_DAY = "2026-11-18"
 LINE = re.compile(
     r"^\| (?P<claim>[^|]+) \| (?P<number>[\d.]+) (?P<unit>x|ms|MB) \| \[[\d-]+\]\((?P<link>[^)]+)\) \|$"
 )

@@ -289,7 +289,7 @@ def test_what_a_program_set_for_its_own_images_changes_nothing_here(
         with pytest.raises(BadImage, match="the PNG cannot be decoded"):
             made(item_of(broken))
         assert Image.open(io.BytesIO(broken)).convert("RGB").size == (60, 40), (
-            "and for the program it is as it wanted"
+            "and for the program it is as it expected"
         )
     assert made(item_of(whole)).any()
 

@@ -92,7 +92,7 @@ def test_lists_of_text_are_refused_as_text_is() -> None:
         pa.table({"tokens": [[1]], "image_patches": [["a"]]}), RowIds(0, 0, np.arange(1))
     ).bad[0]
     assert (
-        "column 'image_patches' has the type list<item: string>; numbers wanted"
+        "column 'image_patches' has the type list<item: string>; numbers expected"
         in reason.replace("element: ", "item: ")
     )
 

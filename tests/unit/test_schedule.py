@@ -717,7 +717,7 @@ def test_names_are_kept(registry: None):
 
 def written_and_read(made: Job, folder: Path) -> Job:
     (folder / "job.yaml").write_text(made.to_yaml())
-    return Job.from_yaml(folder / "job.yaml")
+    return ov.Job.from_yaml(folder / "job.yaml")
 
 
 def look(schedule: Any) -> int:
@@ -747,7 +747,7 @@ def test_a_registered_schedule_in_a_file_is_the_same_schedule(registry: None, tm
 def read(mixture: str, folder: Path) -> Job:
     head = "name: x\nsources: {web: {uri: /w}, code: {uri: /c}}\nbatch: {samples: 8, context: 16}\n"
     (folder / "job.yaml").write_text(head + mixture)
-    return Job.from_yaml(folder / "job.yaml")
+    return ov.Job.from_yaml(folder / "job.yaml")
 
 
 def test_a_file_says_what_python_says(tmp_path: Path):

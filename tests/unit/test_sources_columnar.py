@@ -57,7 +57,7 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
     ("damage", "says"),
     [
         (lambda d: d[: len(d) // 2], "PAR1 at the end"),
-        (lambda d: b"", "found 0 bytes"),
+        (lambda d: b"", "got 0 bytes"),
         (lambda d: b"not a parquet file at all", "PAR1 at the end"),
         (
             lambda d: (

@@ -75,7 +75,7 @@ def test_a_factory_that_raises_is_an_error_with_its_place():
 
 
 def test_a_factory_is_checked_and_pickles():
-    with pytest.raises(JobError, match="shards: wanted"):
+    with pytest.raises(JobError, match="shards: expected"):
         Factory(rows_of, shards=0)
     with pytest.raises(JobError, match="fn: expected a function"):
         Factory(3)

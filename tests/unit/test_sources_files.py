@@ -102,7 +102,7 @@ def test_links_that_lead_back_are_followed_once_and_hidden_ones_not_at_all(tree)
 )
 def test_what_is_meant_to_be_data_and_cannot_be_read_is_not_passed_over(tree, what, make, found):
     make(tree / "z.jsonl")
-    with pytest.raises(SourceError, match=rf"z\.jsonl: expected a file.*, got {got}"):
+    with pytest.raises(SourceError, match=rf"z\.jsonl: expected a file.*, got {found}"):
         names(f"{tree}{what}", tree)
 
 

@@ -171,7 +171,7 @@ def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
     uri = f"https://host/x.parquet?code={SECRET}"
     with pytest.raises(SourceError, match="unknown scheme 'https'") as caught:
         Files.resolve(uri, source="web")
-    with pytest.raises(JournalError, match="found https://") as refused:
+    with pytest.raises(JournalError, match="got https://") as refused:
         place_of(uri)
     assert not any(
         kept in (str(caught.value) + repr(caught.value) + str(refused.value) + repr(refused.value))

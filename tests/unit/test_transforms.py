@@ -506,7 +506,7 @@ def test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only():
     assert staged.table.to_pylist() == [{"tokens": [1]}, {"tokens": [3]}]
     assert [i for i, _ in staged.bad] == [1]
     assert staged.bad[0][1].startswith(
-        "column 'tokens' has the type string; lists of token ids (list<int>) wanted"
+        "column 'tokens' has the type string; lists of token ids (list<int>) expected"
     )
 
 
@@ -732,7 +732,7 @@ def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_
         (
             Meta("q", "q"),
             {"tokens": [[1]], "q": ["x"]},
-            ["'q' has the type string", "numbers wanted"],
+            ["'q' has the type string", "numbers expected"],
         ),
     ],
 )
@@ -751,7 +751,7 @@ def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(
 
 def test_text_where_a_number_stands_is_named(tokenizer: str):
     with pytest.raises(
-        TransformError, match=r"column 'text' has the type int64; text \(string\) wanted"
+        TransformError, match=r"column 'text' has the type int64; text \(string\) expected"
     ):
         pipeline(Tokenize(tokenizer)).row_stage(pa.table({"text": [1]}))
 

@@ -87,7 +87,7 @@ debug = click.option("--debug", is_flag=True, help="Show the traceback of an err
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
     from importlib import import_module
 
-    from overlord.job.job import Job
+    from overlord.jobfile.yaml_file import read_job as read_file  # it imports PyYAML
 
     if modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(
@@ -105,13 +105,14 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
                 "in the working directory"
             )
             raise JobError([problem], "--import") from fault
-    return Job.from_yaml(path)
+    return read_file(path)
 
 
 def read_options(words: tuple[str, ...]) -> dict[str, Any]:
     """Options of ``launch`` by name; values are YAML, as in a job file. Names and values are judged
     by ``launch``.
     """
+
     import yaml
 
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 from overlord.client.client import Client, State, StepQueue
@@ -124,15 +124,6 @@ def _rank() -> Any:
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
 
-class RemoteQueue(StepQueue, Protocol):
-    """The box of a client that is connected, whoever builds its steps."""
-
-    generation: int
-    taken: int  # the last step that was handed to the trainer; -1: none
-
-    def took(self, step: int) -> None: ...
-
-
 class _Connected:
     """A client's callbacks, carried out by requests."""
 
@@ -177,21 +168,7 @@ class _Connected:
         )
         return self._client
 
-    def _inbox(self, at: Mapping[str, Any]) -> RemoteQueue:
-        if not self._started["constructors"]:
-            from overlord.client.direct import (
-                DirectInbox,
-            )  # it builds, which other clients need not know how to do
-
-            return DirectInbox(
-                rank=self._asking.rank,
-                address=at["constructor"],
-                token=self._token(at),
-                where=self._where_it_is,
-                on_moved=self._moved,
-                generation=at["generation"],
-                reconnect_s=self._reconnect_s,
-            )
+    def _inbox(self, at: Mapping[str, Any]) -> RemoteStepQueue:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
@@ -246,15 +223,6 @@ class _Connected:
             raise DataStall(f"{HOSTS}* of rank {self._asking.rank} to be started again", 0.0)
         return at["constructor"], self._token(at)
 
-    def _where_it_is(self, generation: int) -> tuple[str, str]:
-        """For a client that builds, which follows the session in the trainer's thread."""
-        from overlord.client.direct import Followed
-
-        at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
-        if at["generation"] != generation:
-            raise Followed(at["generation"], at["state"], at["constructor"], self._token(at))
-        return at["constructor"], self._token(at)
-
     def _moved(self, state: EncodedState) -> None:
         if self._client is not None:
             self._client._state = state
@@ -270,7 +238,7 @@ class _Connected:
         return f"{trouble}; {words}" if trouble else words
 
     def _export(self, box: StepQueue, state: State) -> dict[str, Any]:
-        generation = cast(RemoteQueue, box).generation
+        generation = cast(RemoteStepQueue, box).generation
         saved: dict[str, Any] = self._asking.ask(
             "export", timeout_s=self._timeout_s, generation=generation, state=state
         )
@@ -278,7 +246,7 @@ class _Connected:
 
     def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         assert self._client is not None
-        old = cast(RemoteQueue, self._client._inbox)
+        old = cast(RemoteStepQueue, self._client._inbox)
         took = (old.generation, old.taken)  # which may not have been heard of yet
         try:
             at = self._asking.ask(
@@ -293,10 +261,6 @@ class _Connected:
             raise StateMismatch(
                 {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
             ) from fault
-        if at["generation"] == old.generation and not self._started["constructors"]:
-            return old, at[
-                "state"
-            ]  # nobody has taken a step, and those that were sent to this client are nowhere else
         new = self._inbox(at)
         old.end(
             OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"),
@@ -315,7 +279,7 @@ class _Connected:
         """
         from overlord.messages.reports import checked
 
-        rank, generation = self._asking.rank, cast(RemoteQueue, box).generation
+        rank, generation = self._asking.rank, cast(RemoteStepQueue, box).generation
         try:
             report = checked(rank, step, metrics, next_step)
         except JobError:
@@ -337,11 +301,10 @@ class _Connected:
         took = (
             (-1, -1)
             if inbox is None
-            else (cast(RemoteQueue, inbox).generation, cast(RemoteQueue, inbox).taken)
+            else (cast(RemoteStepQueue, inbox).generation, cast(RemoteStepQueue, inbox).taken)
         )
-        keeps = self._started["constructors"]  # steps for a rank that is not there
         crashed = (
-            keeps and self._client is not None and self._client._failed
+            self._client is not None and self._client._failed
         )  # it did not leave: its trainer may come again
         with contextlib.suppress(
             OverlordError
@@ -351,4 +314,4 @@ class _Connected:
 
 
 def _took(box: StepQueue, step: int) -> None:
-    cast(RemoteQueue, box).took(step)
+    cast(RemoteStepQueue, box).took(step)

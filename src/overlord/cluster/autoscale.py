@@ -41,9 +41,7 @@ class Scaling(Spreading, Watching):
                     options.read_ahead or 1,
                 )
             )
-        elif (
-            options.watch_s and options.constructors
-        ):  # clients that build for themselves are not asked
+        elif options.watch_s:
             self._watch(onlooker(options, self.planner.spec.read_ahead))
         else:
             self._watch(None)

@@ -29,7 +29,6 @@ from overlord.cluster.worker_factory import (
     WorkerFactory,
     WorkerStarter,
     constructors_of,
-    n_constructors,
     read_ahead_of,
     settings_of,
 )
@@ -90,7 +89,7 @@ class ProcessHost(Scaling):
             self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint))
         )
         self.planner = blueprint.planner(state)
-        self.fails_over = blueprint.options.failover and blueprint.options.constructors
+        self.fails_over = blueprint.options.failover
         self._control, self._pump, self._number = control, pump, generation
         self._keep_past(blueprint)
         self._plan_spreading()
@@ -102,7 +101,7 @@ class ProcessHost(Scaling):
         self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._ranks = list(blueprint.job.place.buckets("DP"))
-        self._constructor_of = np.array(constructors_of(blueprint, self._n_constructors()))
+        self._constructor_of = np.array(constructors_of(blueprint))
         settings = settings_of(blueprint, self.hosting, self._token, generation, machine)
         self._starter = starter or WorkerFactory(
             control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist()
@@ -156,9 +155,6 @@ class ProcessHost(Scaling):
 
     # starting
 
-    def _n_constructors(self) -> int:
-        return n_constructors(self.blueprint)
-
     def _imaging(self) -> ImageContext | None:
         job = self.blueprint.job
         return (
@@ -167,14 +163,11 @@ class ProcessHost(Scaling):
             else ImageContext(job.batch, job.document_multiple, self._ranks)
         )
 
-    def _start_constructors(self) -> None:
-        for c in range(int(self._constructor_of.max()) + 1):
-            self._constructors[c] = self._watched(self._starter.constructor(c))
-
     def _spawn(self) -> None:
         """Constructor hosts first, since loader hosts connect to them; each kind together."""
         sendable(self.blueprint.job.hooks, "hooks")
-        self._start_constructors()
+        for c in range(int(self._constructor_of.max()) + 1):
+            self._constructors[c] = self._watched(self._starter.constructor(c))
         asked = {
             c: self._control.call(remote.handle, "address")
             for c, remote in self._constructors.items()
@@ -278,7 +271,7 @@ class ProcessHost(Scaling):
         self._queue.extend(taken)
 
     def _named(self, name: str) -> WorkerHandle | None:
-        return next((remote for remote in self._processes() if remote.handle.name == name), None)
+        return next((remote for remote in self._remotes() if remote.handle.name == name), None)
 
     def _ask_how(self, lost: WorkerHandle, finish: EndOfJob) -> None:
         """A host that died is missed by its peers, who see but the end of a link; how it ended is

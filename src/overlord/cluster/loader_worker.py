@@ -80,16 +80,12 @@ class LoaderWorker(Worker):
         self._awaited: list[
             tuple[list[int], Future[bool]]
         ] = []  # shadows that are to take over once they hold enough
-        self._failover = settings.failover and bool(
-            constructors
-        )  # a client that builds for itself has nobody to go back with
+        self._failover = settings.failover
         self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose part was carried out, since the last Back
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
-        self._links: dict[int, Connection] = {}  # by constructor host; without constructors by rank
+        self._links: dict[int, Connection] = {}  # by constructor worker
         self._where: dict[int, str] = {}  # and where it is
-        self._clients: set[int] = set()  # ranks that were reached, where they build themselves
-        self._kind = "constructor-host" if constructors else "client"
         self._sent_bytes = 0
         for opening in openings:
             self._open(opening)
@@ -110,27 +106,26 @@ class LoaderWorker(Worker):
             lambda: self._listen(constructor, link), f"overlord-link-{constructor}"
         )
 
-    def _reach(self, rank: int, address: str, token: str) -> None:
-        """A constructor host that was started anew; without constructors a client is one. No step
-        is planned before all are linked, so this may wait.
+    def _reach(self, constructor: int, address: str, token: str) -> None:
+        """Connect to a constructor worker, which may be a restarted one. This call may block: no
+        step is planned before all workers are connected.
         """
-        self._leave(rank)
-        self._where[rank] = address
+        self._leave(constructor)
+        self._where[constructor] = address
         try:
-            self._connect(rank, address, token)
-            if self._kind == "client":
-                self._clients.add(rank)
+            self._connect(constructor, address, token)
         except (
             ActorLost,
             DataStall,
             LinkRefused,
         ) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
-            log.warning("%s: %s/%d: %s", self.name, self._kind, rank, fault)
+            name = f"constructor-host/{constructor}"
+            log.warning("%s: %s: %s", self.name, name, fault)
             if self._failover:
-                self._events.put(("cut", f"{self._kind}/{rank}", str(fault), address))
+                self._events.put(("cut", name, str(fault), address))
 
-    def _leave(self, rank: int) -> None:
-        if (link := self._links.pop(rank, None)) is not None:
+    def _leave(self, constructor: int) -> None:
+        if (link := self._links.pop(constructor, None)) is not None:
             link.close()
 
     def _listen(self, constructor: int, link: Connection) -> None:
@@ -151,7 +146,7 @@ class LoaderWorker(Worker):
         if self._links.get(constructor) is link:
             self._leave(constructor)
             self._events.put(
-                ("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, ""))
+                ("cut", f"constructor-host/{constructor}", reason, self._where.get(constructor, ""))
             )
 
     def _open(self, opening: LoaderStart) -> None:
@@ -219,10 +214,8 @@ class LoaderWorker(Worker):
                 self._queue.append(message)
             case ("drop", int(number)):
                 self._drop(number)
-            case ("constructor", int(rank), str(address), str(token)):
-                self._reach(rank, address, token)
-            case ("leave", int(rank)):
-                self._leave(rank)
+            case ("constructor", int(constructor), str(address), str(token)):
+                self._reach(constructor, address, token)
             case ("budget", int(nbytes)):
                 for hosted in self._loading.hosted.values():
                     hosted.loader.set_budget(nbytes)
@@ -323,12 +316,7 @@ class LoaderWorker(Worker):
             )
             takes, pieces = [number[rows] for rows in part.take], [tokens]
         for i, (c, take) in enumerate(zip(part.to, takes, strict=True)):
-            if i == 0 or not np.array_equal(take, takes[i - 1]):  # type: ignore[arg-type]
-                tokens = self._in_ring(
-                    pieces if take is None else [Ragged.concat(pieces).take(take)]
-                )
-            # else: without constructors the ranks of a group get the same, which lies in shared
-            # memory once
+            tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
             n += self._hand(c, StepPayload(part.step, self._number, tokens, part.generation, items))
         return n
@@ -350,9 +338,8 @@ class LoaderWorker(Worker):
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: StepPayload) -> int:
-        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a
-        constructor host must be there, unless it can be started anew: then the payload goes, and
-        the Back that follows brings it again.
+        """Send a payload and return its bytes. A lost constructor worker is an error, unless it can
+        be restarted: then this payload is dropped, and the rollback that follows sends it again.
         """
         try:
             if (link := self._links.get(constructor)) is None:
@@ -366,9 +353,9 @@ class LoaderWorker(Worker):
             self._pump.post(lambda: self._cut(constructor, slow, reason))
             return 0
         except ActorLost as lost:
-            if constructor in self._clients or self._failover:
+            if self._failover:
                 return 0
-            raise ActorLost(f"{self._kind}/{constructor}", lost.reason) from lost
+            raise ActorLost(f"constructor-host/{constructor}", lost.reason) from lost
 
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
         """Pieces as one, their values in a slot of the ring: the one copy on the way to the

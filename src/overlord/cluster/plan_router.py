@@ -4,7 +4,7 @@ told its share, no more. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -296,31 +296,6 @@ def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=32)
 def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
     return place.bucket_of(axis)
-
-
-def spread(
-    cuts: RoutedPlan, ranks: Sequence[Sequence[int]], served: Collection[int] = ()
-) -> RoutedPlan:
-    """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]``
-    gets. Those that are ``served`` by a broadcast hear of the step and are sent no payload.
-    """
-    fetch = [[rank for rank in group if rank not in served] for group in ranks]
-
-    def to_ranks(part: LoaderPlan) -> LoaderPlan:
-        take = (
-            tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in fetch[b])
-            if part.take
-            else ()
-        )
-        return replace(part, to=tuple(rank for b in part.to for rank in fetch[b]), take=take)
-
-    def heard(p: ConstructorPlan) -> ConstructorPlan:
-        return replace(p, stage=replace(p.stage, doc=np.full_like(p.stage.doc, -1)), origins=())
-
-    placed = {
-        rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]
-    }
-    return RoutedPlan({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)
 
 
 def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:

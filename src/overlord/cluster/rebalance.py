@@ -115,8 +115,8 @@ class Spreading(Joining):
         for h in new:
             self._kits[h] = frozenset([source])
             self._machine.thread(
-                lambda h=h: self._start_scaled(change, h),
-                f"overlord start loader-host/{h}",  # type: ignore[misc]
+                lambda h=h: self._start_scaled(change, h),  # type: ignore[misc]
+                f"overlord start loader-host/{h}",
             )
         if not new:
             self._hand_over(change)

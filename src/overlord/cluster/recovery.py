@@ -103,7 +103,7 @@ class Recovering(Shadowing):
 
     def _watch_all(self) -> None:
         """All parts are there: from now on they are missed when they are not."""
-        for remote in self._processes():
+        for remote in self._remotes():
             self._supervisor.handle(WorkerReady(remote.handle.name), self._machine.now())
         self._fill_shadows()
         self._follow({o.loader: o for o in self._openings(self.planner.state())})
@@ -133,7 +133,7 @@ class Recovering(Shadowing):
             log.warning("%s is killed: it was stopped while it was being started", handle.name)
             self._machine.thread(lambda h=handle: self._kill(h), f"overlord kill {handle.name}")  # type: ignore[misc]
         for remote in [
-            *self._processes(),
+            *self._remotes(),
             *self._fresh.values(),
         ]:  # those that are there again and wait for others, too
             if remote.lost or not remote.joined:
@@ -239,7 +239,7 @@ class Recovering(Shadowing):
         )
 
     def _end(self, name: str, incarnation: int, reason: str) -> None:
-        every = [*self._processes(), *self._fresh.values()]
+        every = [*self._remotes(), *self._fresh.values()]
         for remote in [r for r in every if r.handle.name == name and r.incarnation == incarnation]:
             log.warning("%s is killed: %s", name, reason)
             self._machine.thread(lambda r=remote: self._kill(r.handle), f"overlord kill {name}")  # type: ignore[misc]

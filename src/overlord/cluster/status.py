@@ -177,9 +177,9 @@ class Asked(WriteAhead):
                 "pss": every.get(r.handle.name, {}).get("pss", 0),
                 "node": every.get(r.handle.name, {}).get("node", ""),
             }
-            for r in self._processes()
+            for r in self._remotes()
         ]
-        counted = ("links", "sent_bytes", "received_bytes", "pss")
+        counted = ("links", "sent_bytes", "pss")
         rows = [row | {"pid": f["pid"]} for f in every.values() for row in f.get("loaders", ())]
         told = {row["loader"]: row for row in rows if not row["shadow"]}
         return {
@@ -237,13 +237,9 @@ class Asked(WriteAhead):
             "pid": host.handle.pid,
         }
 
-    def _processes(self) -> list[WorkerHandle]:
-        """Those that this job started."""
-        return self._remotes()
-
     def kill(self, name: str) -> None:
         """For drills: the real thing."""
-        every = {r.handle.name: r for r in self._processes()}
+        every = {r.handle.name: r for r in self._remotes()}
         if name not in every:
             raise JobError(
                 [f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill"

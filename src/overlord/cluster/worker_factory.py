@@ -35,7 +35,7 @@ SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast a
 
 
 def n_constructors(blueprint: PreparedJob) -> int:
-    """Constructor hosts of a job; without constructors another number counts."""
+    """Return the number of constructor workers of a job."""
     buckets = len(list(blueprint.job.place.buckets("DP")))
     return blueprint.options.constructor_hosts or min(
         buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR)
@@ -89,7 +89,7 @@ def settings_of(
         one_worker=scales(blueprint),
         build_ahead=options.build_ahead or BUILD_AHEAD,
         broadcast=options.broadcast,
-        failover=options.failover and options.constructors,
+        failover=options.failover,
         narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
         machine=machine or Platform(),
     )

@@ -76,7 +76,7 @@ class BatchArrays:
         other.
         """
         if rows.ndim != 2 or len(rows) != len(arrays):
-            raise ValueError(f"rows of {len(arrays)} arrays, found {rows.shape}")
+            raise ValueError(f"rows of {len(arrays)} arrays, got {rows.shape}")
         starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
         for (key, array), counts in zip(
             arrays.items(), rows.tolist(), strict=True
@@ -84,7 +84,7 @@ class BatchArrays:
             if counts != before:  # else this array is of the same kind as the one before it
                 least = min(counts, default=0)
                 if least < ONE:
-                    raise ValueError(f"rows of {key!r}, found {least}")
+                    raise ValueError(f"rows of {key!r}, got {least}")
                 before, one = counts, least == ONE
                 sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
             if one:

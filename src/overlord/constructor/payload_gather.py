@@ -1,8 +1,7 @@
 """Payload of planned steps on its way from several loader hosts: a step is staged when all of it is
 here.
 
-Where microbatches are built there is one of these: in constructor hosts, and without constructors
-in every client.
+Every constructor worker has one.
 
 When some part was lost, the planner goes back and plans steps again under a new *generation*. A
 step that is complete here stays; of one that is not, all comes again, and what still comes of the
@@ -102,7 +101,7 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-host/%d for step %d is for no step that is wanted",
+                "payload of loader-host/%d for step %d is for no step that is expected",
                 payload.origin,
                 step,
             )

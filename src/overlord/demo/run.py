@@ -26,6 +26,7 @@ from overlord.demo.storage import Storing
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, rehearse
 from overlord.drill.show import drill_view
+from overlord.jobfile.yaml_file import write_job
 from overlord.observe.progress import Meter, Taken, interruptible, watch
 from overlord.observe.tables import waiting
 from overlord.process.memory import pss_bytes
@@ -64,7 +65,7 @@ def run_demo(
     with _saying(console) as say:
         made = interruptible(lambda: make_corpus(out, shape, say, storing))
     job = make_job(out, shape, storing)
-    yaml = job.to_yaml()
+    yaml = write_job(job)
     _write(out / "job.yaml", yaml)
     console.print(
         f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; "

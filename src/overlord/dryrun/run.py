@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from overlord.cluster.plan_router import PlanRouter, spread
+from overlord.cluster.plan_router import PlanRouter, RoutedPlan
 from overlord.constructor.assembler import Assembler
 from overlord.dryrun.arrivals import arrivals
 from overlord.dryrun.machines import ClusterShape, Constants
@@ -28,6 +28,7 @@ from overlord.messages.control import (
     Cursor,
     EncodedState,
     EndOfJob,
+    LoaderPlan,
     PlannedStep,
     Refill,
 )
@@ -287,7 +288,7 @@ class DryRun:
             stage, EncodedState(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
         )
         if not self._fleet.constructors:
-            cuts = spread(cuts, self._groups)
+            cuts = _to_ranks(cuts, self._groups)
         cut_s = self._clock() - start
         said_s = self._c.link_s * (len(cuts.parts) + len(cuts.placed))
         self._planner_free += cut_s
@@ -444,3 +445,18 @@ class DryRun:
             self._build(c, commands)
         self._at(self.now + self._c.call_s / 2, partial(self._tell, taken))
         self._at(self.now + self._pace_s, self._train)
+
+
+def _to_ranks(routed: RoutedPlan, ranks: Sequence[Sequence[int]]) -> RoutedPlan:
+    """Route a step without constructors: each of ``ranks[b]`` is sent the plan and the payload that
+    the constructor of bucket ``b`` is sent with constructors. Only the model of the paper's
+    Figure 18 has this case.
+    """
+
+    def to_ranks(part: LoaderPlan) -> LoaderPlan:
+        take = [rows for b, rows in zip(part.to, part.take, strict=False) for _ in ranks[b]]
+        to = tuple(rank for b in part.to for rank in ranks[b])
+        return replace(part, to=to, take=tuple(take))
+
+    placed = {rank: p for b, p in routed.placed.items() for rank in ranks[b]}
+    return RoutedPlan({h: to_ranks(part) for h, part in routed.parts.items()}, placed)

@@ -276,9 +276,8 @@ class LoaderPlan:
 
     The worker's documents are numbered: first those held over from earlier steps, then the popped
     ones, loader by loader. ``take[j]`` are those for constructor worker ``to[j]``, rising. Without
-    ``take``, all go to each of ``to``. Without constructors, ``to`` are ranks. ``items[j]`` are the
-    images for constructor worker ``to[j]``, which may belong to documents of others; without
-    ``take`` all go.
+    ``take``, all go to each of ``to``. ``items[j]`` are the images for constructor worker
+    ``to[j]``, which may belong to documents of others; without ``take`` all go.
 
     Standbys. ``("follow", LoaderStart)`` makes a worker the standby of a loader on another worker.
     It reads the same samples, gets the same Refills, and the same LoaderPlans pop it. Its loaders

@@ -204,8 +204,7 @@ def _actor(name: str, role: str, pid: int | None, state: str, node: str = "") ->
 
 
 def _constructor_name(row: Mapping[str, Any]) -> str:
-    """Without constructors every rank has its own."""
-    return f"constructor/{row['bucket']}" + (f"/{row['rank']}" if "rank" in row else "")
+    return f"constructor/{row['bucket']}"
 
 
 def loader_name(row: Mapping[str, Any]) -> str:

@@ -400,5 +400,3 @@ def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:
         except FrameError as e:
             where = f"{method!r} of actor {actor!r}, argument {i}{e.where.removeprefix('value')}"
             raise FrameError(e.problem, where, e.remedy) from None
-
-

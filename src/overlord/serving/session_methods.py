@@ -13,7 +13,6 @@ from overlord.errors import JobError, OverlordError
 from overlord.serving.control_server import RemoteClient
 from overlord.serving.session_server import ServedAddress, SessionServer
 from overlord.serving.step_publisher import PublishedQueue
-from overlord.transport.address import is_loopback
 
 if TYPE_CHECKING:
     from overlord.session.session import Session
@@ -77,12 +76,6 @@ class ServingMethods:
                 ["token: expected a text that is not empty, or None for one that is made up"],
                 "serve",
             )
-        if not self._options.constructors and not is_loopback(host):
-            words = (
-                "without constructors payload goes to clients through shared memory, so they "
-                "live on this machine: leave it out"
-            )
-            raise JobError([f"host: {words}"], "serve")
 
     def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
         """Where a rank's steps go; under the lock."""

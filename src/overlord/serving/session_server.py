@@ -338,10 +338,7 @@ class SessionServer:
             "world_size": session.job.place.world_size,
             "prefetch": self.prefetch,
         }
-        about |= {
-            "constructors": session._options.constructors,
-            "microbatches": session.job.batch.microbatches,
-        }
+        about["microbatches"] = session.job.batch.microbatches
         stalls = {"stall_warn_s": float(o.stall_warn_s), "stall_limit_s": float(o.stall_limit_s)}
         return where_it_stands(state, generation, self._address(rank)) | about | stalls
 

@@ -325,4 +325,4 @@ def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(step) for step in steps)
     except TypeError:
-        raise PlanError(f"{what}: steps are whole numbers, found {steps!r}") from None
+        raise PlanError(f"{what}: steps are whole numbers, got {steps!r}") from None

@@ -37,7 +37,7 @@ def launch(
     build_ahead=, buffer_bytes=, open_bytes=, open_files=, memory="64GB" (of this machine, split
     over these), cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600),
     on_stall=callback(words, seconds), progress=callback(done, total). Of the process runtime:
-    sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True. Of trainers that
+    sources_per_host=, hosts=, constructor_hosts=, ring_bytes=. Of trainers that
     broadcast: broadcast=True (False: every rank fetches its own). Of what is lost (process
     runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3,
     shadows="none", "heavy" or "all". Of the Ray runtime, which has all of these too:
@@ -58,17 +58,6 @@ def launch(
     given = Options.of(options)
     if given.address is not None and runtime != "ray":
         raise JobError([f"address: {given.address!r} is for runtime='ray'; leave it out"], "launch")
-    if given.constructors is False and runtime != "process":
-        why = {"ray": "on a cluster every client would take links from all nodes"}.get(
-            runtime, "in one process there is no hop to leave out"
-        )
-        raise JobError(
-            [
-                "constructors: False is for runtime='process', where it is measured; "
-                f"{why}: leave it out"
-            ],
-            "launch",
-        )
     if given.ports is not None and runtime == "local":
         raise JobError(
             [

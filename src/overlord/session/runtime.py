@@ -107,20 +107,16 @@ def _apart(
     from overlord.cluster.coordinator import (
         ProcessHost,
     )  # processes and sockets: for those who ask for them
-    from overlord.runtime.direct import DirectHost
     from overlord.session.cluster_runtime import ClusterRuntime
 
     options = blueprint.options
     try:
-        if (
-            blueprint.job.journal is not None and options.failover and options.constructors
-        ):  # a planner that can come back can be lost
+        if blueprint.job.journal is not None and options.failover:
+            # a planner that can come back can be lost
             return ClusterRuntime(
                 blueprint, state, pump, generation, control=control, machine=machine
             )
-        return (ProcessHost if options.constructors else DirectHost)(
-            blueprint, state, control, pump, generation, machine
-        )
+        return ProcessHost(blueprint, state, control, pump, generation, machine)
     except BaseException:
         control.shutdown(HURRY_S)
         raise

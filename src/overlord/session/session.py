@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.client.client import Client, State, StepQueue
-from overlord.client.direct import DirectInbox
 from overlord.client.local_queue import LaunchedStepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
@@ -204,7 +203,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         """A rank took a step. The pump hears of it once all clients of this process took it: the
         slowest sets the pace anyway, and waking a thread for every rank costs more than planning.
         """
-        if isinstance(inbox, (LaunchedStepQueue, DirectInbox)):  # its constructor host is to know
+        if isinstance(inbox, LaunchedStepQueue):  # its constructor host is to know
             inbox.took(step)
         with self._lock:
             if (

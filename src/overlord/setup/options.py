@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.checks import did_you_mean
-from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
-from overlord.job.hooks import CONSTRUCTOR, of_kind
 from overlord.job.job import Job
 from overlord.planning.schedule.base import learns
 from overlord.process import cgroup
@@ -23,6 +21,9 @@ _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 CORES_PER_CONSTRUCTOR = 16
+REMOVED = {  # options of earlier versions: the error says why they are unknown
+    "constructors": "constructors: this option was removed, constructors always run; leave it out"
+}
 SHADOWS = ("none", "heavy", "all")
 PARTITION = ("auto", "off")
 
@@ -70,8 +71,6 @@ class Options:
     ring_bytes: int | None = (
         None  # of shared memory that one host may use; None: a quarter of the memory that there is
     )
-    # False: loader hosts send to every client, and each builds for itself; for measurement
-    constructors: bool = True
     broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
     failover: bool = True  # False: a part that is lost ends the job
     lost_after_s: float = (
@@ -122,7 +121,10 @@ class Options:
         known = [f.name for f in fields(Options)]
         if unknown := [name for name in given if name not in known]:
             raise JobError(
-                [f"unknown option {name!r}{did_you_mean(name, known)}" for name in unknown],
+                [
+                    REMOVED.get(name) or f"unknown option {name!r}{did_you_mean(name, known)}"
+                    for name in unknown
+                ],
                 "launch",
             )
         return Options(**given)
@@ -185,13 +187,14 @@ class Options:
                 "partition: expected how loaders are given to sources, got "
                 f"{self.partition!r}{known}"
             )
-        if not isinstance(self.reserve, bool):
-            found.append(f"reserve: expected True or False, got {self.reserve!r}")
+        for name in ("reserve", "broadcast"):
+            if not isinstance(getattr(self, name), bool):
+                found.append(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.ports is not None and port_range(self.ports) is None:
             found.append(
                 f"ports: expected the first and the last, as in '7000-7099', got {self.ports!r}"
             )
-        found += self._constructor_problems(job) + self._failover_problems(job)
+        found += self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: expected a directory, got {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
@@ -308,7 +311,7 @@ class Options:
             found.append(
                 f"shadows: expected whose loaders have a stand-by, got {self.shadows!r}{known}"
             )
-        elif self.shadows != "none" and not (self.failover and self.constructors):
+        elif self.shadows != "none" and not self.failover:
             found.append(
                 f"shadows: {self.shadows!r} takes the place of what is lost, and without "
                 "failover nothing does: leave it out"
@@ -319,27 +322,6 @@ class Options:
                 "overflow='defer': there all loaders read again"
             )
         return found
-
-    def _constructor_problems(self, job: Job) -> list[str]:
-        if wrong := [
-            name
-            for name in ("constructors", "broadcast")
-            if not isinstance(getattr(self, name), bool)
-        ]:
-            return [
-                f"{name}: expected True or False, got {getattr(self, name)!r}" for name in wrong
-            ]
-        if not self.constructors and PixelForm.of(job.sources) is not None:
-            return [
-                "constructors: without them clients build, and images are decoded by "
-                "constructors only: leave it out"
-            ]
-        if self.constructors or not of_kind(job.hooks, CONSTRUCTOR):
-            return []
-        return [
-            "constructors: without them clients build, and code does not travel to them: "
-            "leave out the job's constructor_do_plan"
-        ]
 
     def _lag_problems(self, job: Job) -> list[str]:
         """A plan must not be made before the report it uses can have come; jobs without feedback

@@ -315,9 +315,4 @@ def scales(blueprint: PreparedJob) -> bool:
     together; without failover nothing is kept that a loader could be moved with.
     """
     options = blueprint.options
-    return (
-        bool(options.autoscale)
-        and options.constructors
-        and options.failover
-        and not of_kind(blueprint.job.hooks, LOADER)
-    )
+    return bool(options.autoscale) and options.failover and not of_kind(blueprint.job.hooks, LOADER)

@@ -62,7 +62,7 @@ def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     remedy = (
         tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
     )
-    return BadFile(f"{wanted}, found {', '.join(schema) or 'none'}", remedy)
+    return BadFile(f"{wanted}, got {', '.join(schema) or 'none'}", remedy)
 
 
 def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from overlord.extras import pip_install
 
 _HOME = {
-    "tensors": "overlord.torch.tensors",
-    "TensorStep": "overlord.torch.tensors",
-    "TensorMicrobatch": "overlord.torch.tensors",
+    "tensors": "overlord.torch.tensor_step",
+    "TensorStep": "overlord.torch.tensor_step",
+    "TensorMicrobatch": "overlord.torch.tensor_step",
     "DevicePrefetcher": "overlord.torch.device_prefetch",
     "Dataset": "overlord.torch.dataset",
     "StatefulLoader": "overlord.torch.dataset",
@@ -74,5 +74,5 @@ if TYPE_CHECKING:
     from overlord.torch.loss import token_loss as token_loss
     from overlord.torch.loss import token_losses as token_losses
     from overlord.torch.rendezvous import join as join
-    from overlord.torch.tensors import TensorMicrobatch as TensorMicrobatch
-    from overlord.torch.tensors import TensorStep as TensorStep
+    from overlord.torch.tensor_step import TensorMicrobatch as TensorMicrobatch
+    from overlord.torch.tensor_step import TensorStep as TensorStep

@@ -21,7 +21,7 @@ from overlord.torch.dataloader_worker import InWorker, refuse_workers, world_siz
 from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
 from overlord.torch.rewind_barrier import meet, refuse_apart
 from overlord.torch.saved_state import State, state_behind
-from overlord.torch.tensors import TensorMicrobatch, TensorStep
+from overlord.torch.tensor_step import TensorMicrobatch, TensorStep
 
 log = logging.getLogger("overlord")
 

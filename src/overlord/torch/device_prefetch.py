@@ -21,7 +21,7 @@ from overlord.job.job import Job
 from overlord.torch.microbatch_info import MicrobatchInfo
 from overlord.torch.pinned_memory import PinnedBuffers, Placing
 from overlord.torch.saved_state import State, state_behind
-from overlord.torch.tensors import (
+from overlord.torch.tensor_step import (
     HOST_KEYS,
     TensorMicrobatch,
     TensorStep,

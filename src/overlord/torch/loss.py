@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overlord.errors import JobError
 from overlord.torch.microbatch_info import IGNORE
-from overlord.torch.tensors import TensorMicrobatch, as_tensor
+from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
 
 CHUNK = 2048  # tokens; with 128,000 words a chunk's logits are 1 GB in float32
 GRADIENTS = ("sum", "mean")

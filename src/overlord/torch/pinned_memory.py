@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from overlord.torch.tensors import tensor_of
+from overlord.torch.tensor_step import tensor_of
 
 ALIGN = 256  # bytes; what the device's own allocator aligns to
 BUFFERS = 2  # one is filled while the other is copied

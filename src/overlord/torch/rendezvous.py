@@ -114,10 +114,6 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
     session: Session | None = None
     try:
         host, parts = serving_host(board), parts_of(job)
-        if not options.get(
-            "constructors", True
-        ):  # clients that build for themselves are what the others are measured against
-            options = {**options, "broadcast": False}
         session = launch(job, **options)
         client = session.client(0)
         served = session.serve(host=host)

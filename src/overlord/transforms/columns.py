@@ -154,7 +154,7 @@ def check_ids(table: pa.Table, name: str) -> None:
         inner = kind.value_type
         if pt.is_integer(inner) or pt.is_floating(inner) or pt.is_null(inner):
             return
-    raise Unfit(f"column {name!r} has the type {kind}; lists of token ids (list<int>) wanted")
+    raise Unfit(f"column {name!r} has the type {kind}; lists of token ids (list<int>) expected")
 
 
 def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
@@ -232,7 +232,7 @@ def _narrow(ids: np.ndarray) -> np.ndarray:
 def check_texts(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "text")
     if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_null(kind)):
-        raise Unfit(f"column {name!r} has the type {kind}; text (string) wanted")
+        raise Unfit(f"column {name!r} has the type {kind}; text (string) expected")
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -277,7 +277,7 @@ def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
 def check_numbers(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "numbers")
     if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_null(kind)):
-        raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
+        raise Unfit(f"column {name!r} has the type {kind}; numbers expected")
 
 
 def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
@@ -306,7 +306,7 @@ def check_meta(table: pa.Table, name: str) -> None:
         or pt.is_floating(kind.value_type)
         or pt.is_null(kind.value_type)
     ):
-        raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
+        raise Unfit(f"column {name!r} has the type {kind}; numbers expected")
 
 
 def _is_lists(kind: pa.DataType) -> bool:

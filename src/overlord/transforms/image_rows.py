@@ -114,7 +114,7 @@ def check_images(table: pa.Table, name: str) -> None:
             "base64 is not followed: a Map can turn it to bytes"
         )
     if not (pt.is_binary(inner) or pt.is_large_binary(inner) or pt.is_null(inner)):
-        raise Unfit(f"column {name!r} has the type {kind}; {WANTED} wanted")
+        raise Unfit(f"column {name!r} has the type {kind}; {WANTED} expected")
 
 
 def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list[np.ndarray], Bad]:

@@ -130,7 +130,7 @@ def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray)
             f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of "
             f"metadata {name!r}"
         )
-        raise PlanError(problem, buffer.step, "a list with one number for each item is wanted")
+        raise PlanError(problem, buffer.step, "a list with one number for each item is expected")
     assert isinstance(found, Ragged) or not said.any()
     if not isinstance(found, Ragged) or not said.any():
         return otherwise

@@ -11,7 +11,7 @@ import torch
 
 from overlord.torch.adapters.labels import converted, need
 from overlord.torch.microbatch_info import UNSHIFTED
-from overlord.torch.tensors import as_tensor
+from overlord.torch.tensor_step import as_tensor
 
 IMAGE_KEYS = {
     "pixel_values": "pixel_values",

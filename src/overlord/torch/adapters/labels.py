@@ -15,7 +15,7 @@ import torch
 from overlord.client.step import Microbatch
 from overlord.errors import JobError
 from overlord.torch.microbatch_info import IGNORE, SHIFTED, UNSHIFTED, MicrobatchInfo
-from overlord.torch.tensors import TensorMicrobatch, as_tensor
+from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
 
 CONVENTIONS = (SHIFTED, UNSHIFTED)
 
@@ -75,7 +75,7 @@ def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None
             if missing == ["attention_mask"]
             else "each stage of a pipeline gets its own keys only"
         )
-        found = f"found {', '.join(mb)}; {why}"
+        found = f"got {', '.join(mb)}; {why}"
         raise JobError([f"expected {', '.join(missing)} in the microbatch, {found}"], adapter)
 
 

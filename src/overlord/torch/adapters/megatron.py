@@ -16,7 +16,7 @@ from overlord.plan.rank_view import SPLITS
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
 from overlord.torch.microbatch_info import SHIFTED, MicrobatchInfo
-from overlord.torch.tensors import TensorMicrobatch, as_tensor
+from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
 
 TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 

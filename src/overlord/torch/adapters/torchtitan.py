@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from overlord.errors import JobError
 from overlord.torch.adapters.labels import converted, need
 from overlord.torch.microbatch_info import IGNORE, SHIFTED
-from overlord.torch.tensors import as_tensor
+from overlord.torch.tensor_step import as_tensor
 
 IMAGE_KEYS = ("pixel_values", "grid_thw")
 
