@@ -26,7 +26,7 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("
 
     Use it as ``Job(strategy=ov.plan_raw(fn))``; it is called once per step. ``columns`` has a
     read-only array per column, with one row per drawn sample in the order of the draw. The columns
-    are ``tokens`` and your metadata (a ``Ragged`` if a sample has several values), and the identity
+    are ``tokens`` and your metadata (a ``Ragged`` if a sample has several values). The identity is
     ``source`` (number in the job's order), ``epoch``, ``file``, ``row``, ``part``.
     ``mix_every="microbatch"`` adds ``substep``.
 

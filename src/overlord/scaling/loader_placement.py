@@ -196,10 +196,10 @@ def plan_hosts(
 ) -> LoaderPlacement:
     """Return loaders and workers for these sources on ``cores`` cores.
 
-    There are ``min(cores, sources / 25)`` workers, and one more for every loader of a source that
-    is more than a core's fair share of the work. Light sources whose code holds the interpreter
-    lock get a worker for every core of their locked work. There are more workers if one would hold
-    more than ``memory_bytes``.
+    There are ``min(cores, sources / 25)`` workers. Sources of more than a core's fair share of the
+    work add one for each of their loaders. Light sources whose code holds the interpreter lock get
+    a worker for every core of their locked work. There are more workers if one would hold more than
+    ``memory_bytes``.
 
     ``sources_per_host`` is kept even if that takes more workers than cores; 1 gives every source a
     process of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all

@@ -23,8 +23,8 @@ CLOSE = 1e-9  # cores that count as zero
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source: cores that it needs now and soon, its locked part, the workers that read it, the
-    number of their processes, and other workers that could read it.
+    """One source: cores that it needs now and soon, and its locked part. ``hosts`` read it in
+    ``processes`` processes; ``able`` are other workers that could.
     """
 
     name: str

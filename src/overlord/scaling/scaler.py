@@ -1,10 +1,10 @@
 """Decisions to read a source in more loader workers (hosts), or in fewer: the Overlord paper (arXiv
 2504.09844), section 5.2. Pure.
 
-The need of a source is a product: the steps per second that trainers would take if they never
-waited, the samples that the mixture gives it in a step, and the measured cost of a sample. The
-result is seconds of work per second, which is cores. It is compared with the cores that its workers
-can use (``scaling/needs.py``). Scaling changes neither the draw nor the stream.
+Trainers would take some number of steps per second if they never waited. The need of a source is
+that number, times its samples in a step, times the measured cost of a sample. The result is seconds
+of work per second, which is cores. It is compared with the cores that its workers can use
+(``scaling/needs.py``). Scaling changes neither the draw nor the stream.
 """
 
 from __future__ import annotations

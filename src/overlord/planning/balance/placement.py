@@ -87,8 +87,8 @@ def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
     """Return the placement of the first way that keeps the capacity, with as few microbatches as
     any of them needs.
 
-    If that is far above the least number, as with many items of just over a third of the capacity,
-    M is searched by doubling and halving.
+    Many items of just over a third of the capacity need far more than the least number. Then M is
+    searched by doubling and halving.
     """
     ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
     while (found := _at(p, ways, failed + ahead)) is None:

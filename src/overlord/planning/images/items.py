@@ -4,7 +4,7 @@ output replaces.
 An item's output is ``out`` rows of the encoder. They replace tokens ``offset`` to ``offset + out``
 of its sample, where the document has placeholders. For items selected by ``image_patches``, ``out``
 is the metadata ``image_tokens`` and ``offset`` the metadata ``image_offset`` if they are given.
-Without them an item has a row for every ``merge`` x ``merge`` patches, and the items are at the
+Without them an item has a row for every ``merge`` x ``merge`` patches. The items are then at the
 start of their document one after another.
 """
 
