@@ -114,7 +114,7 @@ def take(box: RemoteStepQueue, n: int) -> list[int]:
         assert found is not None
         told, bucket = found
         assert bucket.microbatches[0]["tokens"].tolist() == [10 + told.step] * 2
-        box.took(told.step)
+        box.ack(told.step)
         got.append(told.step)
     return got
 
@@ -340,7 +340,7 @@ def test_a_link_that_breaks_with_every_message_is_tried_with_pauses_and_given_up
     box = line.box(lambda generation: ("overlord://x:1/y", "t"))
     with pytest.raises(
         ActorLost,
-        match=r"could not be reached for 20\.\d s while step 0 was wanted: frame: what came is no message",
+        match=r"could not be reached for 20\.\d s while step 0 was expected: frame: what came is no message",
     ):
         box.get(100.0)
     pauses = [round(b - a, 6) for a, b in pairwise(line.dialled)]
@@ -355,14 +355,15 @@ def test_what_is_said_of_a_server_that_is_gone_names_the_cause_once() -> None:
     def where(generation: int) -> tuple[str, str]:
         cause = ActorLost("overlord://x:1/z", "nobody answers: Connection refused")
         raise ActorLost(
-            "the session's front door", f"overlord://x:1/z could not be reached for 1.0 s: {cause}"
+            "the session's control server",
+            f"overlord://x:1/z could not be reached for 1.0 s: {cause}",
         ) from cause
 
     with pytest.raises(ActorLost) as lost:
         line.box(where).get(100.0)
     assert str(lost.value).endswith(
-        "s while step 0 was wanted: nobody answers: Connection refused (the session's "
-        "front door could not be reached either)"
+        "s while step 0 was expected: nobody answers: Connection refused (the session's "
+        "control server could not be reached either)"
     )
     assert str(lost.value).count("is lost") == 1
 

@@ -216,5 +216,8 @@ class WorkerServedQueue:
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Do nothing: the client receives the end from the control server."""
 
+    def ack(self, step: int) -> None:
+        """Do nothing: the client sends its acks to the constructor worker."""
+
     def __len__(self) -> int:
         return 0

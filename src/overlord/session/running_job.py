@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from overlord.client.client import Client, State, StepQueue
-from overlord.client.local_queue import LaunchedStepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
@@ -214,8 +213,7 @@ class RunningJob:
         The event loop is notified once all clients took it: the slowest sets the pace anyway, and
         waking a thread for every rank costs more than planning.
         """
-        if isinstance(queue, LaunchedStepQueue):  # its constructor worker must know
-            queue.took(step)
+        queue.ack(step)
         with self.lock:
             # else the client is closed, or of an older generation
             if self.generation.queues.get(rank) is queue:
@@ -236,7 +234,7 @@ class RunningJob:
             self.loop.post(lambda: runtime.consumed(ranks, slowest))
 
     def slowest_step(self) -> int:
-        """Return the lowest step at which the state of a client stands."""
+        """Return the lowest step among the positions of all clients."""
         steps = (client.position.step for client in list(self.clients.values()))
         return min(steps, default=self.generation.start.step)
 

@@ -64,6 +64,9 @@ class BroadcastQueue:
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Its fetcher's mailbox is what ends."""
 
+    def ack(self, step: int) -> None:
+        """Do nothing: the rank that fetches the step acks it."""
+
     def __len__(self) -> int:
         return 0
 
