@@ -84,12 +84,12 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "hevy"},
-            "shadows: expected whose loaders have a stand-by, got 'hevy'; did you mean 'heavy'",
+            "shadows: expected the loaders with a standby, got 'hevy'; did you mean 'heavy'",
         ),
         ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
             {"shadows": "all", "failover": False},
-            "shadows: 'all' takes the place of what is lost, and without failover nothing does",
+            "shadows: 'all' replaces loaders that are lost, and without failover none is replaced",
         ),
         ({"failover": "yes"}, "failover: expected True or False, got 'yes'"),
         ({"lost_after_s": 0}, "lost_after_s: expected a number of seconds above 0, got 0"),

@@ -1,6 +1,4 @@
-"""Launching a job that has a journal: a new one, one that goes on where it stood, or one whose
-trainers bring their own state.
-"""
+"""Launch of a job with a journal: a new job, a resumed one, or one with a state of its trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from overlord.sources.index import RemovedSource
 
 log = logging.getLogger("overlord")
 
-MAY_GROW = ("sources", "mixture")  # parts of a fingerprint that another number of sources changes
+MAY_GROW = ("sources", "mixture")  # parts of a fingerprint that an added source changes
 
 
 def launch_with_journal(
@@ -34,7 +32,7 @@ def launch_with_journal(
     allow: Sequence[str],
     options: Options,
 ) -> Session:
-    """The journal is held before files are indexed: who is refused is told at once."""
+    """Start a job with a journal. The journal is locked before files are indexed."""
     assert job.journal is not None
     if resume is None:
         journal, found = JobJournal.fresh(job.journal, job.name), Recovered()
@@ -54,14 +52,14 @@ def launch_with_journal(
     if resume == "auto" and beginning.resumed is None:
         beginning = replace(beginning, resumed=ResumePoint(0, found.why))
     if (told := beginning.resumed) is not None:
-        log.info("job %r goes on with step %d: %s", job.name, told.step, told.why)
+        log.info("job %r resumes at step %d: %s", job.name, told.step, told.why)
     return Session(job, blueprint, state, runtime, beginning)
 
 
 def _left(
     job: Job, resume: Mapping[str, Any] | str | None, found: Recovered
 ) -> dict[str, RemovedSource]:
-    """Sources that are not read any more behind where it goes on."""
+    """Return the sources that were removed before the step at which the job resumes."""
     if isinstance(resume, Mapping):
         return left_behind(resume, job.shuffle_chunks)
     saved = (
@@ -78,22 +76,21 @@ Begun = tuple[PreparedJob, StreamState | None, JournalStart]
 def _by_journal(
     blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
-    """Behind the last step that all ranks took. Steps that were planned behind it come again, and
-    are compared with what they were.
+    """Resume after the last step that all ranks took.
+
+    Later steps in the journal are planned again, and compared with the recorded ones.
     """
     if found.empty:
         return blueprint, None, JournalStart(journal)
     saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
     blueprint = blueprint.fitting(saved)
     state = blueprint.restore(saved, allow)
-    if (
-        blueprint.fingerprint != found.fingerprint
-    ):  # as ``allow`` says: what was planned does not come again
+    # another job by ``allow``: recorded steps are not planned again
+    if blueprint.fingerprint != found.fingerprint:
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
         return blueprint, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
-    elsewhere = (
-        slots_of(blueprint.job) != found.place
-    )  # the same samples in every step, in other slots
+    # on another mesh: the same samples in every step, in other slots
+    elsewhere = slots_of(blueprint.job) != found.place
     return (
         blueprint,
         state,
@@ -107,7 +104,7 @@ def _by_state(
     def begin(
         blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
-        """Trainers know best where they stand: the journal begins anew there."""
+        """Start at the given state: the journal begins anew there."""
         blueprint = blueprint.fitting(resume)
         state = blueprint.restore(resume, allow)
         if not found.empty:
@@ -127,9 +124,7 @@ def _by_state(
 
 
 def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[str]) -> None:
-    """The state fits the job; whether the journal is the same job's. Sources may have joined since
-    the state was saved.
-    """
+    """Refuse the journal of another job. Sources may have been added since the state was saved."""
     now = blueprint.fingerprint
     parts = [
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)

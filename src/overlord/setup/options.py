@@ -20,7 +20,7 @@ from overlord.scaling.scaler import Limits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
-# one builds a hundred million tokens a second; with several, loaders must sort payload by host
+# one builds a hundred million tokens a second; with several, loaders must sort payload by worker
 CORES_PER_CONSTRUCTOR = 16
 REMOVED = {  # options of earlier versions: the error says why they are unknown
     "constructors": "constructors: this option was removed, constructors always run; leave it out"
@@ -314,24 +314,22 @@ class Options:
                 else f"; there are {', '.join(SHADOWS)}"
             )
             found.append(
-                f"shadows: expected whose loaders have a stand-by, got {self.shadows!r}{known}"
+                f"shadows: expected the loaders with a standby, got {self.shadows!r}{known}"
             )
         elif self.shadows != "none" and not self.failover:
             found.append(
-                f"shadows: {self.shadows!r} takes the place of what is lost, and without "
-                "failover nothing does: leave it out"
+                f"shadows: {self.shadows!r} replaces loaders that are lost, and without "
+                "failover none is replaced: leave it out"
             )
         elif self.shadows != "none" and (job.look_ahead > 1 or job.overflow == "defer"):
             found.append(
-                f"shadows: {self.shadows!r} is of no use with look_ahead or "
-                "overflow='defer': there all loaders read again"
+                f"shadows: {self.shadows!r} has no effect with look_ahead or "
+                "overflow='defer': after a loss all loaders read again"
             )
         return found
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """A plan must not be made before the report it uses can have come; jobs without feedback
-        have no such bound.
-        """
+        """Refuse a lag so short that a plan would exist before the report that it uses."""
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
             return []
         return [
@@ -405,8 +403,9 @@ def _group_fields(
 
 
 def address_problems(said: object) -> list[str]:
-    """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a
-    cluster that is dead.
+    """Refuse everything but ``host:port``.
+
+    Ray also accepts words such as ``auto``, which may find a cluster that is dead.
     """
     if isinstance(said, str) and _HOST_PORT.fullmatch(said):
         return []
@@ -416,7 +415,7 @@ def address_problems(said: object) -> list[str]:
 
 
 def port_range(said: object) -> range | None:
-    """Of ``"7000-7099"``; None: it is no such thing."""
+    """Parse ``"7000-7099"``; return None for anything else."""
     found = _PORTS.fullmatch(said) if isinstance(said, str) else None
     first, last = map(int, found.groups()) if found else (1, 0)
     return range(first, last + 1) if 1 <= first <= last <= 65535 else None
@@ -427,7 +426,7 @@ def n_cores() -> int:
 
 
 def ring_bytes(options: Options) -> int:
-    """Slots are made as they are needed and used again, so this is a bound and no reservation."""
+    """Return the bound of shared memory. It is not reserved: segments are made on demand."""
     return options.ring_bytes or cgroup.memory_bytes() // 4
 
 
