@@ -157,6 +157,15 @@ class Client:
         """Whether an exception closed the client."""
         return self._failed
 
+    def mark_failed(self) -> None:
+        """Close without a wait for other ranks."""
+        self._failed = True
+
+    def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
+        """Call ``close`` when the client is closed, with the callback that it replaces."""
+        before = self._close
+        self._close = lambda: close(before)
+
     def paused(self) -> AbstractContextManager[object]:
         """Return a context in which no step is taken. For the session that changes its mesh."""
         return self._gate

@@ -1,4 +1,4 @@
-"""The mutable state behind a ``Session``: event loop, clients and current generation."""
+"""The mutable state of a ``Session``: event loop, clients and current generation."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class RunningJob:
         return generation.runtime.inbox(rank, generation.start.step)
 
     def begin(self) -> None:
-        """Start to plan: a client asks for the first step. All open clients are served from now."""
+        """Start to plan, on the first request for a step. All open clients are served from now."""
         with self.lock:
             if self.begun or self.closed:
                 return
