@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from weakref import WeakSet
 
-from overlord.client.client import Client, State, StepQueue
+from overlord.client.client import Client
 from overlord.client.control_client import CONTROL_SERVER, ControlClient
 from overlord.client.remote_queue import HOSTS, RemoteStepQueue
+from overlord.client.step_queue import State, StepQueue
 from overlord.client.world import process_groups
 from overlord.errors import (
     ActorLost,
@@ -227,7 +228,8 @@ class _Connected:
     def _why(self) -> str:
         """Describe the wait. It must not fail: it is called after a fault."""
         assert self._client is not None
-        trouble = getattr(self._client.queue, "trouble", "")
+        queue = self._client.queue
+        trouble = queue.trouble if isinstance(queue, RemoteStepQueue) else ""
         try:
             words = str(self._asking.ask("why", timeout_s=WHY_S))
         except OverlordError as fault:

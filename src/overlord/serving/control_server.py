@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.client.client import State, StepQueue
+from overlord.client.step_queue import State, StepQueue
 from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, OverlordError

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import State
+from overlord.client.step_queue import State
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.service import RankQueue
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError

@@ -128,7 +128,7 @@ class ClusterRuntime:
 
     def __init__(
         self,
-        blueprint: PreparedJob,
+        prepared: PreparedJob,
         state: StreamState | None,
         loop: EventLoop,
         generation: int = 0,
@@ -143,10 +143,10 @@ class ClusterRuntime:
         self.on_late: list[Callable[[Any], None]] = []
         self._sayings = EventOutbox()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._parts = Launcher(blueprint, generation, self._received, control, machine)
+        self._parts = Launcher(prepared, generation, self._received, control, machine)
         self.planner, self.plans = CoordinatorClient(self._parts), RemotePlans(self._parts)
         self._bucket_of = {
-            rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks
+            rank: b for b, ranks in enumerate(prepared.job.place.buckets("DP")) for rank in ranks
         }
         self._addresses: dict[Any, str] = {}  # of constructor workers, by handle
         self._known: dict[str, str] = {}  # last known address, by name
@@ -426,13 +426,13 @@ class ClusterRuntime:
         )
         self._parts.reports = kept | {(report.step, report.rank): report}
 
-    def prepare_source(self, blueprint: PreparedJob) -> int:
+    def prepare_source(self, prepared: PreparedJob) -> int:
         """Start a loader worker for an added source; return its number."""
-        parts, i = self._parts, len(blueprint.job.sources) - 1
+        parts, i = self._parts, len(prepared.job.sources) - 1
         before, h = parts.blueprint, parts.next_host
         parts.next_host += 1
-        parts.blueprint = blueprint.with_loaders(
-            (*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE
+        parts.blueprint = prepared.with_loaders(
+            (*parts.hosting.loaders, prepared.loaders_of(i)), SIDE_BY_SIDE
         )
         parts.kits[h], self._without = (i,), (h, before)
         try:

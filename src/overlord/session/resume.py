@@ -40,7 +40,7 @@ def launch_with_journal(
         journal, found = JobJournal.resumed(job.journal, job.name, allow)
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
-        blueprint, state, beginning = begin(
+        prepared, state, beginning = begin(
             profiled(PreparedJob(job, options, _left(job, resume, found)), runtime),
             journal,
             found,
@@ -53,7 +53,7 @@ def launch_with_journal(
         beginning = replace(beginning, resumed=ResumePoint(0, found.why))
     if (told := beginning.resumed) is not None:
         log.info("job %r resumes at step %d: %s", job.name, told.step, told.why)
-    return Session(job, blueprint, state, runtime, beginning)
+    return Session(job, prepared, state, runtime, beginning)
 
 
 def _left(
@@ -74,25 +74,25 @@ Begun = tuple[PreparedJob, StreamState | None, JournalStart]
 
 
 def _by_journal(
-    blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
+    prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
     """Resume after the last step that all ranks took.
 
     Later steps in the journal are planned again, and compared with the recorded ones.
     """
     if found.empty:
-        return blueprint, None, JournalStart(journal)
-    saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
-    blueprint = blueprint.fitting(saved)
-    state = blueprint.restore(saved, allow)
+        return prepared, None, JournalStart(journal)
+    saved = exported(found.state(found.acked), prepared.job.name, found.names, found.fingerprint)
+    prepared = prepared.fitting(saved)
+    state = prepared.restore(saved, allow)
     # another job by ``allow``: recorded steps are not planned again
-    if blueprint.fingerprint != found.fingerprint:
+    if prepared.fingerprint != found.fingerprint:
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
-        return blueprint, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
+        return prepared, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
     # on another mesh: the same samples in every step, in other slots
-    elsewhere = slots_of(blueprint.job) != found.place
+    elsewhere = slots_of(prepared.job) != found.place
     return (
-        blueprint,
+        prepared,
         state,
         JournalStart(journal, ResumePoint(state.step, found.why), found.next_step, anew=elsewhere),
     )
@@ -102,20 +102,20 @@ def _by_state(
     resume: Mapping[str, Any],
 ) -> Callable[[PreparedJob, JobJournal, Recovered, tuple[str, ...]], Begun]:
     def begin(
-        blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
+        prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
         """Start at the given state: the journal begins anew there."""
-        blueprint = blueprint.fitting(resume)
-        state = blueprint.restore(resume, allow)
+        prepared = prepared.fitting(resume)
+        state = prepared.restore(resume, allow)
         if not found.empty:
-            _same_job(found.fingerprint, blueprint, allow)
+            _same_job(found.fingerprint, prepared, allow)
         why = (
             f"it is where the given state stands; {found.why}"
             if not found.empty
             else "it is where the given state stands"
         )
         return (
-            blueprint,
+            prepared,
             state,
             JournalStart(journal, ResumePoint(state.step, why), anew=not found.empty),
         )
@@ -123,9 +123,9 @@ def _by_state(
     return begin
 
 
-def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[str]) -> None:
+def _same_job(then: Mapping[str, str], prepared: PreparedJob, allow: Sequence[str]) -> None:
     """Refuse the journal of another job. Sources may have been added since the state was saved."""
-    now = blueprint.fingerprint
+    now = prepared.fingerprint
     parts = [
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)
     ]
@@ -136,5 +136,5 @@ def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[s
         )
         differ = {p: (then[p], now[p]) for p in parts}
         if "batch" in differ:
-            differ["batch"] = batch_in_words(*differ["batch"], blueprint.job)
+            differ["batch"] = batch_in_words(*differ["batch"], prepared.job)
         raise StateMismatch(differ, remedy)

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from overlord.client.client import Client, State, StepQueue
+from overlord.client.client import Client
+from overlord.client.step_queue import State, StepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
@@ -25,7 +26,7 @@ from overlord.serving.step_publisher import MOVED
 from overlord.session.events import UserEvents
 from overlord.session.generation import Generation, decoded
 from overlord.session.local_runtime import LocalRuntime
-from overlord.session.runtime import Runtime, end_processes, keep, make_engine
+from overlord.session.runtime import Runtime, end_processes, hold_cluster, start_runtime
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.profile_store import Refresher
 
@@ -93,8 +94,8 @@ class RunningJob:
         self._release_cluster: Callable[[], None] = lambda: None
         runtime: Runtime | None = None
         try:
-            self._release_cluster = keep(kind, prepared.options.address)
-            runtime = make_engine(kind, prepared.floored(start.floor), state, self.loop)
+            self._release_cluster = hold_cluster(kind, prepared.options.address)
+            runtime = start_runtime(kind, prepared.floored(start.floor), state, self.loop)
             self.events.observe(runtime)
             self.generation = Generation.of(0, prepared, runtime, runtime.planner.state(), "")
             start.write(runtime, prepared)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.client.client import StepQueue
+from overlord.client.step_queue import StepQueue
 from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
@@ -90,7 +90,7 @@ class Runtime(Protocol):
     def settle(self) -> None: ...
     def event(self, event: Any) -> None: ...
     def report(self, report: Report) -> bool | None: ...
-    def prepare_source(self, blueprint: PreparedJob) -> Any: ...
+    def prepare_source(self, prepared: PreparedJob) -> Any: ...
     def drop_prepared(self, prepared: Any) -> None: ...
     def add_source(
         self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
@@ -107,9 +107,9 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
-def make_engine(
+def start_runtime(
     runtime: str,
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     state: StreamState | None,
     loop: EventLoop,
     generation: int = 0,
@@ -117,11 +117,11 @@ def make_engine(
     """Start a runtime at a state; its commands run on ``loop``."""
     if runtime != "local":
         return _cluster_runtime(
-            *make_control(runtime, blueprint), blueprint, state, loop, generation
+            *start_actor_system(runtime, prepared), prepared, state, loop, generation
         )
-    executor = ThreadExecutor(n_workers(blueprint.options), loop)
+    executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
-        return local_runtime(blueprint, executor, state)
+        return local_runtime(prepared, executor, state)
     except BaseException:
         executor.close()
         raise
@@ -130,7 +130,7 @@ def make_engine(
 def _cluster_runtime(
     control: ActorSystem,
     machine: Platform,
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     state: StreamState | None,
     loop: EventLoop,
     generation: int,
@@ -139,33 +139,33 @@ def _cluster_runtime(
     from overlord.cluster.coordinator import ProcessHost
     from overlord.session.cluster_runtime import ClusterRuntime
 
-    options = blueprint.options
+    options = prepared.options
     try:
-        if blueprint.job.journal is not None and options.failover:
+        if prepared.job.journal is not None and options.failover:
             # with a journal the planner can be restarted, so it has a process of its own
             return ClusterRuntime(
-                blueprint, state, loop, generation, control=control, machine=machine
+                prepared, state, loop, generation, control=control, machine=machine
             )
-        return ProcessHost(blueprint, state, control, loop, generation, machine)
+        return ProcessHost(prepared, state, control, loop, generation, machine)
     except BaseException:
         control.shutdown(HURRY_S)
         raise
 
 
-def make_control(runtime: str, blueprint: PreparedJob) -> tuple[ActorSystem, Platform]:
+def start_actor_system(runtime: str, prepared: PreparedJob) -> tuple[ActorSystem, Platform]:
     """Return the actor system that starts workers, and the platform that they use."""
-    ports = port_range(blueprint.options.ports)
+    ports = port_range(prepared.options.ports)
     if runtime == "ray":
         from overlord.ray.launcher import RayActorSystem
 
-        control = RayActorSystem(blueprint.options.address, job=blueprint.job.name, ports=ports)
+        control = RayActorSystem(prepared.options.address, job=prepared.job.name, ports=ports)
         return control, control.machine
     from overlord.rpc.process_launcher import ProcessActorSystem
 
     return ProcessActorSystem(), Platform(ports)
 
 
-def sized(runtime: str, job: Job, options: Options) -> Options:
+def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
     """Set the numbers of workers for a cluster of several machines.
 
     They are set once, at launch: machines differ, and a restart must not change them.
@@ -208,7 +208,7 @@ def _refuse_nodes(options: Options, why: str) -> None:
         )
 
 
-def budgeted(runtime: str, job: Job, options: Options) -> Options:
+def with_memory_bounds(runtime: str, job: Job, options: Options) -> Options:
     """Split the memory budget of one machine into bounds of everything that is held there.
 
     It counts the largest number of workers that may run on this machine.
@@ -242,7 +242,7 @@ def budgeted(runtime: str, job: Job, options: Options) -> Options:
     )
 
 
-def keep(runtime: str, address: str | None) -> Callable[[], None]:
+def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
     """Hold the Ray cluster of a session until the returned function is called.
 
     A cluster takes seconds to start, so all runtimes of a session share it.

@@ -23,8 +23,9 @@ from typing import Any, cast
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import Client, State, StepQueue
+from overlord.client.client import Client
 from overlord.client.step import Step
+from overlord.client.step_queue import State, StepQueue
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import seen
