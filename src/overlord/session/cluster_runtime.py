@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from overlord.client.local_queue import LaunchedStepQueue
 from overlord.client.remote_queue import RemoteStepQueue
@@ -60,6 +59,18 @@ class RemotePlans:
         return iter(stages)
 
 
+class SourceNames(NamedTuple):
+    """The fields of the planner's spec that a session reads."""
+
+    names: tuple[str, ...]
+
+
+class StepNumber(NamedTuple):
+    """The fields of a plan that the server of a session reads."""
+
+    step: int
+
+
 class CoordinatorClient:
     """The planner in the coordinator process, as far as a session reads it.
 
@@ -73,12 +84,13 @@ class CoordinatorClient:
         self.spoiled: dict[Quarantined, None] = {}
 
     @property
-    def spec(self) -> SimpleNamespace:
-        return SimpleNamespace(names=self._parts.blueprint.job.names)
+    def spec(self) -> SourceNames:
+        return SourceNames(tuple(self._parts.blueprint.job.names))
 
     @property
-    def ledger(self) -> SimpleNamespace:
-        return SimpleNamespace(bad_rows=self.bad_rows)
+    def ledger(self) -> CoordinatorClient:
+        """Return itself, which has ``bad_rows``."""
+        return self
 
     def bad_rows(self) -> list[Quarantined]:
         """Return the quarantined rows of this coordinator and of earlier ones."""
@@ -118,7 +130,7 @@ class CoordinatorClient:
 class PlannedSummary:
     """The fields of a planned step that the server of a session uses."""
 
-    plan: Any  # has the number of the step only
+    plan: StepNumber
     after: StreamState
     skipped: bool
 
@@ -188,7 +200,7 @@ class ClusterRuntime:
         match event:
             case ("staged", int(step), StreamState() as after, bool(skipped)):
                 for watcher in self.on_stage:
-                    watcher(PlannedSummary(SimpleNamespace(step=step), after, skipped))
+                    watcher(PlannedSummary(StepNumber(step), after, skipped))
             case ("taken", int(rank), int(step)):
                 self.on_taken(rank, step)
             case ("bad", list(rows), list(late)):
