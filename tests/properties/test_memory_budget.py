@@ -21,7 +21,7 @@ from overlord.scaling.memory_budget import (
     shown,
     split,
 )
-from overlord.session.runtime import budgeted
+from overlord.session.runtime import with_memory_bounds
 from overlord.setup.options import Options
 from tests.laws import examples
 from tests.properties.test_budget import Held, job_of
@@ -110,13 +110,13 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
 
 
 def test_what_was_said_apart_makes_its_part_only_smaller() -> None:
-    made = budgeted(
+    made = with_memory_bounds(
         "local", job_of([3], 3), Options(memory="1GB", buffer_bytes=2**20, open_bytes=2**40)
     )
     assert made.buffer_bytes == 2**20
     assert made.open_bytes == split(2**30, loaders=3).open_bytes
     assert made.ring_bytes == split(2**30, loaders=3).ring_bytes
-    assert budgeted("local", job_of([3], 3), Options()) == Options()
+    assert with_memory_bounds("local", job_of([3], 3), Options()) == Options()
 
 
 @given(
@@ -136,7 +136,7 @@ def test_in_a_run_nothing_is_held_beyond_the_budget(
         patch.setattr(memory_budget, "WINDOW_BYTES", 256)
         patch.setattr(memory_budget, "LEAST", 512)
         job = job_of(list(lengths), sources)
-        options = budgeted("local", job, Options(memory=total, read_ahead=64))
+        options = with_memory_bounds("local", job, Options(memory=total, read_ahead=64))
     held = Held(
         job,
         seed,

@@ -112,7 +112,7 @@ def take(box: RemoteStepQueue, n: int) -> list[int]:
         assert found is not None
         told, bucket = found
         assert bucket.microbatches[0]["tokens"].tolist() == [10 + told.step] * 2
-        box.took(told.step)
+        box.ack(told.step)
         got.append(told.step)
     return got
 
@@ -353,14 +353,15 @@ def test_what_is_said_of_a_server_that_is_gone_names_the_cause_once() -> None:
     def where(generation: int) -> tuple[str, str]:
         cause = ActorLost("overlord://x:1/z", "nobody answers: Connection refused")
         raise ActorLost(
-            "the session's front door", f"overlord://x:1/z could not be reached for 1.0 s: {cause}"
+            "the session's control server",
+            f"overlord://x:1/z could not be reached for 1.0 s: {cause}",
         ) from cause
 
     with pytest.raises(ActorLost) as lost:
         line.box(where).get(100.0)
     assert str(lost.value).endswith(
         "s while step 0 was expected: nobody answers: Connection refused (the session's "
-        "front door could not be reached either)"
+        "control server could not be reached either)"
     )
     assert str(lost.value).count("is lost") == 1
 

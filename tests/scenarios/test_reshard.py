@@ -179,8 +179,8 @@ def test_a_rank_that_stays_behind_is_named(
         next(quick), next(quick), next(slow)
         with pytest.raises(
             DataStall,
-            match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are "
-            r"behind take",
+            match=r"rank 1 to take step 1 before the mesh is changed; .* let the "
+            r"slower ones take",
         ):
             session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=1.0)
         [said] = [r.message.partition(";")[0] for r in caplog.records]
@@ -264,10 +264,10 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
     if runtime == "process":
         said = "\n".join(r.message for r in caplog.records)
         assert (
-            "rank 0: the constructor of rank 0: it closed the link, as it does when the "
-            "session is moved" in said
+            "rank 0: the constructor of rank 0: it closed the connection, as it does when the "
+            "session is rewound" in said
         )
-        assert "rank 0: the constructor of rank 0 is linked again after" in said
+        assert "rank 0: the constructor of rank 0 reconnected after" in said
 
 
 def in_parallel(clients: dict[int, Any]) -> tuple[int, Counter[Any]]:

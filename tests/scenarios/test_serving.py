@@ -851,11 +851,11 @@ def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_sessio
             rest(client)
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    assert "the session's front door at" in str(stalled.value)
+    assert "the session's control server at" in str(stalled.value)
     assert "cannot say for what" in str(stalled.value)
     assert heard
     assert heard[0][1] >= 0.2
-    assert "front door" in heard[0][0]
+    assert "control server" in heard[0][0]
     client.close()
 
 

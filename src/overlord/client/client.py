@@ -1,6 +1,4 @@
-"""The Client: what a trainer iterates. It holds prefetched steps and waits with a deadline that
-names its reason.
-"""
+"""``Client``: the iterator of a trainer. It waits with a deadline that names the reason."""
 
 from __future__ import annotations
 
@@ -8,83 +6,24 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.client.caller_check import refuse_ahead
 from overlord.client.step import Microbatch, Step, check_count
+from overlord.client.step_queue import Mark, State, StepQueue
 from overlord.constructor.build import BucketBatch
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.client import StepInfo
-from overlord.messages.control import EncodedState, StreamState
+from overlord.messages.control import EncodedState
 
 if TYPE_CHECKING:
     from overlord.mesh import ClientPlaceTree
 
 log = logging.getLogger("overlord")
-
-State = StreamState | EncodedState
-
-
-class StepQueue(Protocol):
-    """Where a client's steps come from: a queue in this process, or a link to another one."""
-
-    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None: ...
-    def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
-    def __len__(self) -> int: ...
-
-
-Mark = tuple[StepQueue, State]
-
-
-class LocalStepQueue:
-    """Steps on their way to one client: filled by the pump, emptied by the trainer's thread."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
-        self._changed = threading.Condition()
-        self._ended = False
-        self._error: BaseException | None = None
-
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
-        with self._changed:
-            self._steps.append((told, bucket))
-            self._changed.notify()
-
-    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """No step comes after those already here; with ``drop`` not even those."""
-        with self._changed:
-            self._ended, self._error = True, error
-            if drop:
-                self._steps.clear()
-            self._changed.notify_all()
-
-    def resume(self) -> None:
-        """The end that was told is none."""
-        with self._changed:
-            self._ended, self._error = False, None
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        """The next step; None when the time is over; StopIteration, or the error, when there is
-        none.
-        """
-        with self._changed:
-            if not self._steps and not self._ended:
-                self._changed.wait(timeout_s)
-            if self._steps:
-                return self._steps.popleft()
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopIteration
-            return None
 
 
 class Client:
@@ -110,9 +49,8 @@ class Client:
         world_size: int | None = None,
     ):
         self.rank, self._inbox, self._state = rank, inbox, start
-        self._begin: Callable[[], None] | None = (
-            begin  # called before the first wait: demand starts the work
-        )
+        # called before the first wait: demand starts the work
+        self._begin: Callable[[], None] | None = begin
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = (
             consumed,
             waiting_for,
@@ -123,23 +61,20 @@ class Client:
         self._report = report
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
-        # held for the moment in which a step becomes the trainer's, and while the session is moved
+        # held while a step is handed to the trainer, and while the session changes its mesh
         self._gate = threading.Lock()
-        self.session: Any = None  # of the one client that owns it (``join``)
-        self._failed = False  # left by an exception: others need not be waited for
-        self._fault: BaseException | None = None  # that one
-        self.waited_s = 0.0  # time the trainer spent waiting here
+        self.session: Any = None  # of the client that owns it (``join``)
+        self._failed = False  # closed by an exception: other ranks are not waited for
+        self._fault: BaseException | None = None  # that exception
+        self.waited_s = 0.0  # time that the trainer has waited for steps
         self.steps = 0
-        self.bytes_fetched = 0  # of arrays, as they travel
-        self.microbatches_per_step = microbatches  # the job's Batch.microbatches, where it is known
-        self.world_size = world_size  # ranks of the mesh; None where it is not known
-        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (
-            None,
-            (),
-        )  # mesh and broadcasts, as the last step told them
-        self._back: tuple[Mark, State, Step] | None = (
-            None  # a step that was refused, between the place before it and the state after it
-        )
+        self.bytes_fetched = 0  # of arrays, as they are sent
+        self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
+        self.world_size = world_size  # ranks of the mesh, if known
+        # mesh and broadcasts of the last step
+        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
+        # a step that was refused: the mark before it, the state after it, the step
+        self._back: tuple[Mark, State, Step] | None = None
 
     @property
     def queue(self) -> StepQueue:
@@ -150,6 +85,20 @@ class Client:
     def position(self) -> State:
         """The state of the stream after the last step that was taken."""
         return self._state
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception closed the client."""
+        return self._failed
+
+    def mark_failed(self) -> None:
+        """Close without a wait for other ranks."""
+        self._failed = True
+
+    def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
+        """Call ``close`` when the client is closed, with the callback that it replaces."""
+        before = self._close
+        self._close = lambda: close(before)
 
     def paused(self) -> AbstractContextManager[object]:
         """Return a context in which no step is taken. For the session that changes its mesh."""
@@ -183,11 +132,8 @@ class Client:
                     raise
                 continue
             with self._gate:
-                if (
-                    inbox is self._inbox
-                    # else the session was moved meanwhile, and this client with it: the step comes
-                    # again there
-                ):
+                # else the session was rewound or resharded with this client: the step comes again
+                if inbox is self._inbox:
                     self._state, self._shared = told.after, (told.place, told.broadcast)
                     break
         self.steps += 1
@@ -195,14 +141,12 @@ class Client:
         return Step(told, bucket, self.rank)
 
     def _taken_back(self) -> Step | None:
-        """Return a step that was refused, to be taken again. The result is None without one, or
-        after the session was moved.
+        """Return a step that was refused, to be taken again; None without one.
+
+        Also None after the session was rewound.
         """
-        if (
-            self._back is None
-            # without the gate: it is closed while the session moves, and ready steps are taken
-            # meanwhile
-        ):
+        # read without the gate, which is held during a rewind: ready steps are taken meanwhile
+        if self._back is None:
             return None
         with self._gate:
             back, self._back = self._back, None
@@ -213,16 +157,14 @@ class Client:
         return step
 
     def _take_back(self, step: Step, before: Mark) -> None:
-        """Stand before the step that was handed out last, unless the session was moved
-        meanwhile.
-        """
+        """Go back before the last step, unless the session was rewound meanwhile."""
         with self._gate:
             if before[0] is self._inbox:
                 self._back, self._state = (before, self._state, step), before[1]
                 self.steps -= 1
 
     def _refuse_fork(self) -> None:
-        if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
+        if os.getpid() != self._pid:  # the threads that fill the queue are in the other process
             raise OverlordError(
                 f"rank {self.rank}: the client was opened in process {self._pid} and this "
                 f"is process {os.getpid()}; a session does not "
@@ -230,9 +172,7 @@ class Client:
             )
 
     def _wait(self, inbox: StepQueue) -> tuple[StepInfo, BucketBatch]:
-        """The watchdog: every ``stall_warn_s`` it says what is waited for, and after
-        ``stall_limit_s`` it raises.
-        """
+        """Wait for a step; report the reason every ``stall_warn_s``, raise after the limit."""
         start = time.monotonic()
         warn_at = self._warn_s
         while True:
@@ -281,43 +221,46 @@ class Client:
             before = self.mark()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured in a step this rank was handed, for a mixture that learns:
-        ``{"loss/web": 2.31, "tokens/web": 8192}``.
+        """Send measurements of a step that this rank took, for a mixture that learns.
 
-        Plan ``step + feedback_lag`` uses it; say it before asking for ``step + 2`` and it is in
-        time. Values of several ranks are averaged, by ``tokens/<source>`` where given; of a rank's
-        reports of one step the last counts. Returns at once.
+        As in ``{"loss/web": 2.31, "tokens/web": 8192}``. Plan ``step + feedback_lag`` uses it. It
+        is in time if it is sent before ``step + 2`` is asked for. Values of several ranks are
+        averaged, weighted by ``tokens/<source>`` if given. The last report of a rank and step
+        counts. Returns at once.
         """
         self._refuse_fork()
         self._report(self._inbox, step, metrics, self._state.step)
 
     def state_dict(self, at: Mark | None = None) -> dict[str, Any]:
-        """Plain JSON values: the stream behind the last step yielded, or where a mark is. The same
-        on every rank, valid on any mesh.
+        """Return the stream after the last step, or at a mark, as plain JSON values.
+
+        The state is the same on every rank, and valid on any mesh.
         """
         return self._export(*((self._inbox, self._state) if at is None else at))
 
     def mark(self) -> Mark:
-        """The place behind the last step yielded, for a ``state_dict`` later: for those who take
-        steps ahead of the trainer.
+        """Return the position after the last step, for a later ``state_dict``.
+
+        For callers that take steps ahead of the trainer.
         """
         state = self._state
-        if isinstance(
-            state, EncodedState
-        ):  # its bytes may lie beside the step's arrays, whose memory a mark must not keep
+        # its bytes may be in the memory of the step's arrays, which a mark must not keep
+        if isinstance(state, EncodedState):
             state = EncodedState(state.step, state.data.copy())
         return self._inbox, state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Go on from a saved state. The first rank to do so moves the session; the others must load
-        the same state. ``allow`` names fingerprint parts that may differ.
+        """Continue from a saved state.
+
+        The first rank that does so rewinds the session; the others must load the same state.
+        ``allow`` names parts of the fingerprint that may differ.
         """
         self._inbox, self._state = self._rewind(state, allow)
         self._back = None
 
     def close(self) -> None:
-        """Leave: nobody waits for this rank any more."""
-        if os.getpid() != self._pid:  # a fork's copy: the one it was copied from goes on
+        """Close the rank: no other rank waits for it any more."""
+        if os.getpid() != self._pid:  # a copy after a fork; the original stays open
             return
         self._close()
         self._inbox.end(OverlordError(f"the client of rank {self.rank} is closed"), drop=True)
@@ -327,16 +270,13 @@ class Client:
 
     def __exit__(self, kind: object, *exc: object) -> None:
         value = exc[0] if exc else None
-        self._failed = kind is not None and not (
-            isinstance(value, SystemExit) and not value.code
-        )  # sys.exit(0) is no failure
+        # sys.exit(0) is not a failure
+        self._failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)
         self._fault = value if self._failed and isinstance(value, BaseException) else None
         self.close()
 
     def figures(self) -> dict[str, Any]:
-        """Who fetches, and what came: the figures of a ``BroadcastClient``, of a rank that fetches
-        for itself.
-        """
+        """Return the metrics of a ``BroadcastClient``, for a rank that fetches its own steps."""
         place, broadcast = self._shared
         by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
         fetchers = self.world_size if place is None else len(place.fetchers(broadcast))

@@ -1,5 +1,6 @@
-"""``connect``: a client in any process, for a session that serves. Costs the trainer two sockets
-and what it maps.
+"""``connect``: a client in any process, for a session that serves.
+
+It costs the trainer two sockets and the memory that it maps.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from weakref import WeakSet
 
-from overlord.client.client import Client, State, StepQueue
-from overlord.client.control_client import FRONT_DOOR, ControlClient
+from overlord.client.client import Client
+from overlord.client.control_client import CONTROL_SERVER, ControlClient
 from overlord.client.remote_queue import HOSTS, RemoteStepQueue
+from overlord.client.step_queue import State, StepQueue
 from overlord.client.world import process_groups
 from overlord.errors import (
     ActorLost,
@@ -32,13 +34,12 @@ from overlord.transport.connect import AGAIN_S
 
 log = logging.getLogger("overlord")
 
-WHY_S = 1.0  # a client that has waited for minutes must not wait long for the reason
+WHY_S = 1.0  # for the reason of a stall: a client has waited for minutes already
 LEAVE_S = 2.0
-REWIND_S = 300.0  # all cores begin anew, and files are opened
+REWIND_S = 300.0  # a rewind starts all workers and opens files
 
-_TOGETHER: dict[
-    str, WeakSet[RemoteStepQueue]
-] = {}  # links of this process to the constructors of a session, by its address
+# queues of this process, by the address of their session
+_TOGETHER: dict[str, WeakSet[RemoteStepQueue]] = {}
 _LOCK = threading.Lock()  # of these
 
 
@@ -53,12 +54,12 @@ def connect(
     reconnect_s: float = 60.0,
     on_stall: Callable[[str, float], None] | None = None,
 ) -> Client:
-    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``,
-    ``OVERLORD_TOKEN``, and the rank in the process group, or ``RANK``.
+    """Return the client of one rank of a session in another process.
 
-    ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; by default what the session was launched
-    with. ``on_stall(words, seconds)`` is called in place of the warning. ``reconnect_s``: how long
-    to look for a constructor whose link broke.
+    Defaults: ``OVERLORD_ADDRESS``, ``OVERLORD_TOKEN``, and the rank in the process group, or
+    ``RANK``. ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; the defaults are those of the
+    session. ``on_stall(reason, seconds)`` is called instead of the logged warning.
+    ``reconnect_s``: how long to reconnect to a constructor that was lost.
     """
     address, rank, token = _given(address, rank, token)
     asking = ControlClient(address, token, rank, timeout_s=timeout_s)
@@ -73,9 +74,7 @@ def connect(
 
 
 def _started(asking: ControlClient, timeout_s: float) -> Mapping[str, Any]:
-    """Where the rank begins. What the session itself waits for, a host that stands still, may come
-    while there is time.
-    """
+    """Return the position of the rank. Retry while the session itself waits for a worker."""
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
@@ -91,7 +90,7 @@ def _started(asking: ControlClient, timeout_s: float) -> Mapping[str, Any]:
 
 
 def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
-    """What was said, or what the environment says; all that is missing at once."""
+    """Return the arguments, or their values in the environment; name all that are missing."""
     address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
     token = os.environ.get("OVERLORD_TOKEN") if token is None else token
     said = _rank() if rank is None else rank
@@ -125,7 +124,7 @@ def _rank() -> Any:
 
 
 class _Connected:
-    """A client's callbacks, carried out by requests."""
+    """The callbacks of a client, which send requests to its session."""
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class _Connected:
             self._asking.rank,
             self._inbox(s),
             begin=lambda: None,
-            consumed=_took,
+            consumed=lambda queue, step: queue.ack(step),
             waiting_for=self._why,
             export=self._export,
             rewind=self._rewind,
@@ -172,9 +171,8 @@ class _Connected:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
-            # It has died, perhaps, and another is started; or another rank moves the session just
-            # now; or it has not the step that is
-            # wanted any more. It is asked again when a step is asked for, and that is told then: a
+            # The constructor has died and is restarted, or another rank rewinds the session, or
+            # the step is not kept any more. The first step asks again, and raises the error then: a
             # state may be loaded before.
             return self._remote(at, "")
 
@@ -196,8 +194,9 @@ class _Connected:
         return box
 
     def _beside(self, box: RemoteStepQueue) -> list[RemoteStepQueue]:
-        """Those that the same thread takes from: one that another thread has may be about to load a
-        state.
+        """Return the queues that the same thread uses.
+
+        Another thread may be about to load a state in its queue.
         """
         with _LOCK:
             return [
@@ -207,34 +206,34 @@ class _Connected:
             ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
-        """For the constructor: the one we came with, which so never travels; or one of a socket of
-        this machine.
+        """Return the token for the constructor: the session's own, which is never sent, or that
+        of a socket of this machine.
         """
         return at["token"] or self._asking.token
 
     def _where(self, generation: int) -> tuple[str, str]:
         at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
-        inbox = self._client._inbox if self._client is not None else None
-        if at["generation"] != generation and isinstance(
-            inbox, RemoteStepQueue
-        ):  # the whole session was moved, and this client with it
-            inbox.move(at["generation"], at["state"])
+        queue = self._client.queue if self._client is not None else None
+        # the whole session was rewound, with this client
+        if at["generation"] != generation and isinstance(queue, RemoteStepQueue):
+            queue.move(at["generation"], at["state"])
         if not at["constructor"]:
             raise DataStall(f"{HOSTS}* of rank {self._asking.rank} to be started again", 0.0)
         return at["constructor"], self._token(at)
 
     def _moved(self, state: EncodedState) -> None:
         if self._client is not None:
-            self._client._state = state
+            self._client.move_to(self._client.queue, state)
 
     def _why(self) -> str:
-        """In words, whatever happens: this is asked when things are wrong already."""
+        """Describe the wait. It must not fail: it is called after a fault."""
         assert self._client is not None
-        trouble = getattr(self._client._inbox, "trouble", "")
+        queue = self._client.queue
+        trouble = queue.trouble if isinstance(queue, RemoteStepQueue) else ""
         try:
             words = str(self._asking.ask("why", timeout_s=WHY_S))
         except OverlordError as fault:
-            words = f"{FRONT_DOOR} at {self._asking.address} cannot say for what: {fault}"
+            words = f"{CONTROL_SERVER} at {self._asking.address} cannot say for what: {fault}"
         return f"{trouble}; {words}" if trouble else words
 
     def _export(self, box: StepQueue, state: State) -> dict[str, Any]:
@@ -246,8 +245,8 @@ class _Connected:
 
     def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         assert self._client is not None
-        old = cast(RemoteStepQueue, self._client._inbox)
-        took = (old.generation, old.taken)  # which may not have been heard of yet
+        old = cast(RemoteStepQueue, self._client.queue)
+        took = (old.generation, old.taken)  # the ack may not have arrived yet
         try:
             at = self._asking.ask(
                 "rewind",
@@ -256,7 +255,7 @@ class _Connected:
                 allow=tuple(allow),
                 took=took,
             )
-        except FrameError as fault:  # no state holds what cannot travel
+        except FrameError as fault:  # a state can always be encoded
             remedy = "save and load what state_dict() gave, unchanged"
             raise StateMismatch(
                 {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
@@ -267,16 +266,12 @@ class _Connected:
             drop=True,
         )
         log.info(
-            "rank %d has loaded a state and goes on with step %d",
-            self._asking.rank,
-            at["state"].step,
+            "rank %d loaded a state and continues with step %d", self._asking.rank, at["state"].step
         )
         return new, at["state"]
 
     def _report(self, box: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
-        """Looked at here, so that scalars of any library become numbers and mistakes are told
-        without a way.
-        """
+        """Check the report here: scalars of any library become numbers, and errors are local."""
         from overlord.messages.reports import checked
 
         rank, generation = self._asking.rank, cast(RemoteStepQueue, box).generation
@@ -297,21 +292,11 @@ class _Connected:
         )
 
     def _close(self) -> None:
-        inbox = self._client._inbox if self._client is not None else None
-        took = (
-            (-1, -1)
-            if inbox is None
-            else (cast(RemoteStepQueue, inbox).generation, cast(RemoteStepQueue, inbox).taken)
-        )
-        crashed = (
-            self._client is not None and self._client._failed
-        )  # it did not leave: its trainer may come again
-        with contextlib.suppress(
-            OverlordError
-        ):  # nobody is there any more: then nobody waits for this rank either
+        client, took = self._client, (-1, -1)
+        if client is not None:
+            queue = cast(RemoteStepQueue, client.queue)
+            took = (queue.generation, queue.taken)
+        crashed = client is not None and client.failed  # its trainer may connect again
+        with contextlib.suppress(OverlordError):  # without a session no rank waits for this one
             self._asking.ask("crashed" if crashed else "detach", timeout_s=LEAVE_S, took=took)
         self._asking.close()
-
-
-def _took(box: StepQueue, step: int) -> None:
-    cast(RemoteStepQueue, box).took(step)

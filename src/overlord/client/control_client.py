@@ -1,5 +1,6 @@
-"""Requests of a connected client to the session's front door: one at a time, each with a deadline,
-again after a cut.
+"""Requests of a client to the control server of its session.
+
+One request is sent at a time, each with a deadline. It is repeated after a lost connection.
 """
 
 from __future__ import annotations
@@ -12,43 +13,39 @@ from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.transport.connect import dial
 from overlord.transport.connection import TIMEOUT, Connection
 
-FRONT_DOOR = "the session's front door"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to reach it
+CONTROL_SERVER = "the session's control server"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect
 
 
 class ControlClient:
-    """The control link of one rank. All requests may be said twice, so a link that was cut costs
-    time and nothing else.
+    """The control connection of one rank. All requests are idempotent, so they may be repeated.
+
+    ``role``: ``"served"`` for a rank that takes no steps, and only asks and reports.
     """
 
     def __init__(
         self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"
     ):
-        self.address, self.token, self.rank, self._role = (
-            address,
-            token,
-            rank,
-            role,
-        )  # "served": takes no steps, and only asks
-        self._reach_s = timeout_s  # to find the door; an answer may take longer
+        self.address, self.token, self.rank, self._role = address, token, rank, role
+        self._reach_s = timeout_s  # to connect; an answer may take longer
         self._lock = threading.Lock()
-        self._said = 0
-        self._over: Exception | None = None  # why there will be no more answers
+        self._last_id = 0
+        self._over: Exception | None = None  # why no further request is answered
         self._link: Connection | None = None
         self.welcome: dict[str, Any] = {}
         self._linked(time.monotonic() + timeout_s)
 
     def ask(self, what: str, *, timeout_s: float, **given: Any) -> Any:
-        """The answer, or the error that the other side raised."""
+        """Return the answer, or raise the error that the server answered."""
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise DataStall(
-                f"another request to {FRONT_DOOR} at {self.address}", timeout_s, rank=self.rank
+                f"another request to {CONTROL_SERVER} at {self.address}", timeout_s, rank=self.rank
             )
         try:
-            self._said += 1
+            self._last_id += 1
             return _opened(
-                self._answer({"ask": what, "id": self._said, **given}, deadline, timeout_s)
+                self._answer({"ask": what, "id": self._last_id, **given}, deadline, timeout_s)
             )
         finally:
             self._lock.release()
@@ -57,18 +54,17 @@ class ControlClient:
         while True:
             link = self._linked(min(deadline, time.monotonic() + self._reach_s))
             try:
-                while (
-                    self._heard(link, 0.0) is not TIMEOUT
-                ):  # an answer that was given up, or a last word
+                # an answer to a request that timed out, or the error before a close
+                while self._received(link, 0.0) is not TIMEOUT:
                     pass
                 link.send(request, timeout_s=max(0.01, deadline - time.monotonic()))
                 while (
-                    reply := self._heard(link, max(0.0, deadline - time.monotonic()))
+                    reply := self._received(link, max(0.0, deadline - time.monotonic()))
                 ) is not TIMEOUT:
                     if isinstance(reply, dict) and reply.get("id") == request["id"]:
                         return reply
                 raise DataStall(
-                    f"{FRONT_DOOR} at {self.address} to answer {request['ask']!r}",
+                    f"{CONTROL_SERVER} at {self.address} to answer {request['ask']!r}",
                     timeout_s,
                     rank=self.rank,
                 )
@@ -78,11 +74,11 @@ class ControlClient:
                     raise
             except DataStall:
                 raise
-            except BaseException:  # Ctrl-C in the middle of a message, or bytes that make none
+            except BaseException:  # Ctrl-C in the middle of a message, or damaged bytes
                 self._drop()
                 raise
 
-    def _heard(self, link: Connection, seconds: float) -> Any:
+    def _received(self, link: Connection, seconds: float) -> Any:
         reply = link.recv(seconds)
         if isinstance(reply, dict) and isinstance(reply.get("over"), Exception):
             self._over = reply["over"]
@@ -91,7 +87,7 @@ class ControlClient:
         return reply
 
     def _linked(self, deadline: float) -> Connection:
-        """The open link, or a new one as soon as the door can be reached."""
+        """Return the open connection, or a new one as soon as the server answers."""
         pause, fault, start = FIRST_PAUSE_S, None, time.monotonic()
         while self._link is None:
             if self._over is not None:
@@ -102,7 +98,7 @@ class ControlClient:
                     f"{self.address} could not be reached for {time.monotonic() - start:.1f} "
                     f"s: {reason_of(fault)}"
                 )
-                raise ActorLost(FRONT_DOOR, words) from fault
+                raise ActorLost(CONTROL_SERVER, words) from fault
             try:
                 link, welcome = dial(
                     self.address,
@@ -123,7 +119,7 @@ class ControlClient:
             self._over = LinkRefused(
                 self.address,
                 "another session is served there than the one this client belongs to; "
-                "connect anew, and load a saved state",
+                "connect again, and load a saved state",
             )
             raise self._over
 
@@ -144,7 +140,7 @@ def _opened(reply: dict[str, Any]) -> Any:
 
 
 def reason_of(fault: BaseException | None) -> str:
-    """Why someone could not be reached, without who could not reach whom on the way to that."""
+    """Return the first cause of a lost connection."""
     while isinstance(fault, ActorLost) and isinstance(fault.__cause__, (ActorLost, DataStall)):
         fault = fault.__cause__
     return fault.reason if isinstance(fault, ActorLost) else str(fault)

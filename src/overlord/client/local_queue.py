@@ -1,6 +1,4 @@
-"""The box of a client that lives in the launching process while its constructor does not: linked
-when the first step is asked for.
-"""
+"""The queue of a client in the launching process, with its constructor in another process."""
 
 from __future__ import annotations
 
@@ -14,8 +12,10 @@ from overlord.messages.client import StepInfo
 
 
 class LaunchedStepQueue:
-    """As a connected client's, but for the front door: whoever is here can ask without one.
-    ``beside``: the links of all boxes of one engine, which look after each other.
+    """A ``RemoteStepQueue`` that connects when the first step is asked for.
+
+    ``where`` returns address and token of the constructor. ``beside``: the connected queues of all
+    ranks of this process, which reconnect each other.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LaunchedStepQueue:
         return self._linked().get(timeout_s)
 
     def _linked(self) -> RemoteStepQueue:
-        """It asks for the address itself, and again: a constructor may just be replaced."""
+        """Connect at the first call. The queue asks for the address: it may change."""
         if self._remote is None:
             self._remote = RemoteStepQueue(
                 rank=self._rank,
@@ -58,21 +58,21 @@ class LaunchedStepQueue:
                 beside=lambda box: list(self._beside),
             )
             self._beside.append(self._remote)
-            if self._over is not None:  # meanwhile, by another thread
+            if self._over is not None:  # by another thread meanwhile
                 self._remote.end(self._over)
         return self._remote
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the link, in words; empty while it holds."""
+        """Describe the fault of the connection; empty while it works."""
         return "" if self._remote is None else self._remote.trouble
 
-    def took(self, step: int) -> None:
+    def ack(self, step: int) -> None:
         if self._remote is not None:
-            self._remote.took(step)
+            self._remote.ack(step)
 
     def put(self, told: StepInfo, bucket: BucketBatch) -> None:
-        raise OverlordError(f"rank {self._rank} is served by its constructor host")
+        raise OverlordError(f"rank {self._rank} is served by its constructor worker")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         self._over = error

@@ -1,9 +1,8 @@
-"""Steps from a constructor in another process. On the same machine the trainer's own thread reads
-them: no thread is added.
+"""Steps from a constructor in another process.
 
-What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in
-shared memory. Meanwhile another may be started in its place: the session tells where, and the steps
-go on where those that are here end.
+On the same machine the thread of the trainer reads them: no thread is added. Steps that were sent
+stay readable when the constructor dies: descriptors are in the socket, bytes in shared memory. The
+session gives the address of the restarted constructor, which sends the next steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.control_client import FRONT_DOOR, reason_of
+from overlord.client.control_client import CONTROL_SERVER, reason_of
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
@@ -35,26 +34,28 @@ log = logging.getLogger("overlord")
 
 DIAL_S = 5.0  # for one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
-HOSTS = "constructor-worker/"  # whom only the session calls so
-FOR_GOOD = (HOSTS, "planner")  # of whom the session says that they are lost when no other comes
-SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
-GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it
-BESIDE_S = 0.5  # without a step: then those beside it are seen to
-# without a word from the constructor: then the session is asked whether it is still the one
+HOSTS = "constructor-worker/"  # names that only errors of the session have
+FOR_GOOD = (HOSTS, "planner")  # the session names them as lost only if they are not restarted
+SHORT_PAUSE_S = 0.2  # the same while a constructor is restarted, which takes about a second
+GLANCE_S = 0.2  # for an attempt while steps are ready: they wait for it
+BESIDE_S = 0.5  # without a step: then other queues of this process are reconnected
+# without a message: then the session is asked whether the constructor was replaced
 LOOK_S = 5.0
-# that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
+# steps that a trainer may keep views of, besides those in the queue; further ones are copied
 SPARE_SLOTS = 8
 
 
 class RemoteStepQueue:
-    """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address
-    and token: after a fall it may be another one, and after the session was moved there is none for
-    those who have not moved with it. Without an address it is asked for when the first step is.
+    """The ``StepQueue`` of a client whose constructor is in another process.
 
-    One thread may take the steps of several ranks in turn. When their constructor is lost and they
-    live on what they have, it is the first that waits for the next step, and the others ask for
-    nothing any more: nobody would tell the new constructor what they have taken. So whoever waits
-    looks after those ``beside`` it, too, of this process and of one session.
+    ``where(generation)`` returns address and token of the constructor. The address may change after
+    a loss. After a rewind there is none for ranks that have not loaded the state. Without an
+    ``address`` it is asked for with the first step.
+
+    One thread may take the steps of several ranks in turn. When their constructor is lost, the
+    first rank without a step blocks, and the others are not called any more. The new constructor
+    would never receive their acks. So a queue that waits also reconnects the queues ``beside`` it,
+    of the same process and session.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RemoteStepQueue:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self._dial, self._now, self._sleep = dial, now, sleep  # of a virtual clock, in simulations
+        self._dial, self._now, self._sleep = dial, now, sleep  # simulations replace these
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
         self._reconnect_s, self._max_held, self._beside = (
@@ -83,31 +84,27 @@ class RemoteStepQueue:
             beside,
         )
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
-        self._slabs = BufferPool()  # for what the trainer widens
+        self._slabs = BufferPool()  # for arrays that the trainer expands
         self.taken = -1
-        self._before = (
-            next_step - 1
-        )  # taken by whoever was this rank before: a constructor that was started anew may not know
-        self._taking = generation  # of which the step is that was handed out last
+        # taken by an earlier client of this rank: a restarted constructor may not know it
+        self._before = next_step - 1
+        self._taking = generation  # generation of the step that was returned last
         self._ended = False
         self._error: BaseException | None = None
-        self._lost_at: float | None = None  # when the link broke; None while it holds
+        self._lost_at: float | None = None  # when the connection broke; None while it works
         self._fault: BaseException | None = None
-        self._told_lost = logging.NOTSET  # how loud the loss of the link was told: so is its return
-        self._told_end = False  # by the constructor, who may take it back
+        self._told_lost = logging.NOTSET  # log level of the loss, and of the reconnection
+        self._told_end = False  # by the constructor, which may withdraw it
         self._pause = FIRST_PAUSE_S
-        self._tried_at: float | None = None  # since when the link is tried again
-        self._linked_at = self._retry_at = (
-            0.0  # when a link was made last, and before when none is tried again
-        )
-        self._silent = False  # the session was asked, since the link broke, and is not there either
+        self._tried_at: float | None = None  # when reconnection began
+        self._linked_at = 0.0  # when the last connection was made
+        self._retry_at = 0.0  # no attempt before this time
+        self._silent = False  # since the loss the session was asked too, and did not answer
         self._waited_s = 0.0
-        self._heard_at = now()  # when something came by the link
-        self._changed = threading.Condition()  # for the reading thread, where there is one
-        self.taker = (0, 0)  # the process and the thread that has asked last
-        self._mine = (
-            threading.Lock()
-        )  # held by whoever reads the link: two readers would swap steps
+        self._heard_at = now()  # when the last message arrived
+        self._changed = threading.Condition()  # for the reading thread, if there is one
+        self.taker = (0, 0)  # process and thread of the last call
+        self._mine = threading.Lock()  # held by the reader: two readers would swap steps
         self._link: SocketConnection | None = None
         if address:
             self._connect(DIAL_S)
@@ -117,8 +114,9 @@ class RemoteStepQueue:
     # the client's side
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        """The next step; None when the time is over; StopIteration, or the error, when there is
-        none.
+        """Return the next step, or None after the timeout.
+
+        Raise StopIteration, or the error, at the end of the stream.
         """
         start, self.taker = self._now(), (os.getpid(), threading.get_ident())
         try:
@@ -128,15 +126,15 @@ class RemoteStepQueue:
             self._waited_s += self._now() - start
 
     def look_around(self) -> None:
-        """Nobody asks for a step just now, and somebody else waits for one: a constructor that was
-        lost meanwhile, and is there again, is to know how far this rank is. Does nothing while it
-        is asked.
+        """Reconnect while no step of this rank is asked for and another rank waits.
+
+        A restarted constructor must know the last step of this rank. Does nothing during ``get``.
         """
         if self._mine.acquire(blocking=False):
             try:
                 self._drain()
                 if self._link is None and not self._ended:
-                    self._silent = False  # no step that is here waits for this
+                    self._silent = False  # no ready step waits for this
                     self._look_again()
             finally:
                 self._mine.release()
@@ -149,7 +147,7 @@ class RemoteStepQueue:
             if self._steps:
                 told, bucket = self._steps[0]
                 self._taking = self.generation
-                self._next = told.step + 1  # first: what comes again is known by it
+                self._next = told.step + 1  # before popleft: repeated steps are detected by it
                 self._steps.popleft()
                 return told, bucket
             if self._error is not None:
@@ -168,12 +166,13 @@ class RemoteStepQueue:
 
     def _look_after_others(self) -> None:
         for box in self._others() if not self._steps else ():
-            with contextlib.suppress(OverlordError):  # it is told when it asks
+            with contextlib.suppress(OverlordError):  # raised by its next get
                 box.look_around()
 
     def _see_who_is_there(self) -> None:
-        """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut
-        off, and another has its place: the link to it would hold for ever, and nothing come.
+        """Detect a constructor that was replaced while its connection stayed open.
+
+        A constructor that was stopped or partitioned keeps its connection, and sends nothing.
         """
         if (
             (link := self._link) is None
@@ -188,24 +187,22 @@ class RemoteStepQueue:
         except OverlordError as fault:
             if isinstance(fault, ActorLost) and fault.name.startswith(FOR_GOOD):
                 self._broke(link, fault)
-            return  # what else it is will be heard by the link, or it is asked again
+            return  # other faults appear on the connection, or at the next call
         if address != self.address:
-            self._broke(link, ActorLost(self._name, "another was started in its place"))
+            self._broke(link, ActorLost(self._name, "another one was started"))
 
-    def took(self, step: int) -> None:
-        """The step is the trainer's now. If the link is gone the constructor learns of it when we
-        come again.
-        """
+    def ack(self, step: int) -> None:
+        """Send that the trainer has the step. Without a connection it is sent on reconnection."""
         self.taken = step
-        self._say_took(step)
+        self._send_ack(step)
 
-    def _say_took(self, step: int) -> None:
+    def _send_ack(self, step: int) -> None:
         if step >= 0 and (link := self._link) is not None:
             with contextlib.suppress(ActorLost, DataStall):
                 link.send(StepAck(step, self._waited_s, self._taking), timeout_s=DIAL_S)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """This side ends it."""
+        """Close the queue locally; ``get`` then raises ``error``."""
         with self._changed:
             self._ended, self._error, self._told_end = True, error, False
             if drop:
@@ -214,8 +211,9 @@ class RemoteStepQueue:
         self._drop_link("the client is closed")
 
     def __len__(self) -> int:
-        """Steps already in this process. Those that wait in the socket are read for it, unless the
-        trainer reads just now.
+        """Return the number of steps in this process.
+
+        Steps in the socket are read first, unless the trainer reads at the moment.
         """
         if self._mine.acquire(blocking=False):
             try:
@@ -227,13 +225,13 @@ class RemoteStepQueue:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the link, in words; empty while it holds."""
+        """Describe the fault of the connection; empty while it works."""
         if self._lost_at is None:
             return ""
-        if isinstance(self._fault, DataStall):  # the session says what is done about it
+        if isinstance(self._fault, DataStall):  # the session describes the remedy
             return self._fault.waiting_for
         return (
-            f"{self._name} at {shown(self.address)}, whose link broke "
+            f"{self._name} at {shown(self.address)}, whose connection broke "
             f"{self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
         )
 
@@ -244,7 +242,7 @@ class RemoteStepQueue:
         return self._link is not None and not self._link.shares_memory
 
     def _drain(self) -> None:
-        """Take in all that is there, without waiting."""
+        """Read all messages that have arrived, without waiting."""
         while (
             not self._threaded
             and (link := self._link) is not None
@@ -253,9 +251,7 @@ class RemoteStepQueue:
             pass
 
     def _wait(self, seconds: float) -> None:
-        """Until something comes, or the time is over; where the link is gone, until it may be tried
-        again.
-        """
+        """Wait for a message; without a connection, until the next attempt."""
         link = self._link
         if link is None:
             self._try_again(seconds)
@@ -272,27 +268,25 @@ class RemoteStepQueue:
             if value is not TIMEOUT:
                 self._heard_at = self._now()
                 self._take_in(value)
-                self._be_patient_anew()
+                self._reset_pauses()
             return value
         except (ActorLost, FrameError) as fault:
             self._broke(link, fault)
             return TIMEOUT
-        # Ctrl-C in the middle of a message: a new link begins at the step that is missing
+        # Ctrl-C in the middle of a message: a new connection begins at the missing step
         except BaseException as fault:
             self._broke(link, fault)
             raise
 
     def _read_on(self, link: SocketConnection) -> None:
-        """The reading thread of a TCP link: prefetched steps are in this process before they are
-        asked for.
-        """
+        """Read a TCP connection in a thread, so that prefetched steps are in this process."""
         while self._link is link:
             self._read(link, 1.0)
 
     def _take_in(self, value: Any) -> None:
         with self._changed:
             if isinstance(value, StepMessage):
-                if value.told.step >= self._wanted:  # else it came before the cut
+                if value.told.step >= self._wanted:  # else it arrived before the loss
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = BatchArrays.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
@@ -320,9 +314,10 @@ class RemoteStepQueue:
             self._changed.notify_all()
 
     def _look_again(self) -> None:
-        """The link is gone while there are steps to hand out. The session is asked whether it was
-        moved: then what is kept here is of a time that is over. Else a constructor that is there
-        again is to know how far we are, or no step is planned beyond those here.
+        """Reconnect while steps are ready.
+
+        The session may have been rewound: then these steps are obsolete. Else a restarted
+        constructor must know the last step, or no step is planned beyond those in this process.
         """
         if self._silent or self._now() < self._retry_at:
             return
@@ -334,34 +329,31 @@ class RemoteStepQueue:
         except (ActorLost, DataStall) as fault:
             if _is_replaced(fault):
                 self._fault, self._retry_at = fault, self._now() + FIRST_PAUSE_S
-            # Once for each fall: the steps that are here must not wait for who is not there.
+            # once for each loss: ready steps must not wait for a session that does not answer
             self._silent = (
-                fault.name == FRONT_DOOR
+                fault.name == CONTROL_SERVER
                 if isinstance(fault, ActorLost)
-                else FRONT_DOOR in fault.waiting_for
+                else CONTROL_SERVER in fault.waiting_for
             )
-        except OverlordError as fault:  # what it means is seen when the steps are handed out
+        except OverlordError as fault:  # raised after the ready steps
             log.debug("rank %d: %s", self.rank, fault)
 
     def move(self, generation: int, after: EncodedState) -> None:
-        """The whole session was moved, and this client with it."""
+        """Continue in a new generation: the whole session was rewound, with this client."""
         self._steps.clear()
         self._told_end, self._retry_at = False, 0.0
-        self._ended, self._error, self.taken = (
-            False,
-            None,
-            -1,
-        )  # what was taken before says nothing of the steps to come
-        if self._link is None and self._lost_at is None:  # it had ended
+        # acks of the old generation do not apply to the new one
+        self._ended, self._error, self.taken = False, None, -1
+        if self._link is None and self._lost_at is None:  # the stream had ended
             self._lost_at = self._now()
         self.generation, self._next, self._before = generation, after.step, after.step - 1
         self._on_moved(after)
 
-    # the link
+    # the connection
 
     @property
     def _wanted(self) -> int:
-        """The first step that is not here."""
+        """The first step that is not in this process."""
         return self._steps[-1][0].step + 1 if self._steps else self._next
 
     @property
@@ -380,7 +372,7 @@ class RemoteStepQueue:
         if self._told_lost and self._lost_at is not None:
             log.log(
                 self._told_lost,
-                "rank %d: %s is linked again after %.1f s",
+                "rank %d: %s reconnected after %.1f s",
                 self.rank,
                 self._name,
                 self._now() - self._lost_at,
@@ -393,8 +385,8 @@ class RemoteStepQueue:
             self._now(),
             False,
         )
-        self._pause_next()  # if this one breaks at once
-        self._say_took(max(self.taken, self._before))  # while the link was gone, perhaps
+        self._pause_next()  # for the case that this one breaks at once
+        self._send_ack(max(self.taken, self._before))  # acks of the time without a connection
         if not link.shares_memory:
             threading.Thread(
                 target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True
@@ -407,28 +399,29 @@ class RemoteStepQueue:
             self._link = None
             if not self._ended:
                 self._lost_at, self._fault = self._now(), fault
-            # One that breaks as soon as it is made is tried with pauses, and not for ever.
+            # connections that break at once are tried with pauses, and not for ever
             if self._now() - self._linked_at > LONGEST_PAUSE_S:
-                self._be_patient_anew()
+                self._reset_pauses()
             self._changed.notify_all()
         if not self._ended:
             self._say_lost(fault)
         link.close()
 
     def _say_lost(self, fault: BaseException) -> None:
-        """One that closes in order does so since the session is moved, resharded or closed: nothing
-        to be alarmed at.
-        """
+        """Log the loss. An orderly close means a rewind, a reshard or the end: level INFO."""
         level, words = (
             logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
             str(fault),
         )
         if isinstance(fault, ActorLost) and fault.reason.endswith(CLOSES):
-            level, words = logging.INFO, "it closed the link, as it does when the session is moved"
+            level, words = (
+                logging.INFO,
+                "it closed the connection, as it does when the session is rewound",
+            )
         self._told_lost = level
         log.log(
             level,
-            "rank %d: %s: %s; it is looked for again for %.0f s",
+            "rank %d: %s: %s; reconnecting for %.0f s",
             self.rank,
             self._name,
             words,
@@ -436,11 +429,10 @@ class RemoteStepQueue:
         )
 
     def _try_again(self, seconds: float) -> None:
-        """One attempt, when it is time for it."""
+        """Make one attempt to reconnect, when it is due."""
         assert self._lost_at is not None
-        if (
-            self._tried_at is None
-        ):  # a trainer may have been busy with the steps it had for longer than that
+        # counted from the first attempt: the trainer may have used ready steps for long
+        if self._tried_at is None:
             self._tried_at = self._now()
         gone = self._now() - self._tried_at
         if gone >= self._reconnect_s:
@@ -461,28 +453,25 @@ class RemoteStepQueue:
             if refused.reason != CLOSES:
                 self.end(OverlordError(refused.reason))
                 return
-            self._fault = ActorLost(
-                self._name, CLOSES
-            )  # the session is being moved, and tells soon where
+            # the session is being rewound, and has the new address soon
+            self._fault = ActorLost(self._name, CLOSES)
             self._pause_next(SHORT_PAUSE_S)
-        except (
-            OverlordError
-        ) as over:  # the session was moved, or is closed: no step comes from there
+        except OverlordError as over:  # the session was rewound or closed: no step comes
             self.end(over)
 
     def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:
         self._retry_at = self._now() + min(self._pause, longest)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
-    def _be_patient_anew(self) -> None:
-        """The link does what it should: if it breaks, that is another fall."""
+    def _reset_pauses(self) -> None:
+        """Reset the pauses: the connection works, so its next loss is a new one."""
         self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
 
     def _give_up(self, gone: float) -> NoReturn:
         fault, who = self._fault, shown(self.address) or "it"
         either = (
-            f" ({FRONT_DOOR} could not be reached either)"
-            if isinstance(fault, ActorLost) and fault.name == FRONT_DOOR
+            f" ({CONTROL_SERVER} could not be reached either)"
+            if isinstance(fault, ActorLost) and fault.name == CONTROL_SERVER
             else ""
         )
         raise ActorLost(
@@ -499,5 +488,5 @@ class RemoteStepQueue:
 
 
 def _is_replaced(fault: Exception) -> bool:
-    """Whether the session says that it is about to start another."""
+    """Whether the session restarts the constructor."""
     return isinstance(fault, DataStall) and fault.waiting_for.startswith(HOSTS)

@@ -1,6 +1,4 @@
-"""What the trainer holds: a Step of Microbatches, read-only, each knowing which samples it was made
-of.
-"""
+"""A ``Step`` of ``Microbatch`` objects: read-only arrays, with the samples they were made of."""
 
 from __future__ import annotations
 
@@ -22,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Where one sample lies in a microbatch: ``tokens[offset:offset + length]`` (packed), or row
-    ``offset`` (padded). It tells of the whole microbatch, before it was cut for context
-    parallelism; -1 where this rank holds no arrays.
+    """The position of one sample in a microbatch.
+
+    It is ``tokens[offset:offset + length]`` (packed), or row ``offset`` (padded). It refers to the
+    whole microbatch, before it is split for context parallelism. -1: this rank has no arrays.
     """
 
     sample: SampleId
@@ -45,7 +44,7 @@ class Microbatch(Mapping[str, np.ndarray]):
         served_by: int | None = None,
     ):
         self._arrays, self._told, self._rows = arrays, told, rows
-        # the rank that fetches this microbatch in its place; None: it was handed here
+        # the rank that fetches this microbatch for this one; None: this rank received it
         self._served_by = served_by
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -55,9 +54,8 @@ class Microbatch(Mapping[str, np.ndarray]):
             raise KeyError(self._why_not(key)) from None
 
     def _why_not(self, key: str) -> str:
-        if (
-            "cu_seqlens" in self._arrays or self._served_by is None
-        ):  # which every rank has that is handed a microbatch
+        # cu_seqlens: every rank that receives a microbatch has it
+        if "cu_seqlens" in self._arrays or self._served_by is None:
             stage = {**dict.fromkeys(FIRST, "first"), **dict.fromkeys(LAST, "last")}.get(key)
             why = (
                 f" ({key} is for the {stage} pipeline stage)"
@@ -86,11 +84,9 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def samples(self) -> list[Piece]:
-        """The samples in it, in order; made when asked for, so that packing costs no object per
-        sample.
-        """
+        """Return the samples in order, made on demand: packing makes no object per sample."""
         lengths = self._told.tokens[self._rows].tolist()
-        if "attention_mask" in self._arrays:  # of the padded layout alone
+        if "attention_mask" in self._arrays:  # of the padded layout only
             starts: Sequence[int] = range(len(self._rows))
         elif "cu_seqlens_padded" in self._arrays:
             starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
@@ -136,9 +132,7 @@ class Step:
 
     @property
     def served_by(self) -> int:
-        """The rank that fetches these microbatches, for this one and those that the trainer
-        broadcasts them to; itself where it is one.
-        """
+        """The rank that fetches these microbatches, for itself or for others by a broadcast."""
         place = self._told.place
         return (
             self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
@@ -163,7 +157,7 @@ class Step:
         return len(self._bucket)
 
     def _microbatches(self) -> tuple[Microbatch, ...]:
-        """Made once: what is the same microbatch is the same object."""
+        """Return the microbatches; repeated calls return the same objects."""
         if self._cut is None:
             b, bounds, served_by = self._bucket, self._bucket.bounds.tolist(), self.served_by
             self._cut = tuple(
@@ -173,7 +167,7 @@ class Step:
         return self._cut
 
     def _with_images(self, bucket: BucketBatch) -> Iterable[Mapping[str, np.ndarray]]:
-        """Where an exchange belongs to a microbatch, its arrays are the microbatch's too."""
+        """Add the arrays of an exchange to the microbatch that it belongs to."""
         if bucket.encoder is None or bucket.per != "microbatch":
             return bucket.microbatches
         both = zip(bucket.microbatches, self.encoder, strict=True)
@@ -184,8 +178,9 @@ class Step:
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:
-        """What this rank feeds its encoder and how outputs are routed, an entry for each exchange;
-        empty where the job has no images.
+        """The inputs of the encoder of this rank and the routes of its outputs.
+
+        One entry for each exchange; empty for a job without images.
         """
         if self._exchanges is None:
             wide = self._bucket.encoder
@@ -209,8 +204,9 @@ class Step:
 
 
 def check_count(step: Any, expected: int | None) -> None:
-    """Refuse a step whose number of microbatches is not that of the job, for trainers that count
-    microbatches. None: not known.
+    """Refuse a step whose number of microbatches is not that of the job; None: not known.
+
+    For trainers that count microbatches.
     """
     if expected is None or len(step) == expected:
         return

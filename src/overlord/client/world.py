@@ -1,6 +1,4 @@
-"""Rank and world size of this process: those of ``torch.distributed`` where it is initialised, else
-those of the environment.
-"""
+"""Rank and world size of this process, from ``torch.distributed`` or the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ JOINED = "call torch.distributed.init_process_group() before, or start the proce
 
 
 class World(NamedTuple):
-    """``named``: where the numbers come from, for error texts."""
+    """Rank and size. ``named``: their origin, for error texts."""
 
     rank: int
     size: int
@@ -47,7 +45,7 @@ def world_here(where: str) -> World | None:
             "RANK" if "WORLD_SIZE" in given else "WORLD_SIZE",
         )
         raise JobError(
-            [f"{missing}: expected a whole number beside {name}={value}, got nothing; {JOINED}"],
+            [f"{missing}: expected a whole number next to {name}={value}, got nothing; {JOINED}"],
             where,
         )
     return None

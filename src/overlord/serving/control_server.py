@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.client.client import State, StepQueue
+from overlord.client.step_queue import State, StepQueue
 from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, OverlordError
@@ -215,6 +215,9 @@ class WorkerServedQueue:
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Do nothing: the client receives the end from the control server."""
+
+    def ack(self, step: int) -> None:
+        """Do nothing: the client sends its acks to the constructor worker."""
 
     def __len__(self) -> int:
         return 0

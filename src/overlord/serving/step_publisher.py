@@ -1,13 +1,12 @@
-"""The outgoing half of constructors: steps for clients in other processes, kept until their client
-took them.
+"""Steps on their way from constructors to clients in other processes, kept until they are acked.
 
-Steps are pushed as soon as they are built; the prefetch window bounds how many there are. A client
-that lost its link comes again and says which step it wants next: it is sent everything from there,
-so a cut costs nothing and repeats nothing.
+Steps are pushed as soon as they are built; the prefetch window bounds their number. A client that
+reconnects sends the step it expects next, and receives everything from there on. So a lost
+connection loses nothing and repeats nothing.
 
-Steps that a client has from a process that died come again in the one that was started in its
-place. They are kept as any other: if that client dies too, whoever comes for its rank gets all it
-had not taken.
+A restarted process builds steps again that a client has from the process that died. They are kept
+as any other: if that client dies too, the next client of its rank receives all steps it had not
+taken.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import State
+from overlord.client.step_queue import State
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.service import RankQueue
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
@@ -38,7 +37,7 @@ log = logging.getLogger("overlord")
 
 MOVED = "another rank moved the session to a saved state; load the same state on this rank"
 UNBOUNDED = 2**62
-KEPT_SEALS = 16  # states of the last steps as bytes: ranks of other buckets are sent the same
+KEPT_SEALS = 16  # encoded states of the last steps: ranks of other buckets receive the same
 
 
 def sealed(state: State) -> EncodedState:
@@ -46,9 +45,10 @@ def sealed(state: State) -> EncodedState:
 
 
 class SharedBufferPool:
-    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep
-    what they got, memory of this process serves: what is built there is copied on its way, and
-    nobody waits for anybody.
+    """Memory for microbatches that clients map.
+
+    When trainers keep all of it in use, private memory of this process is used. Arrays there are
+    copied when they are sent, and nothing blocks.
     """
 
     def __init__(self, ring: SharedMemoryPool):
@@ -67,8 +67,10 @@ class SharedBufferPool:
 
 
 class PublishedQueue:
-    """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never
-    wait.
+    """The steps of one rank on their way to its client.
+
+    ``put`` and ``end`` run on the event loop and never block. ``former``: the queue of the same
+    rank in the generation before.
     """
 
     def __init__(
@@ -78,30 +80,29 @@ class PublishedQueue:
         generation: int | None,
         former: PublishedQueue | None = None,
     ):
-        self.rank, self.generation, self.former = (
-            rank,
-            generation,
-            former,
-        )  # former: of the generation before
+        self.rank, self.generation, self.former = rank, generation, former
         if former is not None:
             former.retire()
         self._delivery = delivery
-        self._steps: deque[tuple[StepInfo, BucketBatch, StepMessage]] = deque()  # not taken yet
-        self._put = self._taken = -1  # the last step that came, and that its client took
-        self._next = 0  # the first step that its client, as it said, does not have
-        self._claimed = -1  # of those, the last it took: believed when they have come here too
-        self.waited_s = 0.0  # that its trainer has waited, as it said
-        self.steps = 0  # that it took
+        self._steps: deque[tuple[StepInfo, BucketBatch, StepMessage]] = deque()  # not acked yet
+        self._put = self._taken = -1  # last step that was put, and that its client took
+        self._next = 0  # first step that its client does not have, as it reported
+        # last step that the client took from an earlier process; accepted once it is rebuilt here
+        self._claimed = -1
+        self.waited_s = 0.0  # that its trainer has waited for steps, as it reported
+        self.steps = 0  # that the client took
         self._ended: EndOfStream | None = None
         self._link: Connection | None = None
-        self._inside: RankQueue | None = None  # a client in this process that took the seat
+        self._inside: RankQueue | None = (
+            None  # the queue of a client in this process that took over
+        )
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def finished(self) -> bool:
-        """Nothing comes any more, and all that came was taken."""
+        """Whether the stream has ended and all steps were taken."""
         return self._ended is not None and not self._steps
 
     def put(self, told: StepInfo, bucket: BucketBatch) -> None:
@@ -133,12 +134,12 @@ class PublishedQueue:
                 self._ended = EndOfStream(
                     error
                     if error is None or isinstance(error, Exception)
-                    else ActorLost("the pump", repr(error))
+                    else ActorLost("the event loop", repr(error))
                 )
                 self._send(self._ended)
 
     def resume(self) -> None:
-        """The end that was told is none: its client hears so, if it has not left."""
+        """Withdraw the end of the stream, and tell the client."""
         with self._delivery.lock:
             if self._inside is not None:
                 self._inside.resume()
@@ -150,29 +151,25 @@ class PublishedQueue:
         raise OverlordError(f"rank {self.rank} is served to another process")
 
     def _send(self, value: Any) -> None:
-        """Under the lock. A link that does not take it is given up: its client comes again."""
+        """Send without blocking; drop a connection that is full. The caller holds the lock."""
         if self._link is None:
             return
         try:
             self._link.send(value, timeout_s=0.0)
-        except (
-            ActorLost
-        ) as lost:  # what its client said before it died is still to be heard, and then its end
+        except ActorLost as lost:  # acks of the client may still be read, and then its end
             log.debug("rank %d: %s", self.rank, lost)
         except DataStall as stall:
-            log.debug("rank %d: its link is given up: %s", self.rank, stall)
+            log.debug("rank %d: connection dropped: %s", self.rank, stall)
             link, self._link = self._link, None
             link.close()
-        except (
-            FrameError
-        ) as fault:  # a hook made an array that cannot travel: this rank ends, and says why
+        except FrameError as fault:  # a hook built an array that cannot be sent
             self._ended = EndOfStream(fault)
             self._send(self._ended)
 
-    # what comes from the client
+    # messages of the client
 
     def connect(self, link: Connection, next_step: int) -> None:
-        """Under the lock: all from this step on goes to this link."""
+        """Send all steps from ``next_step`` on to ``link``. The caller holds the lock."""
         if next_step <= self._taken:
             raise OverlordError(
                 f"rank {self.rank}: step {next_step} was handed out already and is kept "
@@ -180,7 +177,7 @@ class PublishedQueue:
                 "load a saved state on every rank"
             )
         if isinstance(link, ServerConnection):
-            # the prefetch window bounds it, and the pump must not wait for a slow client
+            # the prefetch window bounds it, and the event loop must not wait for a slow client
             link.max_queued_bytes = UNBOUNDED
         former, self._link, self._next, self._claimed = self._link, link, next_step, -1
         if former is not None:
@@ -192,7 +189,7 @@ class PublishedQueue:
         self.send_from(next_step)
 
     def send_from(self, next_step: int) -> None:
-        """Under the lock."""
+        """Send the kept steps from ``next_step`` on. The caller holds the lock."""
         for told, _, handed in list(self._steps):
             if told.step >= next_step:
                 self._send(handed)
@@ -202,9 +199,10 @@ class PublishedQueue:
     def took(
         self, link: Connection, step: int, waited_s: float, generation: int | None = None
     ) -> int | None:
-        """Under the lock: the step, if this is news. Those up to it may go. One that was never sent
-        is not believed, unless the client came with it from a process of before; and one that was
-        taken before the session was moved is not the one of that number here.
+        """Free the steps up to an acked one; return it if the ack is new.
+
+        An ack of a step that was never sent is ignored, unless the client received it from an
+        earlier process. So is one of another generation. The caller holds the lock.
         """
         if generation not in (None, self.generation) or link is not self._link:
             return None
@@ -222,8 +220,9 @@ class PublishedQueue:
             self._delivery.let_go(self._steps.popleft()[1])
 
     def begin_behind(self, step: int) -> None:
-        """Under the lock: its client took all up to here, as the planner knows; a process that was
-        started anew has none of them.
+        """Count all steps up to ``step`` as taken, as the planner recorded them.
+
+        A restarted process has none of them. The caller holds the lock.
         """
         self._taken, self._put = max(step, self._taken), max(step, self._put)
         self._drop_taken()
@@ -232,15 +231,43 @@ class PublishedQueue:
         if link is self._link:
             self._link = None
 
+    def release_link(self) -> Connection | None:
+        """Give up the connection, and return it. The caller holds the lock."""
+        link, self._link = self._link, None
+        return link
+
+    def adopt(self, link: Connection, state: State) -> None:
+        """Continue a connection of the old generation at ``state``. The caller holds the lock."""
+        self._link = link
+        self._send({"moved": self.generation, "after": sealed(state)})
+        self.send_from(state.step)
+
+    def ack(self, step: int) -> None:
+        """Do nothing: the client sends its acks over its connection."""
+
+    @property
+    def taken(self) -> int:
+        """The last step that the client took; -1 before the first."""
+        return self._taken
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "connected": self._link is not None,
+            "kept": len(self),
+            "took": self._taken,
+            "steps": self.steps,
+            "waited_s": self.waited_s,
+        }
+
     def retire(self) -> None:
-        """Under the lock: its generation is over."""
+        """Free all steps: the generation is over. The caller holds the lock."""
         self.former = None
         for _, bucket, _ in self._steps:
             self._delivery.let_go(bucket)
         self._steps.clear()
 
     def hand_over(self, inside: RankQueue) -> None:
-        """A client in this process takes the rank: it gets all that is kept, and whatever comes."""
+        """Give all kept steps, and all later ones, to a client in this process."""
         with self._delivery.lock:
             for told, bucket, _ in self._steps:
                 inside.put(told, bucket)
@@ -253,9 +280,7 @@ class PublishedQueue:
 
 
 class StepPublisher:
-    """The boxes of all ranks served here, and the callbacks of a channel server for the links of
-    their clients.
-    """
+    """The queues of all ranks served here, and the callbacks of the server of their clients."""
 
     def __init__(
         self,
@@ -263,29 +288,25 @@ class StepPublisher:
         took: Callable[[int, int], None],
         welcome: Callable[[int], dict[str, Any]] = lambda rank: {},
     ):
-        self.lock = (
-            threading.RLock()
-        )  # put runs in the pump, the rest in the server's thread; held for a moment only
+        # held for moments: put runs on the event loop, the rest on the server thread
+        self.lock = threading.RLock()
         self._took, self._welcome = took, welcome
-        self.on_took: Callable[[PublishedQueue, int], None] | None = (
-            None  # in place of ``took``, for whoever has boxes of several generations
-        )
+        # called instead of ``took``, by a session with queues of several generations
+        self.on_took: Callable[[PublishedQueue, int], None] | None = None
         self._boxes: dict[int, PublishedQueue] = {}
         self._of_link: dict[Connection, PublishedQueue] = {}
-        self._made: dict[
-            int, tuple[BucketBatch, StepMessage, list[int]]
-        ] = {}  # by identity of the bucket; the last counts who keeps it
-        self._latest: tuple[int, set[int]] = (
-            -1,
-            set(),
-        )  # the last step of which something was made, and what: others may be put the same
+        # by identity of the bucket; the last element counts the queues that keep it
+        self._made: dict[int, tuple[BucketBatch, StepMessage, list[int]]] = {}
+        # the last step and its buckets: other ranks may be given the same ones
+        self._latest: tuple[int, set[int]] = (-1, set())
         self._seals: dict[int, tuple[State, StepInfo]] = {}
         self.n_made = 0
 
     def box(self, rank: int, generation: int | None = None) -> PublishedQueue:
-        """The box of a rank; a new one for a new generation of the session, and links of the old
-        one get nothing from it. None: there is but one, since this process lives no longer than a
-        generation does.
+        """Return the queue of a rank; a new one for a new generation of the session.
+
+        Connections of the old generation receive nothing from it. ``generation`` None: there is
+        only one, since a worker process does not outlive a generation.
         """
         with self.lock:
             box = self._boxes.get(rank)
@@ -294,52 +315,37 @@ class StepPublisher:
             return box
 
     def forget(self, rank: int, why: str = "") -> None:
-        """The rank left, or is served otherwise."""
+        """Close the connection of a rank that takes no more steps from here."""
         with self.lock:
-            if (box := self._boxes.pop(rank, None)) is not None and box._link is not None:
-                self.dismiss(
-                    box._link,
-                    EndOfStream(OverlordError(why or f"the client of rank {rank} is closed")),
-                )
+            box = self._boxes.pop(rank, None)
+            if box is not None and (link := box.release_link()) is not None:
+                words = why or f"the client of rank {rank} is closed"
+                self.dismiss(link, EndOfStream(OverlordError(words)))
 
     def carry(self, rank: int, state: State) -> None:
-        """The session was moved to a state, and its clients with it: an open link of the generation
-        before goes on there.
+        """Continue an open connection of the old generation in the new one, at ``state``.
+
+        The whole session was rewound, with its clients.
         """
         with self.lock:
             box = self._boxes.get(rank)
-            former, link = (
-                (None, None)
-                if box is None or box.former is None
-                else (box.former, box.former._link)
-            )
-            if box is not None and former is not None and link is not None:
-                former._link = None
-                box._link, self._of_link[link] = link, box
-                box._send({"moved": box.generation, "after": sealed(state)})
-                box.send_from(state.step)
+            if box is None or box.former is None:
+                return
+            if (link := box.former.release_link()) is not None:
+                self._of_link[link] = box
+                box.adopt(link, state)
 
     def figures(self) -> dict[int, dict[str, Any]]:
-        """Of every rank: whether its client is there, what is kept for it, how long its trainer has
-        waited.
-        """
+        """Return the metrics of every rank: connection, kept steps, time its trainer waited."""
         with self.lock:
-            return {
-                rank: {
-                    "connected": box._link is not None,
-                    "kept": len(box),
-                    "took": box._taken,
-                    "steps": box.steps,
-                    "waited_s": box.waited_s,
-                }
-                for rank, box in self._boxes.items()
-            }
+            return {rank: box.figures() for rank, box in self._boxes.items()}
 
-    # what boxes share
+    # messages that several queues share
 
     def handed(self, told: StepInfo, bucket: BucketBatch) -> StepMessage:
-        """Under the lock. What all ranks of the bucket are sent: made once, the arrays are those
-        that were built.
+        """Return the message for all ranks of a bucket, made once and without copies.
+
+        The caller holds the lock.
         """
         if (made := self._made.get(id(bucket))) is None:
             bounds = np.asarray(bucket.bounds)
@@ -348,7 +354,7 @@ class StepPublisher:
             part = self._sealed(told).of_rows(rows)
             if bucket.wide is not None:
                 handed = StepMessage(part, bounds - first, *bucket.part(), form=bucket.form)
-            else:  # of a hook, which builds what it likes
+            else:  # built by a hook, in its own layout
                 handed = StepMessage(
                     part,
                     bounds - first,
@@ -370,16 +376,15 @@ class StepPublisher:
         return made[1]
 
     def let_go(self, bucket: BucketBatch) -> None:
-        """Under the lock."""
+        """Count one queue less that keeps the bucket. The caller holds the lock."""
         if (made := self._made.get(id(bucket))) is not None:
             made[2][0] -= 1
-            if (
-                id(bucket) not in self._latest[1]
-            ):  # a quick client may have taken it before it was put for the others of its bucket
+            # of the latest step: a fast client may ack it before it is put for other ranks
+            if id(bucket) not in self._latest[1]:
                 self._forget_unkept(id(bucket))
 
     def _forget_unkept(self, bucket: int) -> None:
-        """By its identity."""
+        """Forget a bucket, given by its identity, that no queue keeps."""
         if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
             del self._made[bucket]
 
@@ -391,7 +396,7 @@ class StepPublisher:
                 del self._seals[next(iter(self._seals))]
         return found[1]
 
-    # callbacks of the server, in its thread
+    # callbacks of the server; run on: server thread
 
     def opened(self, link: Connection, hello: dict[str, Any]) -> dict[str, Any]:
         rank, next_step, generation = (
@@ -411,7 +416,7 @@ class StepPublisher:
 
     def message(self, link: Connection, value: Any) -> None:
         if not isinstance(value, StepAck):
-            raise OverlordError(f"expected Took from a client, got {type(value).__name__}")
+            raise OverlordError(f"expected StepAck from a client, got {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
             step = (
@@ -419,13 +424,11 @@ class StepPublisher:
                 if box is None
                 else box.took(link, value.step, value.waited_s, value.generation)
             )
-        if (
-            step is not None and box is not None
-        ):  # outside the lock: whoever is told has locks of its own
+        if step is not None and box is not None:  # outside the lock: callbacks take other locks
             self.heard(box, step)
 
     def heard(self, box: PublishedQueue, step: int) -> None:
-        """A client took a step."""
+        """Report that a client took a step, unless its queue was replaced."""
         if self._boxes.get(box.rank) is not box:
             return
         if self.on_took is not None:
@@ -434,16 +437,16 @@ class StepPublisher:
             self._took(box.rank, step)
 
     def begin_behind(self, step: int) -> None:
-        """Every rank took the steps up to here."""
+        """Count the steps up to ``step`` as taken by every rank."""
         with self.lock:
             for box in self._boxes.values():
                 box.begin_behind(step)
 
     def taken(self, rank: int) -> int:
-        """The last step that the rank's client took; -1: none."""
+        """Return the last step that the client of the rank took; -1 before the first."""
         with self.lock:
             box = self._boxes.get(rank)
-            return -1 if box is None else box._taken
+            return -1 if box is None else box.taken
 
     def closed(self, link: Connection, reason: str) -> None:
         with self.lock:
@@ -451,13 +454,11 @@ class StepPublisher:
                 box.disconnect(link)
 
     def dismiss(self, link: Connection, last: EndOfStream) -> None:
-        """Under the lock: a last word, and no more; what the client still says counts for
-        nothing.
-        """
+        """Send a last message and close. Later acks are ignored. The caller holds the lock."""
         self._of_link.pop(link, None)
         with contextlib.suppress(ActorLost, DataStall):
             link.send(last, timeout_s=0.0)
-        link.close("another client of the rank has come, or it was closed")
+        link.close("another client of the rank has connected, or it was closed")
 
 
 def _whole(hello: dict[str, Any], name: str) -> int:

@@ -1,8 +1,8 @@
-"""The engine of a session whose planner has a process of its own: the launching process starts
-processes and asks; it plans nothing.
+"""The runtime of a session whose planner has a process of its own, the coordinator.
 
-Everything here but ``prepare_source``, ``address_for`` and ``close`` runs in the session's pump,
-and waits there for the planner: whatever is posted to that pump needs the planner anyway.
+The launching process starts processes and sends requests; it plans nothing. All methods but
+``prepare_source``, ``address_for`` and ``close`` run on the event loop of the session, and block it
+until the coordinator answers: all other calls on that loop need the coordinator too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from overlord.client.local_queue import LaunchedStepQueue
 from overlord.client.remote_queue import RemoteStepQueue
@@ -34,20 +33,20 @@ from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
-REPORT_S = 600.0  # nobody waits for it, and all that comes behind it needs the planner too
-WHY_S = 0.8  # whoever asks why it waits gives the pump a second
-WHERE_S = 0.8  # who asks where a constructor is asks again, and has a second
-TAKEN_S = 2.0  # for a constructor host to say how far a rank is
+REPORT_S = 600.0  # no caller waits for a report, and later calls need the coordinator too
+WHY_S = 0.8  # a client waits one second for the reason of its wait
+WHERE_S = 0.8  # a client waits one second for the address of its constructor, and asks again
+TAKEN_S = 2.0  # for a constructor worker to send the last step of a rank
 
 
 class RemotePlans:
-    """The plans that a planner elsewhere keeps, fetched when they are looked at."""
+    """The recent plans of the coordinator, fetched on demand."""
 
     def __init__(self, parts: Launcher):
         self._parts = parts
 
     def of(self, step: int) -> list[PlannedStep]:
-        """One plan alone, if it is kept: they may be large."""
+        """Return the plan of one step, if it is kept: plans may be large."""
         stages: list[PlannedStep] = self._parts.ask("stages", step)
         return stages
 
@@ -60,9 +59,22 @@ class RemotePlans:
         return iter(stages)
 
 
+class SourceNames(NamedTuple):
+    """The fields of the planner's spec that a session reads."""
+
+    names: tuple[str, ...]
+
+
+class StepNumber(NamedTuple):
+    """The fields of a plan that the server of a session reads."""
+
+    step: int
+
+
 class CoordinatorClient:
-    """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job
-    ended.
+    """The planner in the coordinator process, as far as a session reads it.
+
+    Only the end of the job and the quarantined rows are kept here.
     """
 
     def __init__(self, parts: Launcher):
@@ -72,18 +84,19 @@ class CoordinatorClient:
         self.spoiled: dict[Quarantined, None] = {}
 
     @property
-    def spec(self) -> SimpleNamespace:
-        return SimpleNamespace(names=self._parts.blueprint.job.names)
+    def spec(self) -> SourceNames:
+        return SourceNames(tuple(self._parts.blueprint.job.names))
 
     @property
-    def ledger(self) -> SimpleNamespace:
-        return SimpleNamespace(bad_rows=self.bad_rows)
+    def ledger(self) -> CoordinatorClient:
+        """Return itself, which has ``bad_rows``."""
+        return self
 
     def bad_rows(self) -> list[Quarantined]:
-        """Of this planner, and of those before it, whose rows were listed here."""
+        """Return the quarantined rows of this coordinator and of earlier ones."""
         try:
             rows: list[Quarantined] = self._parts.ask("bad_rows")
-        except ActorLost:  # there will be no other planner
+        except ActorLost:  # the coordinator is not restarted
             rows = []
         now = set(rows)
         before = [row for row in self.listed if row not in now]
@@ -115,56 +128,52 @@ class CoordinatorClient:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSummary:
-    """Of a stage that was planned elsewhere, what whoever serves clients must know."""
+    """The fields of a planned step that the server of a session uses."""
 
-    plan: Any  # its number alone
+    plan: StepNumber
     after: StreamState
     skipped: bool
 
 
 class ClusterRuntime:
-    """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
+    """The ``Runtime`` of a job with a coordinator process."""
 
     def __init__(
         self,
-        blueprint: PreparedJob,
+        prepared: PreparedJob,
         state: StreamState | None,
-        pump: EventLoop,
+        loop: EventLoop,
         generation: int = 0,
         *,
         control: ActorSystem,
         machine: Platform,
     ):
-        self._pump, self._number = pump, generation
+        self._loop, self._number = loop, generation
         self._boxes: list[RemoteStepQueue] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
         self._sayings = EventOutbox()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._parts = Launcher(blueprint, generation, self._heard, control, machine)
+        self._parts = Launcher(prepared, generation, self._received, control, machine)
         self.planner, self.plans = CoordinatorClient(self._parts), RemotePlans(self._parts)
         self._bucket_of = {
-            rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks
+            rank: b for b, ranks in enumerate(prepared.job.place.buckets("DP")) for rank in ranks
         }
-        self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle
-        self._known: dict[str, str] = {}  # the last one by name
+        self._addresses: dict[Any, str] = {}  # of constructor workers, by handle
+        self._known: dict[str, str] = {}  # last known address, by name
         self._outside: dict[Any, str] = {}
-        self._asked: dict[
-            tuple[Any, str], Future[Any]
-        ] = {}  # of constructor hosts: answers that are here, or to come
+        # answers of constructor workers, pending ones included
+        self._asked: dict[tuple[Any, str], Future[Any]] = {}
         self._asking = threading.Lock()
         self._door: tuple[str, str] | None = None
-        self._without: tuple[int, PreparedJob | None] = (
-            -1,
-            None,
-        )  # the host of the last source that was to join, and the job before it
-        self._deaf: threading.Timer | None = (
-            None  # when it is over: until those are ended who did not hear so
-        )
+        # the worker of the last source that was prepared, and the job without that source
+        self._without: tuple[int, PreparedJob | None] = (-1, None)
+        # kills workers that do not acknowledge the end of the job
+        self._deaf: threading.Timer | None = None
         self._closed = False
         self.recoveries: list[dict[str, Any]] = []
-        self.journal = UNWRITTEN  # of this process: the planner writes
+        self.journal = UNWRITTEN  # of this process: the coordinator writes the journal
         try:
             self._parts.begin(state)
             self._constructor_addresses()
@@ -174,7 +183,7 @@ class ClusterRuntime:
 
     @property
     def absent(self) -> str:
-        """What a client waits for while there is no planner, in words; else empty."""
+        """Why the coordinator cannot be asked; empty if it can."""
         return self._parts.absent
 
     @property
@@ -185,13 +194,13 @@ class ClusterRuntime:
     def use_buffers(self, buffers: Any) -> None:
         """Do nothing: constructor workers have buffers of their own."""
 
-    def _heard(self, event: tuple[Any, ...]) -> None:
+    def _received(self, event: tuple[Any, ...]) -> None:
         if self._closed:
-            return  # another engine may serve the same clients by now
+            return  # another runtime may serve the same clients by now
         match event:
             case ("staged", int(step), StreamState() as after, bool(skipped)):
                 for watcher in self.on_stage:
-                    watcher(PlannedSummary(SimpleNamespace(step=step), after, skipped))
+                    watcher(PlannedSummary(StepNumber(step), after, skipped))
             case ("taken", int(rank), int(step)):
                 self.on_taken(rank, step)
             case ("bad", list(rows), list(late)):
@@ -205,22 +214,23 @@ class ClusterRuntime:
             case ("found", list(events)):
                 self._sayings.found(events)
             case ("reports", int(mark)):
-                self._pump.post(lambda: self._all_reported(mark))
+                self._loop.post(lambda: self._all_reported(mark))
             case ("recovered", dict(row)):
                 self.recoveries.append(row)
             case ("finish", None) if self._parts.is_over:
-                pass  # a last word of one that was given up since
+                pass  # sent by a coordinator that was given up since
             case ("finish", (EndOfJob() | None) as finish):
                 self.planner.finished = finish
             case ("over", Exception() as error):
                 self._end_all(error)
             case _:
-                raise TypeError(f"a planner tells of {event!r:.80}")
+                raise TypeError(f"unknown event of the coordinator: {event!r:.80}")
 
     def _end_all(self, error: Exception) -> None:
-        """There is no planner, and there will be none: constructor hosts tell their clients, behind
-        the steps that are complete. One that stands still tells nobody, and no planner is there to
-        miss it: it is ended, and its clients find that out.
+        """End the job after the loss of the coordinator, which is not restarted.
+
+        Constructor workers send the error to their clients, after the steps that are complete. A
+        worker that does not acknowledge is killed: no coordinator is left to detect that it hangs.
         """
         finish, control = EndOfJob(self._parts.acked + 1, error), self._parts.control
         self.planner.finished = self.planner.finished or finish
@@ -229,20 +239,20 @@ class ClusterRuntime:
             for name, h in list(self._parts.hosts.items())
             if name.startswith("constructor-worker/") and h.alive and not self._closed
         ]
-        told = {host: control.call(host, "do", [finish]) for host in hosts}
+        answers = {host: control.call(host, "do", [finish]) for host in hosts}
 
-        def end_the_deaf() -> None:
-            for host, answer in told.items():
+        def kill_hanging() -> None:
+            for host, answer in answers.items():
                 if not answer.done() and not self._closed:
-                    log.warning("%s is killed: it did not hear that the job is over", host.name)
+                    log.warning("%s killed: it did not acknowledge the end of the job", host.name)
                     self._parts.end(host)
 
-        self._deaf = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
+        self._deaf = threading.Timer(self._parts.blueprint.options.lost_after_s, kill_hanging)
         self._deaf.daemon = True
         self._deaf.start()
 
     def write_beginning(self, beginning: JournalStart) -> None:
-        """The journal is held here until the planner takes it."""
+        """Release the journal, and let the coordinator open it."""
         beginning.journal.close()
         self._parts.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
 
@@ -254,17 +264,19 @@ class ClusterRuntime:
 
     def detach(self, rank: int) -> None:
         if rank in self._parts.attached:
-            self._parts.attached.discard(rank)  # a planner that comes later is told of no other
+            self._parts.attached.discard(rank)  # a restarted coordinator reads it
             with contextlib.suppress(ActorLost, DataStall):
                 self._parts.ask("detach", rank)
 
     def stop(self) -> None:
-        """Whoever was attached is no more: its processes are gone."""
+        """Forget the attached ranks: all processes have ended."""
         self._parts.attached.clear()
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Constructor hosts tell it themselves. What was said to one that died is heard here; and
-        it is known when the job ends before they did.
+        """Send acks of clients in this process.
+
+        Constructor workers send them too; one that died may not have sent its last ones. The last
+        ack is also needed when the job ends before the workers send it.
         """
         if self._parts.attached <= set(ranks):
             self._parts.acked = max(step, self._parts.acked)
@@ -282,7 +294,10 @@ class ClusterRuntime:
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """From any thread, also while there is no planner."""
+        """Return address and token of a constructor. Runs on: any thread.
+
+        The coordinator is not needed for it.
+        """
         return self._address_for(rank, WHERE_S), self._parts.token
 
     def _address_for(self, rank: int, wait_s: float) -> str:
@@ -295,9 +310,8 @@ class ClusterRuntime:
         self._door, self._parts.watched = (host, token), True
         self._parts.ask("watch")
         for rank in self._bucket_of:
-            with contextlib.suppress(
-                DataStall
-            ):  # it is being started again: whoever connects is told where it is then
+            # a worker that is restarted now is asked when a client connects
+            with contextlib.suppress(DataStall):
                 self._outside_for(rank, START_S)
 
     def outside(self, rank: int) -> tuple[str, str]:
@@ -311,9 +325,10 @@ class ClusterRuntime:
         return self._outside[host]
 
     def taken_by(self, rank: int) -> int | None:
-        """The last step that a rank's client took, as its constructor host knows. None: it is being
-        replaced, and what it alone knew is not known any more. ``DataStall``: it lives, and does
-        not say.
+        """Return the last step that a rank took, from its constructor worker.
+
+        None: the worker is being replaced, and its unsent acks are lost. Raise ``DataStall`` for a
+        worker that is alive and does not answer.
         """
         host, control = self._parts.hosts.get(self._constructor_name(rank)), self._parts.control
         if host is None or not host.alive:
@@ -343,8 +358,9 @@ class ClusterRuntime:
         return DataStall(f"{name} to be started again", 0.0)
 
     def _of_host(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
-        """Asked once, whoever wants it: one that is being started answers later, and who asks for
-        many must not wait for it.
+        """Call a worker once for all callers, and return its answer.
+
+        A worker that is being started answers later; a caller that asks many must not wait for it.
         """
         control = self._parts.control
         with self._asking:
@@ -356,35 +372,35 @@ class ClusterRuntime:
         except (ActorLost, DataStall):
             raise self._missed(host.name) from None
 
-    # what happens to the job
+    # events
 
     def event(self, event: Any) -> None:
-        """Taken by the planner when this returns, and written to its journal."""
+        """Apply an event. When this returns it is in the journal of the coordinator."""
         if isinstance(event, Report):
             self.report(event)
         else:
-            self._sayings.say(event, lambda: self._say(event), lambda: self._came_late(event))
+            self._sayings.say(event, lambda: self._send(event), lambda: self._applied_late(event))
 
     def settle(self) -> None:
-        """Before anything else is said: what was given up has happened, or never will. A planner
-        does what it is asked in that order.
+        """Find out which events that timed out were applied. Called before each further event.
+
+        The coordinator executes requests in order, so the others never will be.
         """
         if self._sayings.unsettled:
             self._sayings.settle(self._parts.ask("said"))
 
-    def _came_late(self, event: Any) -> None:
+    def _applied_late(self, event: Any) -> None:
         for told in self.on_late:
             told(event)
 
-    def _say(self, event: Any) -> None:
+    def _send(self, event: Any) -> None:
         self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
 
     def report(self, report: Report) -> bool | None:
-        """Whether it came in time for a plan. Kept here until a planner has it; None: none has
-        answered, and none will.
+        """Return whether a report is in time for a plan; None: the coordinator is lost for good.
 
-        Kept before it is answered: a planner that has accepted it, and dies, may be followed by
-        another before this is known.
+        The report is kept before the answer arrives: a coordinator may accept it and die, and be
+        restarted before this is known.
         """
         key, before = (report.step, report.rank), self._parts.reports
         self._keep(report)
@@ -397,9 +413,9 @@ class ClusterRuntime:
         except OverlordError as fault:
             if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
                 raise
-            if not self._closed:  # else the session was moved, or is over
+            if not self._closed:  # else the session was rewound or closed
                 log.warning(
-                    "no planner hears the report of rank %d on step %d: %s",
+                    "report of rank %d on step %d lost with the coordinator: %s",
                     report.rank,
                     report.step,
                     fault,
@@ -407,16 +423,12 @@ class ClusterRuntime:
             return None
 
     def _all_reported(self, mark: int) -> None:
-        """In the pump, behind every report that was made before the planner asked."""
-        with contextlib.suppress(
-            OverlordError
-        ):  # the session is moved, or over: whoever asked is gone
+        """Confirm that all reports before ``mark`` were sent. Runs on: event loop."""
+        with contextlib.suppress(OverlordError):  # the session was rewound or closed
             self._parts.ask("all_reported", mark)
 
     def _keep(self, report: Report) -> None:
-        """A planner has accepted it, and may die before it is written: the next one is told of it
-        as it begins.
-        """
+        """Keep a report for a restarted coordinator: it may be accepted and not be durable yet."""
         job, prefetch = self._parts.blueprint.job, self._parts.blueprint.options.prefetch
         oldest = report.step - job.feedback_lag - prefetch
         kept = (
@@ -426,13 +438,13 @@ class ClusterRuntime:
         )
         self._parts.reports = kept | {(report.step, report.rank): report}
 
-    def prepare_source(self, blueprint: PreparedJob) -> int:
-        """A host of its own for a source that joins."""
-        parts, i = self._parts, len(blueprint.job.sources) - 1
+    def prepare_source(self, prepared: PreparedJob) -> int:
+        """Start a loader worker for an added source; return its number."""
+        parts, i = self._parts, len(prepared.job.sources) - 1
         before, h = parts.blueprint, parts.next_host
         parts.next_host += 1
-        parts.blueprint = blueprint.with_loaders(
-            (*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE
+        parts.blueprint = prepared.with_loaders(
+            (*parts.hosting.loaders, prepared.loaders_of(i)), SIDE_BY_SIDE
         )
         parts.kits[h], self._without = (i,), (h, before)
         try:
@@ -449,8 +461,9 @@ class ClusterRuntime:
         return h
 
     def _constructor_addresses(self) -> dict[int, str]:
-        """Of one that is being started again where the last one was: the planner will tell of the
-        new one.
+        """Return the addresses of all constructor workers.
+
+        For one that is being restarted it is the old address; the coordinator sends the new one.
         """
         for rank in self._bucket_of:
             with contextlib.suppress(DataStall):
@@ -460,7 +473,7 @@ class ClusterRuntime:
     def drop_prepared(self, prepared: int) -> None:
         self._parts.kits.pop(prepared, None)
         of, before = self._without
-        if of == prepared and before is not None:  # a planner that comes later is not to know of it
+        if of == prepared and before is not None:  # a restarted coordinator must not have it
             self._parts.blueprint = before
         host = self._parts.hosts.pop(f"loader-worker/{prepared}", None)
         if host is not None and not self._closed:
@@ -476,7 +489,7 @@ class ClusterRuntime:
         parts = self._parts
         host, n = parts.hosts[f"loader-worker/{prepared}"], new.source.loaders
         if not host.alive:
-            raise ActorLost(host.name, "it died before its source could join")
+            raise ActorLost(host.name, "it died before its source was added")
 
         def ask() -> None:
             fingerprint = dict(parts.blueprint.fingerprint)
@@ -502,7 +515,7 @@ class ClusterRuntime:
     def spread(self, source: int, n: int) -> bool:
         return bool(self._parts.ask("spread", source, n))
 
-    # what people ask
+    # questions
 
     def waiting_for(self, rank: int) -> str:
         planner = self._parts.planner
@@ -515,7 +528,7 @@ class ClusterRuntime:
                 )
             )
         except DataStall as silent:
-            return f"the planner, which does not say what it does ({silent})"
+            return f"the planner, which does not answer ({silent})"
         except ActorLost as lost:
             return self.absent or f"the planner, which is being started again ({lost.reason})"
 
@@ -529,7 +542,7 @@ class ClusterRuntime:
         }
 
     def kill(self, name: str) -> None:
-        """For drills: the real thing."""
+        """Kill a process, as a crash would. For drills."""
         every = {PLANNER: self._parts.planner, **self._parts.hosts}
         if (handle := every.get(name)) is None:
             raise JobError(
@@ -547,4 +560,4 @@ class ClusterRuntime:
         self._parts.close()
 
     def check(self) -> None:
-        """The planner's process checks itself."""
+        """Do nothing: the coordinator checks its own invariants."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from overlord.client.client import StepQueue
+from overlord.client.step_queue import StepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
 from overlord.job.job import Source

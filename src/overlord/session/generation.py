@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlord.client.client import State, StepQueue
+from overlord.client.step_queue import State, StepQueue
 from overlord.errors import ActorLost, JournalError
 from overlord.hashing import digest
 from overlord.messages.control import SourceLost, StreamState

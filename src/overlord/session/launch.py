@@ -10,7 +10,7 @@ from typing import Any
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job
-from overlord.session.runtime import RUNTIMES, budgeted, keep, sized
+from overlord.session.runtime import RUNTIMES, hold_cluster, with_memory_bounds, with_worker_counts
 from overlord.session.session import Session
 from overlord.setup.options import (
     MemoryLimits,
@@ -150,9 +150,9 @@ def _start(
     if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
         raise JobError(problems, "launch")
     # held while files are indexed; the session holds the cluster afterwards
-    release_cluster = keep(runtime, given.address)
+    release_cluster = hold_cluster(runtime, given.address)
     try:
-        options = budgeted(runtime, job, sized(runtime, job, given))
+        options = with_memory_bounds(runtime, job, with_worker_counts(runtime, job, given))
         return _session(job, runtime, resume, allow, options)
     finally:
         release_cluster()

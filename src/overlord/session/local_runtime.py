@@ -19,7 +19,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import LocalStepQueue
+from overlord.client.step_queue import LocalStepQueue
 from overlord.cluster.loader_stats import LoadObserver, observing_scaler
 from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.command_loop import CommandLoop, Done, Executor

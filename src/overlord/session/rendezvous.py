@@ -1,8 +1,8 @@
-"""``join``: one call in every process of a distributed job. One rank serves, the others connect:
-never one pipeline for each rank.
+"""``join``: one call in every process of a distributed job. One rank serves, the others connect.
 
-The address and the token travel by the store of the process group, or by torchrun's rendezvous. All
-ranks raise the error of a launch that fails on rank 0; none waits for its session.
+There is never one pipeline for each rank. The address and the token are sent through the store of
+the process group, or through torchrun's rendezvous. When the launch fails on rank 0, all ranks
+raise its error, and none waits for a session.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-LOOK_S = 0.1  # between looks into the store: its own wait cannot be interrupted
-HEARD_S = 10.0  # for all ranks to hear of a failure before the one who keeps the store goes
-WARN_S = 30.0  # as a client's: it says what it waits for, again and again
-SHOWN = 16  # ranks that are named
+LOOK_S = 0.1  # between polls of the store: its own wait cannot be interrupted
+HEARD_S = 10.0  # for all ranks to read an error before the owner of the store exits
+WARN_S = 30.0  # between warnings that name what is waited for, as in a client
+SHOWN = 16  # ranks that an error lists
 STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
 _calls = count()  # every rank joins the same jobs in the same order
 
@@ -59,9 +59,9 @@ def join(
     and ``WORLD_SIZE``. The world size must be that of ``job.place``. A process without either
     launches the job for itself; its mesh has one rank, else the call is refused.
 
-    The client of rank 0 has the session as ``client.session`` and ends it when it is closed, after
-    the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is
-    not that of rank 0 is refused. Between nodes the session binds to the address of
+    The client of rank 0 has the session as ``client.session``. Its ``close`` ends the session after
+    all other ranks have closed, or after ``leave_s``. ``timeout_s``: for rank 0 to launch. A rank
+    with another job than rank 0 is refused. Between nodes the session binds to the address of
     ``MASTER_ADDR``, or ``OVERLORD_HOST``.
     """
     if not isinstance(job, Job):
@@ -131,41 +131,38 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
 def _owning(
     session: Session, client: Client, leave_s: float, store: _Board | None = None
 ) -> Client:
-    """Closing this client ends the session, once nobody else needs it. Where rank 0 keeps the
-    store, it lives as long.
-    """
-    client.session, leave = session, client._close
+    """Let this client end the session when it is closed, once all others have closed.
 
-    def close(store: _Board | None = store) -> None:
+    The store that rank 0 may own lives as long.
+    """
+    client.session = session
+
+    def close(detach: Callable[[], None], store: _Board | None = store) -> None:
         atexit.unregister(at_exit)
-        leave()
+        detach()
         remote_ranks = session.internals.remote_ranks
-        if not client._failed and remote_ranks is not None:
+        if not client.failed and remote_ranks is not None:
             remote_ranks.wait_until_left(leave_s)
         session.close()
 
     def at_exit() -> None:
-        """A trainer that ends without a word must not take the steps of the others with it; one
-        that failed goes at once.
-        """
-        client._failed = client._failed or getattr(sys, "last_value", None) is not None
+        """Close at exit: other ranks still need their steps, unless this trainer failed."""
+        if getattr(sys, "last_value", None) is not None:
+            client.mark_failed()
         client.close()
 
-    client._close = close
+    client.close_with(close)
     atexit.register(at_exit)
     return client
 
 
 class _Board:
-    """Where rank 0 writes and the others read: torchrun's store, with a name of its own for every
-    call and every restart.
-    """
+    """A store that rank 0 writes and the others read, with new keys for each call and restart."""
 
     def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
         self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
-        self._least_s = min(
-            HEARD_S, timeout_s
-        )  # for the others to come behind a launch that took all the time there was
+        # for the others to arrive after a launch that took the whole timeout
+        self._least_s = min(HEARD_S, timeout_s)
         self._warn_s, self._on_stall = (
             float(stalls.get("stall_warn_s", WARN_S)),
             stalls.get("on_stall"),
@@ -188,8 +185,9 @@ class _Board:
         return said
 
     def meet(self, problem: str = "") -> None:
-        """Until every rank has come here: what follows is a collective, which says nothing of who
-        is missing. ``problem``: why this rank does not go on, and so nobody can.
+        """Wait for all ranks, before a collective that could not name a missing one.
+
+        ``problem``: why this rank cannot continue; then no rank does.
         """
         wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
         if self._store.check([gave_up]):
@@ -217,9 +215,7 @@ class _Board:
             raise JobError([self._store.get(wrong).decode()], "join")
 
     def is_one_node(self) -> bool:
-        """Whether all ranks share a machine: as the launcher says, or, where it does not, once
-        every rank has written its own.
-        """
+        """Whether all ranks share a machine, by the launcher's variables or by their names."""
         if said := os.environ.get("LOCAL_WORLD_SIZE"):
             if not said.isdecimal():
                 raise JobError(
@@ -246,12 +242,12 @@ class _Board:
         return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
 
     def add_note(self, name: str, value: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would read
+        with contextlib.suppress(Exception):  # without the store no rank can read it
             n = self._store.add(f"{self._key}/{name}", 1)
             self._set(f"{self._key}/{name}/{n}", value)
 
     def note(self, name: str, n: int) -> dict[str, Any] | None:
-        """The nth of these notes, if there is one."""
+        """Return note ``n`` of this name, or None."""
         with contextlib.suppress(Exception):
             if self._store.check([f"{self._key}/{name}/{n}"]):
                 return self._get(f"{self._key}/{name}/{n}")
@@ -266,7 +262,7 @@ class _Board:
         return said
 
     def _until(self, key: str, words: Callable[[], str], deadline: float) -> None:
-        """Until the store has this key; says what it waits for, and gives up at the deadline."""
+        """Wait until the store has a key; log the reason, and raise at the deadline."""
         start, warn_at = time.monotonic(), self._warn_s
         while not self._has(key):
             waited = time.monotonic() - start
@@ -282,8 +278,8 @@ class _Board:
             return bool(self._store.check([key]))
         except RuntimeError as fault:
             raise ActorLost(
-                "the store in which ranks meet",
-                f"whoever keeps it (torchrun, or rank 0) has ended: {fault}",
+                "the store of the process group",
+                f"its owner (torchrun, or rank 0) has exited: {fault}",
             ) from fault
 
     def _stalls(self, words: str, seconds: float) -> None:
@@ -293,12 +289,12 @@ class _Board:
             log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, words)
 
     def left(self) -> None:
-        """This rank needs the session no more, though it has no connection that would tell."""
-        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would wait
+        """Count this rank, which has no connection, as closed."""
+        with contextlib.suppress(Exception):  # without the store no rank waits
             self._store.add(f"{self._key}/left", 1)
 
     def wait_until_left(self, n: int, timeout_s: float) -> None:
-        """Until so many ranks without a connection have left."""
+        """Wait until ``n`` ranks without a connection have closed."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
             while self._store.add(f"{self._key}/left", 0) < n and time.monotonic() < deadline:
@@ -306,7 +302,7 @@ class _Board:
 
     def wait_until_all_read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(Exception):  # the store has gone, and with it those who would read
+        with contextlib.suppress(Exception):  # without the store no rank reads
             while (
                 self._store.add(f"{self._key}/read", 0) < self._world - 1
                 and time.monotonic() < deadline
@@ -315,7 +311,7 @@ class _Board:
 
 
 def ranks(some: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 1, 2``; of very many the first ones."""
+    """Return ``rank 1``, or ``ranks 1, 2``, with at most 16 of them."""
     listed = ", ".join(map(str, some[:SHOWN])) + (
         f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
     )
@@ -323,7 +319,7 @@ def ranks(some: Sequence[int]) -> str:
 
 
 def _store(rank: int, world: int, timeout_s: float) -> Any:
-    """The store of the process group, or the one that torchrun offers: as ``env://`` finds it."""
+    """Return the store of the process group, or torchrun's own, by ``env://``."""
     try:
         import torch.distributed as dist
     except ImportError as fault:
@@ -340,7 +336,7 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
         store, _, _ = next(
             dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))
         )
-    except dist.DistError as fault:  # its text speaks of sockets
+    except dist.DistError as fault:  # its text names sockets only
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DataStall(
             f"the {world} ranks of the world to meet at {where}",

@@ -1,6 +1,4 @@
-"""Launching a job that has a journal: a new one, one that goes on where it stood, or one whose
-trainers bring their own state.
-"""
+"""Launch of a job with a journal: a new job, a resumed one, or one with a state of its trainers."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from overlord.sources.index import RemovedSource
 
 log = logging.getLogger("overlord")
 
-MAY_GROW = ("sources", "mixture")  # parts of a fingerprint that another number of sources changes
+MAY_GROW = ("sources", "mixture")  # parts of a fingerprint that an added source changes
 
 
 def launch_with_journal(
@@ -35,7 +33,7 @@ def launch_with_journal(
     allow: Sequence[str],
     options: Options,
 ) -> Session:
-    """The journal is held before files are indexed: who is refused is told at once."""
+    """Start a job with a journal. The journal is locked before files are indexed."""
     assert job.journal is not None
     if resume is None:
         journal, found = JobJournal.fresh(job.journal, job.name), Recovered()
@@ -43,7 +41,7 @@ def launch_with_journal(
         journal, found = JobJournal.resumed(job.journal, job.name, allow)
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
-        blueprint, state, beginning = begin(
+        prepared, state, beginning = begin(
             profiled(PreparedJob(job, options, _left(job, resume, found)), runtime),
             journal,
             found,
@@ -55,14 +53,14 @@ def launch_with_journal(
     if resume == "auto" and beginning.resumed is None:
         beginning = replace(beginning, resumed=ResumePoint(0, found.why))
     if (told := beginning.resumed) is not None:
-        log.info("job %r goes on with step %d: %s", job.name, told.step, told.why)
-    return Session(job, blueprint, state, runtime, beginning)
+        log.info("job %r resumes at step %d: %s", job.name, told.step, told.why)
+    return Session(job, prepared, state, runtime, beginning)
 
 
 def _left(
     job: Job, resume: Mapping[str, Any] | str | None, found: Recovered
 ) -> dict[str, RemovedSource]:
-    """Sources that are not read any more behind where it goes on."""
+    """Return the sources that were removed before the step at which the job resumes."""
     if isinstance(resume, Mapping):
         return left_behind(resume, job.shuffle_chunks)
     saved = (
@@ -77,28 +75,27 @@ Begun = tuple[PreparedJob, StreamState | None, JournalStart]
 
 
 def _by_journal(
-    blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
+    prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
-    """Behind the last step that all ranks took. Steps that were planned behind it come again, and
-    are compared with what they were.
+    """Resume after the last step that all ranks took.
+
+    Later steps in the journal are planned again, and compared with the recorded ones.
     """
     if found.empty:
-        return blueprint, None, JournalStart(journal)
+        return prepared, None, JournalStart(journal)
     saved = state_to_json(
-        found.state(found.acked), blueprint.job.name, found.names, found.fingerprint
+        found.state(found.acked), prepared.job.name, found.names, found.fingerprint
     )
-    blueprint = blueprint.fitting(saved)
-    state = blueprint.restore(saved, allow)
-    if (
-        blueprint.fingerprint != found.fingerprint
-    ):  # as ``allow`` says: what was planned does not come again
+    prepared = prepared.fitting(saved)
+    state = prepared.restore(saved, allow)
+    # another job by ``allow``: recorded steps are not planned again
+    if prepared.fingerprint != found.fingerprint:
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
-        return blueprint, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
-    elsewhere = (
-        slots_of(blueprint.job) != found.place
-    )  # the same samples in every step, in other slots
+        return prepared, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
+    # on another mesh: the same samples in every step, in other slots
+    elsewhere = slots_of(prepared.job) != found.place
     return (
-        blueprint,
+        prepared,
         state,
         JournalStart(journal, ResumePoint(state.step, found.why), found.next_step, anew=elsewhere),
     )
@@ -108,20 +105,20 @@ def _by_state(
     resume: Mapping[str, Any],
 ) -> Callable[[PreparedJob, JobJournal, Recovered, tuple[str, ...]], Begun]:
     def begin(
-        blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
+        prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
-        """Trainers know best where they stand: the journal begins anew there."""
-        blueprint = blueprint.fitting(resume)
-        state = blueprint.restore(resume, allow)
+        """Start at the given state: the journal begins anew there."""
+        prepared = prepared.fitting(resume)
+        state = prepared.restore(resume, allow)
         if not found.empty:
-            _same_job(found.fingerprint, blueprint, allow)
+            _same_job(found.fingerprint, prepared, allow)
         why = (
             f"it is where the given state stands; {found.why}"
             if not found.empty
             else "it is where the given state stands"
         )
         return (
-            blueprint,
+            prepared,
             state,
             JournalStart(journal, ResumePoint(state.step, why), anew=not found.empty),
         )
@@ -129,11 +126,9 @@ def _by_state(
     return begin
 
 
-def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[str]) -> None:
-    """The state fits the job; whether the journal is the same job's. Sources may have joined since
-    the state was saved.
-    """
-    now = blueprint.fingerprint
+def _same_job(then: Mapping[str, str], prepared: PreparedJob, allow: Sequence[str]) -> None:
+    """Refuse the journal of another job. Sources may have been added since the state was saved."""
+    now = prepared.fingerprint
     parts = [
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)
     ]
@@ -144,5 +139,5 @@ def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[s
         )
         differ = {p: (then[p], now[p]) for p in parts}
         if "batch" in differ:
-            differ["batch"] = describe_batches(*differ["batch"], blueprint.job)
+            differ["batch"] = describe_batches(*differ["batch"], prepared.job)
         raise StateMismatch(differ, remedy)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.client.client import Client, StepQueue
+from overlord.client.client import Client
+from overlord.client.step_queue import StepQueue
 from overlord.errors import ActorLost, OverlordError, StateMismatch
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.mesh import ClientPlaceTree
@@ -15,7 +16,7 @@ from overlord.process.shutdown import in_turn
 from overlord.serving.step_publisher import MOVED
 from overlord.session.generation import Generation, differences, mark_of
 from overlord.session.running_job import RunningJob
-from overlord.session.runtime import Runtime, make_engine
+from overlord.session.runtime import Runtime, start_runtime
 from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
@@ -171,7 +172,7 @@ def _new_runtime(
     options = prepared.options
     for left in reversed(range(1 + (options.max_restarts if options.failover else 0))):
         try:
-            return make_engine(running.kind, prepared, state, running.loop, number)
+            return start_runtime(running.kind, prepared, state, running.loop, number)
         except ActorLost as fault:
             if not left or running.closed:
                 raise

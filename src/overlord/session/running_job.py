@@ -1,4 +1,4 @@
-"""The mutable state behind a ``Session``: event loop, clients and current generation."""
+"""The mutable state of a ``Session``: event loop, clients and current generation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from overlord.client.client import Client, State, StepQueue
-from overlord.client.local_queue import LaunchedStepQueue
+from overlord.client.client import Client
+from overlord.client.step_queue import State, StepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
@@ -26,7 +26,7 @@ from overlord.serving.step_publisher import MOVED
 from overlord.session.events import UserEvents
 from overlord.session.generation import Generation, decoded
 from overlord.session.local_runtime import LocalRuntime
-from overlord.session.runtime import Runtime, end_processes, keep, make_engine
+from overlord.session.runtime import Runtime, end_processes, hold_cluster, start_runtime
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.profile_store import Refresher
 
@@ -94,8 +94,8 @@ class RunningJob:
         self._release_cluster: Callable[[], None] = lambda: None
         runtime: Runtime | None = None
         try:
-            self._release_cluster = keep(kind, prepared.options.address)
-            runtime = make_engine(kind, prepared.floored(start.floor), state, self.loop)
+            self._release_cluster = hold_cluster(kind, prepared.options.address)
+            runtime = start_runtime(kind, prepared.floored(start.floor), state, self.loop)
             self.events.observe(runtime)
             self.generation = Generation.of(0, prepared, runtime, runtime.planner.state(), "")
             start.write(runtime, prepared)
@@ -191,7 +191,7 @@ class RunningJob:
         return generation.runtime.inbox(rank, generation.start.step)
 
     def begin(self) -> None:
-        """Start to plan: a client asks for the first step. All open clients are served from now."""
+        """Start to plan, on the first request for a step. All open clients are served from now."""
         with self.lock:
             if self.begun or self.closed:
                 return
@@ -214,8 +214,7 @@ class RunningJob:
         The event loop is notified once all clients took it: the slowest sets the pace anyway, and
         waking a thread for every rank costs more than planning.
         """
-        if isinstance(queue, LaunchedStepQueue):  # its constructor worker must know
-            queue.took(step)
+        queue.ack(step)
         with self.lock:
             # else the client is closed, or of an older generation
             if self.generation.queues.get(rank) is queue:
@@ -236,7 +235,7 @@ class RunningJob:
             self.loop.post(lambda: runtime.consumed(ranks, slowest))
 
     def slowest_step(self) -> int:
-        """Return the lowest step at which the state of a client stands."""
+        """Return the lowest step among the positions of all clients."""
         steps = (client.position.step for client in list(self.clients.values()))
         return min(steps, default=self.generation.start.step)
 

@@ -1,5 +1,6 @@
-"""Where the cores of a session live: in this process, in processes of this machine, or on a Ray
-cluster. The session does not see the difference.
+"""Runtimes: in this process, in processes of this machine, or on a Ray cluster.
+
+A session uses all of them through one protocol.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.client.client import StepQueue
+from overlord.client.step_queue import StepQueue
 from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
@@ -83,13 +84,13 @@ class Runtime(Protocol):
         """Return address and token of the constructor worker of a rank; None without workers."""
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a rank took, as its constructor worker knows; or None."""
+        """Return the last step that a rank took, as its constructor worker reports; or None."""
 
     # events
     def settle(self) -> None: ...
     def event(self, event: Any) -> None: ...
     def report(self, report: Report) -> bool | None: ...
-    def prepare_source(self, blueprint: PreparedJob) -> Any: ...
+    def prepare_source(self, prepared: PreparedJob) -> Any: ...
     def drop_prepared(self, prepared: Any) -> None: ...
     def add_source(
         self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
@@ -106,64 +107,68 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
-def make_engine(
+def start_runtime(
     runtime: str,
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     state: StreamState | None,
-    pump: EventLoop,
+    loop: EventLoop,
     generation: int = 0,
 ) -> Runtime:
-    """Cores at a state, ready to be pumped."""
+    """Start a runtime at a state; its commands run on ``loop``."""
     if runtime != "local":
-        return _apart(*make_control(runtime, blueprint), blueprint, state, pump, generation)
-    executor = ThreadExecutor(n_workers(blueprint.options), pump)
+        return _cluster_runtime(
+            *start_actor_system(runtime, prepared), prepared, state, loop, generation
+        )
+    executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
-        return local_runtime(blueprint, executor, state)
+        return local_runtime(prepared, executor, state)
     except BaseException:
         executor.close()
         raise
 
 
-def _apart(
+def _cluster_runtime(
     control: ActorSystem,
     machine: Platform,
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     state: StreamState | None,
-    pump: EventLoop,
+    loop: EventLoop,
     generation: int,
 ) -> Runtime:
-    from overlord.cluster.coordinator import Coordinator  # imports processes and sockets
+    # imported for runtimes with processes only
+    from overlord.cluster.coordinator import Coordinator
     from overlord.session.cluster_runtime import ClusterRuntime
 
-    options = blueprint.options
+    options = prepared.options
     try:
-        if blueprint.job.journal is not None and options.failover:
-            # a planner that can come back can be lost
+        if prepared.job.journal is not None and options.failover:
+            # with a journal the planner can be restarted, so it has a process of its own
             return ClusterRuntime(
-                blueprint, state, pump, generation, control=control, machine=machine
+                prepared, state, loop, generation, control=control, machine=machine
             )
-        return Coordinator(blueprint, state, control, pump, generation, machine).start()
+        return Coordinator(prepared, state, control, loop, generation, machine).start()
     except BaseException:
         control.shutdown(HURRY_S)
         raise
 
 
-def make_control(runtime: str, blueprint: PreparedJob) -> tuple[ActorSystem, Platform]:
-    """Who starts the parts of a job, and what a part has from the machine it comes to."""
-    ports = port_range(blueprint.options.ports)
+def start_actor_system(runtime: str, prepared: PreparedJob) -> tuple[ActorSystem, Platform]:
+    """Return the actor system that starts workers, and the platform that they use."""
+    ports = port_range(prepared.options.ports)
     if runtime == "ray":
         from overlord.ray.launcher import RayActorSystem
 
-        control = RayActorSystem(blueprint.options.address, job=blueprint.job.name, ports=ports)
+        control = RayActorSystem(prepared.options.address, job=prepared.job.name, ports=ports)
         return control, control.machine
     from overlord.rpc.process_launcher import ProcessActorSystem
 
     return ProcessActorSystem(), Platform(ports)
 
 
-def sized(runtime: str, job: Job, options: Options) -> Options:
-    """How many hosts, for a cluster of several machines: said once, where the job is launched,
-    since machines differ. It is kept.
+def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
+    """Set the numbers of workers for a cluster of several machines.
+
+    They are set once, at launch: machines differ, and a restart must not change them.
     """
     if runtime != "ray":
         _refuse_nodes(options, f"runtime={runtime!r} has one machine: leave it out")
@@ -183,9 +188,8 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, beside)
-    hosts = options.hosts or max(
-        1, cores - constructors
-    )  # constructor hosts come first, and have a core each
+    # constructor workers are placed first, with a core each
+    hosts = options.hosts or max(1, cores - constructors)
     return replace(
         options,
         hosts=hosts,
@@ -196,7 +200,7 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
 
 
 def _refuse_nodes(options: Options, why: str) -> None:
-    """What would be passed over is told: whoever names nodes counts on them."""
+    """Refuse options that name nodes where they would be ignored."""
     if named := [name for name in OF_NODES if getattr(options, name)]:
         raise JobError(
             [f"{name}: {getattr(options, name)!r:.80} was asked for, but {why}" for name in named],
@@ -204,9 +208,10 @@ def _refuse_nodes(options: Options, why: str) -> None:
         )
 
 
-def budgeted(runtime: str, job: Job, options: Options) -> Options:
-    """One budget for a machine, as bounds of what is held there. Of hosts as many are counted as
-    there may be, on this one machine.
+def with_memory_bounds(runtime: str, job: Job, options: Options) -> Options:
+    """Split the memory budget of one machine into bounds of everything that is held there.
+
+    It counts the largest number of workers that may run on this machine.
     """
     if options.memory is None:
         return options
@@ -237,9 +242,10 @@ def budgeted(runtime: str, job: Job, options: Options) -> Options:
     )
 
 
-def keep(runtime: str, address: str | None) -> Callable[[], None]:
-    """What all engines of a session need is there, until the function returned is called: a cluster
-    takes seconds to start.
+def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
+    """Hold the Ray cluster of a session until the returned function is called.
+
+    A cluster takes seconds to start, so all runtimes of a session share it.
     """
     if runtime != "ray":
         return lambda: None
@@ -247,13 +253,13 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
 
     CLUSTER.hold(address)
 
-    steps: Steps = [CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(let_go)]
+    steps: Steps = [CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(release)]
 
-    def let_go() -> None:
+    def release() -> None:
         in_turn(steps)
 
-    atexit.register(let_go)  # Ray ends its processes at the program's end, and leaves its files
-    return let_go
+    atexit.register(release)  # Ray ends its processes at exit, and leaves its files
+    return release
 
 
 def end_processes(runtime: Runtime) -> None:
@@ -262,6 +268,7 @@ def end_processes(runtime: Runtime) -> None:
         actors.shutdown(HURRY_S)
 
 
-def counted(host: Runtime) -> Planner | Counted:
-    """The planner's counts, of one moment."""
-    return host.planner if isinstance(host.planner, Planner) else host.planner.counted()
+def counted(runtime: Runtime) -> Planner | Counted:
+    """Return the counts of the planner at one moment."""
+    planner = runtime.planner
+    return planner if isinstance(planner, Planner) else planner.counted()

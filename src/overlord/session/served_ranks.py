@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from overlord.client.client import LocalStepQueue, State, StepQueue
+from overlord.client.step_queue import LocalStepQueue, State, StepQueue
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.messages.control import PlannedStep, StreamState
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue
@@ -259,7 +259,10 @@ class ServedRanks:
                 slowest = min([step, *acked.values()]) if all_acked else -1
                 for old in [s for s in self._states if s < slowest]:
                     del self._states[old]
-            client.took(new=step > before, waited_s=getattr(current, "waited_s", 0.0))
+            client.took(
+                new=step > before,
+                waited_s=current.waited_s if isinstance(current, PublishedQueue) else 0.0,
+            )
         running.acked(rank, current, step)
 
     def explain_wait(self, words: str) -> str:

@@ -34,7 +34,7 @@ class Session:
     """A running job. Use it as a context manager, or call ``close``.
 
     ``resumed``: the step at which a job with a journal was resumed, and why; else None.
-    ``internals``: the state behind the session. It is not part of the public API.
+    ``internals``: the state of the session. It is not part of the public API.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Session:
         """Read a source in ``hosts`` loader workers from now on.
 
         New workers start in the background, and take over when they have buffered as much as the
-        old ones. False: the source has that many workers, or another change is under way. The
-        stream does not change.
+        old ones. False: the source has that many workers, or another change is in progress.
+        The stream does not change.
         """
         running = self.internals
         running.refuse_closed()

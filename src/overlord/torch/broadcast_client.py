@@ -22,8 +22,9 @@ from typing import Any, cast
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import Client, State, StepQueue
+from overlord.client.client import Client
 from overlord.client.step import Step
+from overlord.client.step_queue import State, StepQueue
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import seen
@@ -61,6 +62,9 @@ class BroadcastQueue:
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Do nothing: only the queue of the fetcher ends."""
+
+    def ack(self, step: int) -> None:
+        """Do nothing: the rank that fetches the step acks it."""
 
     def __len__(self) -> int:
         return 0

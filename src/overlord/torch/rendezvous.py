@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overlord.client.client import Client, State
+from overlord.client.client import Client
 from overlord.client.connect import _Connected, connect
 from overlord.client.control_client import ControlClient
+from overlord.client.step_queue import State
 from overlord.errors import DataStall
 from overlord.job.job import Job
 from overlord.messages.control import EncodedState

@@ -107,7 +107,7 @@ class Elsewhere(ClusterRuntime):
 
     def __init__(self, launched: Launched):
         self._sayings, self.on_late, self._closed = EventOutbox(), [], False
-        self._parts = _Parts(launched, self._heard)
+        self._parts = _Parts(launched, self._received)
         self.planner = CoordinatorClient(self._parts)
 
     def starts(self, process: Process) -> None:

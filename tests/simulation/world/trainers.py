@@ -127,7 +127,7 @@ class Trainer:
         if self.crash_with_step:
             self.process.kill()
             return
-        box.took(step)
+        box.ack(step)
         seat.history.add(now, "took", rank=self.rank, step=step, session=self.session)
         seat.took(self.rank, step, told.after)
         world = self._machine.world
