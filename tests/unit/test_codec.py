@@ -388,7 +388,7 @@ def test_a_record_that_its_own_class_refuses_is_refused():
     header, columns = encode(Mesh(dp=66))
     with pytest.raises(
         FrameError,
-        match=r"expected a valid ClientPlaceTree, got JobError: place.dp: expected a whole "
+        match=r"expected a valid Mesh, got JobError: place.dp: expected a whole "
         r"number",
     ):
         decode(header.replace(b"\x42", b"\x00"), columns)

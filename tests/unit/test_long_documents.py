@@ -207,4 +207,4 @@ def test_a_dropped_document_is_explained() -> None:
         list(session.client(0))
         found: Any = session.explain("web/e0/f0/r1")
     assert found.status == "no sample"
-    assert "a filter or on_long dropped it" in found.words
+    assert "a filter or on_long dropped the row" in found.words

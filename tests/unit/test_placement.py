@@ -85,7 +85,7 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     )
     [(what, words)] = placement_facts(made.figures())
     assert what == "sidecar=0.5 exceeded"
-    assert words.startswith("node gpu-0 runs 4 hosts of this job where 2 are allowed, for 6 s")
+    assert words.startswith("node gpu-0 has run 4 workers of this job for 6 s, 2 are allowed")
     made.forget("loader-worker/1")
     made.forget("loader-worker/2")
     assert made.review() == []

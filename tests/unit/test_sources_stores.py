@@ -141,7 +141,7 @@ def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, 
     given = [f"s3://AKIAXYZ:{SECRET}@bucket/job.yaml" if word == "URI" else word for word in words]
     said = CliRunner().invoke(cli, given)
     assert said.exit_code == 2
-    assert "expected a file of this machine" in said.output
+    assert "expected a file on this machine" in said.output
     assert SECRET not in said.output
 
 

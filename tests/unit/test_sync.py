@@ -154,7 +154,7 @@ def test_ranks_that_join_with_another_sync_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("sync", "key", "when"),
-    [("microbatch", "microbatch", "after every microbatch"), ("step", "bucket", "once a step")],
+    [("microbatch", "microbatch", "after every microbatch"), ("step", "bucket", "once per step")],
 )
 def test_explain_and_plan_say_when_ranks_wait_and_what_the_step_takes(
     sync: str, key: str, when: str
@@ -165,7 +165,7 @@ def test_explain_and_plan_say_when_ranks_wait_and_what_the_step_takes(
         plan, found = session.plan(0), session.explain(0)
     said = (
         f"ranks wait for each other {when} (sync: {sync}): the step takes "
-        f"{plan.imbalance()[key]:.3f} of the mean rank's time"
+        f"{plan.imbalance()[key]:.3f} times the mean rank's time"
     )
     assert found.to_dict()["sync"] == sync
     assert said in str(found)
