@@ -246,13 +246,13 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
     """Who serves connected ranks must know the state behind it: a rank that comes again goes on
     from there.
     """
-    heard, deaf = ClusterRuntime._heard, [True]
+    heard, deaf = ClusterRuntime._received, [True]
 
     def hears(engine: ClusterRuntime, event: tuple[Any, ...]) -> None:
         if not (deaf and event[0] == "staged" and event[1] >= 4):
             heard(engine, event)
 
-    monkeypatch.setattr(ClusterRuntime, "_heard", hears)
+    monkeypatch.setattr(ClusterRuntime, "_received", hears)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 4, {0: [], 1: []})

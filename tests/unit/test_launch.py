@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cli.common import read_options
 from overlord.errors import JobError, StateMismatch
 from overlord.setup.options import Options
 from tests.processes import WAIT_S, left_after
@@ -284,6 +286,16 @@ def test_an_old_keyword_still_works_and_its_warning_names_the_new_form(
     assert getattr(old, name) == value
     by_name: dict[str, Any] = {group: {name: value}}  # as the command line gives it
     assert old == launched_with(monkeypatch, **by_name)
+
+
+@pytest.mark.parametrize("word", ["open_files=7", "memory={open_files: 7}"])
+def test_options_of_the_command_line_may_have_either_form(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = launched_with(monkeypatch, **read_options((word,)))
+    assert found == replace(Options(), open_files=7)
 
 
 def test_limits_of_memory_may_be_the_total_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def launch(
     read_ahead: steps' worth of samples that are held ready beyond the draw. Default: 2 in one
         process, 8 in several.
     loaders: loaders per source, as in {"web": 3}; 1 for sources that are not named.
-    workers: threads that read, transform and build.
+    workers: threads that read, transform and build. Default: one for each core, from 2 to 8.
     memory: memory for loading on this machine, as in "64GB" or bytes; or MemoryLimits(...).
     cache_dir: directory of indexes and profiles. Default: OVERLORD_CACHE, or the user's cache.
 
@@ -88,7 +88,10 @@ def launch(
     autoscale: True reads a source in more or fewer processes, as the mixture and the pace of
         trainers change. A mapping sets other limits.
 
-    sources_per_host: sources that share a loader worker ("process" and "ray", as all below).
+    For "process" and "ray":
+
+    sources_per_host: sources that share a loader worker. Default: about 25, with fewer workers
+        than cores.
     hosts: cores that loader workers may use. Default: all of this machine.
     constructor_hosts: processes that constructors share. Default: one for sixteen cores.
     ports: TCP ports at which workers listen, as in "7000-7099", for firewalls. Default: any.
@@ -98,9 +101,9 @@ def launch(
         loss ends the job.
     shadows: loaders with a standby in another worker: "none", those of the most costly sources
         ("heavy"), or "all".
-    ray: placement on a Ray cluster, as in RayPlacement(address="10.0.0.1:6379").
+    ray: placement on a Ray cluster, as in RayPlacement(address="10.0.0.1:6379"); "ray" only.
 
-    check: check the invariants of all parts after every command. Slow; for tests.
+    check: check the invariants of all components after every command. Slow; for tests.
     deprecated: older names of the fields of MemoryLimits and RayPlacement, as keywords.
     """
     if not isinstance(job, Job):
