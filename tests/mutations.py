@@ -814,7 +814,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "scaling/needs.py",
+        "scaling/core_demand.py",
         (
             "too few workers are added",
             "missing = self.most / target - self.room",

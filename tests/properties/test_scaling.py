@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.needs import Demand, cores_used, needs_of
+from overlord.scaling.core_demand import Demand, cores_used, needs_of
 from overlord.scaling.scaler import Limits, Observation, Scale, Scaler, SourceSample
 from overlord.scaling.shards import kept, spread, widened
 from overlord.scaling.threads import measured_part, useful, worth

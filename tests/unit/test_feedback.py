@@ -466,7 +466,7 @@ def test_a_schedule_that_cannot_be_copied_is_refused_at_launch() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("cannot pickle '_thread.lock' object")
 
-    with pytest.raises(JobError, match="mixture: expected a schedule that copy.deepcopy can copy"):
+    with pytest.raises(JobError, match=r"mixture: expected a schedule that copy.deepcopy can copy"):
         ov.launch(job(Locked([])))
 
 

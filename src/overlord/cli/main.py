@@ -29,6 +29,7 @@ from overlord.cli.serve import serve
 from overlord.cli.simulate import simulate
 from overlord.cli.status import status
 from overlord.cli.stop import stop
+from overlord.process.exit import exit_now
 
 COMMANDS = (
     demo,
@@ -97,7 +98,7 @@ def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the reader may have closed its end
             stream.flush()
-    os._exit(code)
+    exit_now(code)
 
 
 if __name__ == "__main__":

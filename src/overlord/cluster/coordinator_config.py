@@ -31,7 +31,7 @@ class PlannerJob(PreparedJob):
     def __init__(self, of: PreparedJob):
         self.__dict__.update(of.__dict__)
         sources = range(len(of.job.sources))
-        self.specs: tuple[SourceSpec, ...] = tuple(of._source_spec(i) for i in sources)
+        self.specs: tuple[SourceSpec, ...] = tuple(of.source_spec(i) for i in sources)
         self.form: PixelForm | None = of.images
         self.loads: tuple[SourceLoad, ...] = tuple(loads_of(of))
         self.options = replace(of.options, progress=None, on_stall=None)
@@ -43,7 +43,7 @@ class PlannerJob(PreparedJob):
     def images(self) -> PixelForm | None:
         return self.form
 
-    def _source_spec(self, i: int) -> SourceSpec:
+    def source_spec(self, i: int) -> SourceSpec:
         return replace(self.specs[i], loaders=self.loaders_of(i))
 
     def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:

@@ -23,7 +23,7 @@ from overlord.messages.control import (
     PlannedStep,
 )
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.planning.images.encoding import Encodings
+from overlord.planning.images.encoder_plans import Encodings
 
 NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from overlord.concurrency.command_loop import Executor
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
+from overlord.process.exit import exit_now
 from overlord.process.malloc import limit_arenas
 from overlord.process.time_slice import in_background
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
@@ -128,7 +129,7 @@ class Platform:
 
     def end(self, code: int) -> None:
         """End the whole process at once."""
-        os._exit(code)
+        exit_now(code)
 
 
 class NetworkPlatform(Platform):

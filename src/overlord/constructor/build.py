@@ -82,7 +82,7 @@ class BucketBatch:
     by_rank: Mapping[int, BucketBatch] = field(default_factory=dict)
     encoder: BatchArrays | None = (
         # The images that one rank encodes, and their routes, exchange by exchange
-        # (``planning/images/encoding.py``).
+        # (``planning/images/encoder_plans.py``).
         None
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m

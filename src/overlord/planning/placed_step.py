@@ -12,7 +12,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.planning.buffer import Joined, StepContext, check_plan, check_samples, gather
 from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawn, owed_after, step_positions
-from overlord.planning.images.encoding import check_images
+from overlord.planning.images.encoder_plans import check_images
 from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
 from overlord.planning.spec import Ledger

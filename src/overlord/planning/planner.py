@@ -43,7 +43,7 @@ from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawer, Short
 from overlord.planning.events import joined, lost, said_of_all, skipped, still_in_force, widened
 from overlord.planning.feedback import Feedback
-from overlord.planning.images.encoding import valid_tokens
+from overlord.planning.images.encoder_plans import valid_tokens
 from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.lost_sources import LostSources, all_lost, without_lost
 from overlord.planning.mixture import Mixture, nothing_to_draw

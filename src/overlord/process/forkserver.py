@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess, set_sp
 from typing import Any
 
 from overlord import import_path
+from overlord.process.exit import exit_now
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these
 # pages with all others. These modules must start no Python thread on import, since a fork does not
@@ -223,7 +224,7 @@ def die_with_parent() -> None:
             parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
         )
     if select.select([parent.sentinel], [], [], 0)[0]:  # it ended before
-        os._exit(1)
+        exit_now(1)
 
 
 def how_it_ended(code: int | None) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from overlord.concurrency.platform import INTERFACE, NODE
 from overlord.errors import ActorLost, FrameError
+from overlord.process.exit import exit_now
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.rpc.process_server import HANGUP
 from overlord.rpc.server import CONTROL, ActorServer, exit_code
@@ -135,7 +136,7 @@ class CallConnection:
         believes dead: its launching process has disconnected.
         """
         if not self._closing:
-            os._exit(1)
+            exit_now(1)
 
     def close(self) -> None:
         self._closing = True

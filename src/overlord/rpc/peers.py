@@ -21,6 +21,7 @@ import numpy as np
 
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
+from overlord.process.exit import exit_now
 from overlord.rpc.actors import (
     SHUT_DOWN,
     SHUTDOWN_S,
@@ -175,7 +176,7 @@ class RpcEndpoint:
         actor: object,
         *,
         dial: Dial = dial,
-        leave: Callable[[int], None] = os._exit,
+        leave: Callable[[int], None] = exit_now,
     ):
         self._name, self._actor, self._dial, self._exit = name, actor, dial, leave
         self._lock = threading.Lock()

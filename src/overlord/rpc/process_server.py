@@ -22,6 +22,7 @@ import numpy as np
 
 from overlord.errors import FrameError
 from overlord.process import forkserver
+from overlord.process.exit import exit_now
 from overlord.rpc.server import CONTROL, ActorServer, exit_code
 from overlord.transport.codec import encode
 from overlord.transport.frame import pack, unpack
@@ -45,7 +46,7 @@ class CallSocket:
         """Wait for the next call; end the process if the parent is gone."""
         while not self._buffer.ready:
             if not self._buffer.read(self._sock):
-                os._exit(1)
+                exit_now(1)
         return decode_message(self._buffer.ready.popleft().body)
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
@@ -56,7 +57,7 @@ class CallSocket:
                 while not message.sent:
                     message.write(self._sock)
             except OSError:  # the parent is gone
-                os._exit(1)
+                exit_now(1)
 
 
 def encode_message(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMessage:
@@ -129,15 +130,15 @@ def _exit_with_parent(sock: socket.socket) -> None:
         try:
             poller.register(os.pidfd_open(parent.pid), select.POLLIN)  # type: ignore[arg-type]
         except ProcessLookupError:
-            os._exit(1)
+            exit_now(1)
         except OSError:  # a sandbox that forbids it; the socket must suffice
             pass
     poller.poll()
-    os._exit(1)
+    exit_now(1)
 
 
 def _exit_now(code: int) -> NoReturn:
     """Exit without waiting for threads of the actor: it can no longer be called."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    exit_now(code)

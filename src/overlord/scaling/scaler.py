@@ -4,7 +4,7 @@
 Trainers would take some number of steps per second if they never waited. The need of a source is
 that number, times its samples in a step, times the measured cost of a sample. The result is seconds
 of work per second, which is cores. It is compared with the cores that its workers can use
-(``scaling/needs.py``). Scaling changes neither the draw nor the stream.
+(``scaling/core_demand.py``). Scaling changes neither the draw nor the stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlord.scaling.needs import Demand, Need, cores_used, needs_of
+from overlord.scaling.core_demand import Demand, Need, cores_used, needs_of
 from overlord.scaling.threads import locked_part, measured_part
 
 # a slow read belongs to a long tail if it takes this many times the usual time

@@ -52,7 +52,7 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.loader import Announce, Evaluate, Read
-from overlord.planning.images.encoding import Encodings
+from overlord.planning.images.encoder_plans import Encodings
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.sample import Content, Ragged, Scattered

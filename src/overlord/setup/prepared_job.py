@@ -146,7 +146,7 @@ class PreparedJob:
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
-    def _source_spec(self, i: int) -> SourceSpec:
+    def source_spec(self, i: int) -> SourceSpec:
         source = self.job.sources[i]
         return SourceSpec(
             name=source.name,
@@ -164,7 +164,7 @@ class PreparedJob:
         """Return the planner core at a state, or at the start of the stream."""
         job, options, schedule = self.job, self.options, schedule_of(self.job, self.added)
         spec = PlannerSpec(
-            sources=tuple(self._source_spec(i) for i in range(len(job.sources))),
+            sources=tuple(self.source_spec(i) for i in range(len(job.sources))),
             batch=job.batch,
             place=job.place,
             strategy=self.strategy,
@@ -318,7 +318,7 @@ class PreparedJob:
         name = self.job.names[-1]
         return NewSource(
             event=AddSource(at, name, source_mark(self.fingerprint, name)),
-            source=self._source_spec(-1),
+            source=self.source_spec(-1),
         )
 
     def fitting(self, saved: Any) -> PreparedJob:

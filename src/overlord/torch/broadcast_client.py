@@ -282,7 +282,7 @@ class BroadcastClient(Client):
 
     @property
     def _generation(self) -> int:
-        inbox, session = self._own_client._inbox, self._own_client.session
+        inbox, session = self._own_client.queue, self._own_client.session
         return int(
             getattr(inbox, "generation", 0)
             if session is None
@@ -294,7 +294,7 @@ class BroadcastClient(Client):
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
             now = state is self._state and self._back is None
-            return mine.state_dict() if now else mine.state_dict((mine._inbox, state))
+            return mine.state_dict() if now else mine.state_dict((mine.queue, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)
         saved: dict[str, Any] = self._session_control()._export(queue, state)
@@ -331,7 +331,7 @@ class BroadcastClient(Client):
                 )
             raise
         self._over = None
-        after = sealed(self._own_client._state)
+        after = sealed(self._own_client.position)
         self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,19 +274,19 @@ class _ClientFactory:
     def _owned(self, client: Client) -> Client:
         """Let ``close()`` of a client end the session, once all ranks have left it."""
         assert self._session is not None
-        client.session, left = self._session, client._close
+        client.session = self._session
 
-        def leave() -> None:
-            if not client._failed:
+        def leave(close: Callable[[], None]) -> None:
+            if not client.failed:
                 self._board.wait_until_left(len(self._served), self._leave_s)
-            left()
+            close()
 
-        client._close = leave
+        client.close_with(leave)
         return _owning(self._session, client, self._leave_s, self._board)
 
     def _start(self, clients: dict[int, Client]) -> State:
         start: EncodedState = self._published["start"]
-        return clients[self._rank]._state if self._rank in clients else start
+        return clients[self._rank].position if self._rank in clients else start
 
     def _connect_control(self) -> _Connected:
         return _Connected(
@@ -307,6 +307,7 @@ class _ClientFactory:
             self._board.left()
         for rank in sorted(clients, reverse=True):  # the client that owns the session comes last
             inner = clients[rank]
-            inner._failed = failed
+            if failed:
+                inner.mark_failed()
             with contextlib.suppress(Exception):
                 inner.close()
