@@ -171,7 +171,7 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
         again.load_state_dict(old)  # it moves the session, and the others must follow
         with pytest.raises(
             OverlordError,
-            match="another rank moved the session to a saved state; load the same state on "
+            match="another rank rewound the session to a saved state; load the same state on "
             "this rank",
         ):
             take(clients[0], 5)

@@ -480,9 +480,9 @@ def test_rank_after_rank_loads_a_state_and_all_go_on_from_it(runtime: str) -> No
         assert clients[1].state_dict() == state == json.loads(json.dumps(state))
         wanted = [take(c, 3) for c in clients]
         clients[0].load_state_dict(state)
-        with pytest.raises(OverlordError, match="another rank moved the session"):
+        with pytest.raises(OverlordError, match="another rank rewound the session"):
             rest(clients[1])
-        with pytest.raises(OverlordError, match="another rank moved the session"):
+        with pytest.raises(OverlordError, match="another rank rewound the session"):
             clients[1].state_dict()
         first = take(clients[0], 2)
         clients[1].load_state_dict(state)
@@ -700,7 +700,7 @@ def raw(served: ServedAddress, **hello: Any) -> Connection:
 def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> None:
     with launch(job(n=60, dp=1), prefetch=3) as session:
         served = session.serve()
-        with pytest.raises(LinkRefused, match="another rank moved the session"):
+        with pytest.raises(LinkRefused, match="another rank rewound the session"):
             raw(served, generation=5)
         with pytest.raises(LinkRefused, match="next: expected a whole number"):
             raw(served, next="soon")

@@ -133,7 +133,7 @@ def test_whoever_saves_a_state_that_cannot_be_had_is_told_why(tmp_path: Path):
         saved = first.state_dict()
         next(first)
         first.load_state_dict(saved)
-        with pytest.raises(dcp.CheckpointException, match="another rank moved the session"):
+        with pytest.raises(dcp.CheckpointException, match="another rank rewound the session"):
             dcp.save(
                 {"loader": ot.LoaderState(second)},
                 checkpoint_id=tmp_path / "checkpoint",

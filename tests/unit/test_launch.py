@@ -124,7 +124,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"ports": "7000-7099"},
-            "ports: in one process nobody listens but session.serve, which has a port= "
+            "ports: in one process only session.serve listens, which has a port= "
             "of its own: leave it out",
         ),
         (
@@ -162,7 +162,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
             "node_resources: expected custom resources, got 'CPU'; leave it out",
         ),
         ({"runtime": "ray", "reserve": "all"}, "reserve: expected True or False, got 'all'"),
-        ({"resume": "auto"}, "resume: 'auto' goes on from the job's journal, and it has none"),
+        ({"resume": "auto"}, "resume: 'auto' continues from the job's journal, and it has none"),
         (
             {"resume": "st.json"},
             "read the file first: resume=json.loads(Path('st.json').read_text())",

@@ -154,7 +154,9 @@ def test_what_is_wrong_with_a_journal_or_with_resume_is_said(tmp_path: Path) -> 
         replace(job(None), journal=7)
     with pytest.raises(ov.JobError, match="carries a secret"):
         job("s3://bucket/j?secret_access_key=abc")
-    with pytest.raises(ov.JobError, match="'auto' goes on from the job's journal, and it has none"):
+    with pytest.raises(
+        ov.JobError, match="'auto' continues from the job's journal, and it has none"
+    ):
         ov.launch(job(None), resume="auto")
     assert replace(job(None), journal=tmp_path).journal == str(tmp_path)
 
@@ -194,7 +196,7 @@ def test_trainers_that_bring_their_own_state_win_and_the_journal_begins_anew_the
         state = session.state_dict()
         take(session, 5)
     with ov.launch(job(tmp_path), resume=state) as session:
-        assert session.resumed.why.startswith("it is where the given state stands")
+        assert session.resumed.why.startswith("it is the position of the given state")
         assert take(session, 2) == undisturbed[3:5]
     with ov.launch(job(tmp_path), resume="auto") as session:
         assert take(session, 2) == undisturbed[5:7]

@@ -458,7 +458,7 @@ def test_a_rank_that_loads_another_state_is_refused() -> None:
             clients[1].load_state_dict(late)
         assert (
             "rank 1 loads a state of this job that is not the one to which another rank "
-            "has moved the session" in str(refused.value)
+            "has rewound the session" in str(refused.value)
         )
         assert "another job" not in str(refused.value)
 
@@ -1019,7 +1019,7 @@ def test_a_rank_left_behind_saves_no_state_until_it_has_loaded_the_one_of_the_ot
             take(client, 3)
         take(clients[0], 1)
         clients[0].load_state_dict(early)
-        with pytest.raises(OverlordError, match="rank 1: another rank moved the session"):
+        with pytest.raises(OverlordError, match="rank 1: another rank rewound the session"):
             clients[1].state_dict()
         clients[1].load_state_dict(early)
         assert clients[1].state_dict() == early

@@ -51,7 +51,7 @@ class ControlServer:
         # connections of ranks that take no steps here: another rank fetches theirs
         self._broadcast: set[ServerConnection] = set()
         self._lock = threading.Lock()
-        self._threads, self._why_thread = ThreadQueue(N_THREADS, "front"), ThreadQueue(1, "why")
+        self._threads, self._why_thread = ThreadQueue(N_THREADS, "control"), ThreadQueue(1, "why")
         self._server = Server(
             token=token,
             on_open=self._opened,

@@ -35,7 +35,7 @@ from overlord.transport.state_codec import seal
 
 log = logging.getLogger("overlord")
 
-MOVED = "another rank moved the session to a saved state; load the same state on this rank"
+MOVED = "another rank rewound the session to a saved state; load the same state on this rank"
 UNBOUNDED = 2**62
 KEPT_SEALS = 16  # encoded states of the last steps: ranks of other buckets receive the same
 

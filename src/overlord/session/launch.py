@@ -168,7 +168,7 @@ def _runtime_problems(runtime: str, given: Options) -> list[str]:
         found.append(f"address: {given.address!r} is for runtime='ray'; leave it out")
     if given.ports is not None and runtime == "local":
         found.append(
-            "ports: in one process nobody listens but session.serve, which has a "
+            "ports: in one process only session.serve listens, which has a "
             "port= of its own: leave it out"
         )
     if given.reserve is True and (runtime != "ray" or given.address is None):
@@ -216,7 +216,7 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:
             found.append(
-                "resume: 'auto' goes on from the job's journal, and it has none: name "
+                "resume: 'auto' continues from the job's journal, and it has none: name "
                 "one in Job.journal, or give a state"
             )
     elif isinstance(resume, (str, PathLike)):

@@ -107,15 +107,15 @@ def _by_state(
     def begin(
         prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
-        """Start at the given state: the journal begins anew there."""
+        """Start at the given state: the journal begins again there."""
         prepared = prepared.fitting(resume)
         state = prepared.restore(resume, allow)
         if not found.empty:
             _same_job(found.fingerprint, prepared, allow)
         why = (
-            f"it is where the given state stands; {found.why}"
+            f"it is the position of the given state; {found.why}"
             if not found.empty
-            else "it is where the given state stands"
+            else "it is the position of the given state"
         )
         return (
             prepared,

@@ -83,7 +83,7 @@ def rewind_rank(
             differ = differences(prepared.export(state), now.prepared.export(now.start))
             problem = (
                 f"rank {rank} loads a state of this job that is not the one to which "
-                "another rank has moved the session"
+                "another rank has rewound the session"
             )
             raise StateMismatch(differ, "load the same state on every rank", problem)
         now = running.generation

@@ -187,7 +187,7 @@ def a_fetcher_that_is_ahead_when_the_session_moves_is_followed(out: Path) -> Non
         dist.barrier()
         if client.service.fetcher != 0:
             if client.service.fetches:
-                while "another rank moved the session" not in (said := _next_or_error(client)):
+                while "another rank rewound the session" not in (said := _next_or_error(client)):
                     assert not said, said
             else:
                 time.sleep(1.0)
