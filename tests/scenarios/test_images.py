@@ -520,7 +520,9 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
         drawings.uri,
         transforms=[*drawings.transforms[:-1], ov.Images("png", **IMAGES | {"patch": 16})],
     )
-    with pytest.raises(ov.JobError, match=r"the same patch .*, got 8 in 'photos', 16 in 'drawings'"):
+    with pytest.raises(
+        ov.JobError, match=r"the same patch .*, got 8 in 'photos', 16 in 'drawings'"
+    ):
         job(tmp_path, sources=[photos, other])
     with pytest.raises(ov.JobError, match=r"cp=2 cuts microbatches.*broadcast_at"):
         job(tmp_path, place=ov.ClientPlaceTree(cp=2))
