@@ -27,17 +27,15 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests
 
-# The laws on examples that nobody has seen yet: make laws EXAMPLES=2000
+# The properties on new examples: make laws EXAMPLES=2000
 EXAMPLES ?= 600
 laws: $(VENV)/.test
 	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/properties
 
-# All that scenarios tell of jobs in several processes, kills, faults of storage and scaling among it, with the parts on Ray: half an hour,
-# since each part takes a second of CPU to start. A machine that others load needs OVERLORD_TEST_WAIT_S=150.
-# On Ray in `make test` already: control, runtime, meshes, reshard, kills_everywhere, ray. Not here: channel*, constructor_again,
-# journal_kills and journal_store have no parts (what is killed there is an end of a link, or a writer that the test itself forks),
-# control_process is about processes of ours, direct is refused on Ray (docs/ray.md), demo and examples launch by themselves (make demo RUNTIME=ray), image_places
-# and stand_in_jobs are about plans, in one process.
+# The scenarios of jobs in several processes (kills, storage faults, scaling) with workers on Ray: half an hour, since a worker takes a second of
+# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs control, runtime, meshes, reshard, kills_everywhere and ray on Ray
+# already. Scenarios without workers are not listed: transport*, constructor_again, journal_kills, journal_store, control_process, demo, examples,
+# image_places, stand_in_jobs.
 ON_RAY := failover failover_constructors real_faults planner_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo ray_zombies
 ON_RAY += ray_places planner_last_words planner_answers journal_launches vanished
