@@ -280,7 +280,7 @@ class LoaderPlan:
     images for constructor worker ``to[j]``, which may belong to documents of others; without
     ``take`` all go.
 
-    Standbys. ``("follow", LoaderStart)`` makes a worker the standby of a loader on another worker.
+    Standbys. ``FollowLoader`` makes a worker the standby of a loader on another worker.
     It reads the same samples, gets the same Refills, and the same LoaderPlans pop it. Its loaders
     are listed among the others, or in a LoaderPlan of their own without ``to``. Popped samples of a
     standby are not sent and have no number. A standby that is late reads the samples it owes at
@@ -288,8 +288,8 @@ class LoaderPlan:
 
     A standby keeps popped samples until ``acked``, as its primary does. So a Rollback with its
     LoaderStart makes it the primary, from memory. After a Rollback, standbys that stay standbys get
-    ``("follow", LoaderStart)`` again, with their cursor and generation. Until then they are not
-    popped. The same holds when their source is restarted. ``("drop", loader)`` ends a standby.
+    ``FollowLoader`` again, with their cursor and generation. Until then they are not
+    popped. The same holds when their source is restarted. ``DropLoader`` ends a standby.
     """
 
     step: int
