@@ -119,7 +119,7 @@ class Drive:
         self.replanned += old.next_step - state.step
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         for number, loader in enumerate(self.loaders):
-            self.loaders[number] = loader.again(
+            self.loaders[number] = loader.restarted(
                 cursors[self.planner._demand.source_of[number]], self.base
             )
             # What a loader of before said is still on its way; what it had begun leads to nothing.

@@ -19,6 +19,7 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
+from overlord.messages.control import PlacementChanged
 from tests.journaled import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
 from tests.properties.test_feedback import Chaser
@@ -139,9 +140,9 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     heard = threading.Event()
     do = Launcher._do
 
-    def hears(parts: Launcher, planner: Any, event: tuple[Any, ...]) -> None:
+    def hears(parts: Launcher, planner: Any, event: Any) -> None:
         do(parts, planner, event)
-        if event[0] == "hosting":
+        if isinstance(event, PlacementChanged):
             heard.set()
 
     def slowly(parts: Launcher, go: Callable[[], Any]) -> Any:
