@@ -414,7 +414,7 @@ COLUMNS = [
 
 @examples(500)
 @given(trees)
-@example([8, "ClientPlaceTree", KINDS["ClientPlaceTree"].layout, 1, 1, 1, 0, [1]])
+@example([8, "Mesh", KINDS["Mesh"].layout, 1, 1, 1, 0, [1]])
 @example([9, "DataStall", [1, [0], [0]], []])
 @example([7, 2**63, {"a": [2, 0]}])
 def test_any_tree_in_the_header_gives_a_known_value_or_is_refused(tree: Any):
