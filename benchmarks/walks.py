@@ -89,6 +89,7 @@ def main():
             window(0)
         else:
             source = rows("c", 400)
+            time.sleep(1.0)  # the prefetch window is full: no step is planned meanwhile
             window(1)
             session.add_source(source)
             window(0)
