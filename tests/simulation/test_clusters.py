@@ -21,6 +21,7 @@ from overlord.messages.control import Skip
 from tests.processes import runs, until
 from tests.simulation.world import soak as soaking
 from tests.simulation.world.faults import KINDS
+from tests.simulation.world.layout import placement_of
 from tests.simulation.world.running import run_seed
 from tests.simulation.world.scenario import SAYINGS, STEPS, draw
 from tests.simulation.world.soak import Tally, outcome_of, past_failures, soak
@@ -46,6 +47,28 @@ def quiet() -> object:
 @pytest.mark.parametrize("seed", past_failures(PAST))
 def test_what_failed_once_does_not_fail_again(seed: int) -> None:
     assert outcome_of(seed).violations == ()
+
+
+@pytest.mark.parametrize(
+    ("seed", "workers"),
+    [
+        (59, (0, 1, 2, 3, 0, 1, 3, 2, 0, 3)),
+        (41, (4, 5, 2, 2, 3, 3, 0, 0, 1, 4, 5)),
+        (1060, (3, 4, 0, 1, 2, 1, 5, 3, 5, 4, 0)),
+        (10, (0, 1, 0, 0, 1, 0, 1, 0, 1)),
+        (112595, (0, 1, 1)),
+        (310806, (1, 0, 0, 1, 2, 2, 2)),
+        (473034, (2, 3, 0, 1, 2, 3)),
+        (8521, (0, 0, 0, 0)),
+    ],
+)
+def test_what_failed_once_has_the_workers_that_it_failed_with(
+    seed: int, workers: tuple[int, ...]
+) -> None:
+    scenario = draw(seed)
+    made = placement_of(scenario)
+    assert made.host_of == workers
+    assert dict(zip(scenario.names, made.loaders, strict=True)) == scenario.options["loaders"]
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

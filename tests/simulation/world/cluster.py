@@ -43,8 +43,7 @@ class Cluster:
         self.net = Net(self.world)
         self.history = History()
         job = scenario.job()
-        # By the index alone: a seed of the past must go on meaning what it meant, however
-        # partitions are improved.
+        # Nothing is measured: a run depends on its seed alone. ``layout.py`` places the loaders.
         self.blueprint = PreparedJob(
             job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options})
         )

@@ -32,10 +32,10 @@ from overlord.messages.reports import checked
 from overlord.planning.events import EventLog
 from overlord.rpc.actors import ActorHandle
 from overlord.session import resume
-from overlord.setup.partition import hosting_of
 from overlord.setup.prepared_job import PreparedJob
 from tests.simulation.world.control import START_S, Family, SimControl
 from tests.simulation.world.disk import SimDisk, SimWriter
+from tests.simulation.world.layout import placement_of
 from tests.simulation.world.people import Elsewhere, Errand, Hand
 from tests.simulation.world.virtual import SimMachine
 from tests.simulation.world.world import Killed, Process
@@ -91,7 +91,7 @@ class Launched:
         )  # what is on its way to the planner, one after the other
         self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
         self.incarnation, self.over = -1, False
-        self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
+        self.blueprint, self.hosting = cluster.blueprint, placement_of(cluster.scenario)
         self.kits = {
             h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)
         }
@@ -203,8 +203,21 @@ class Launched:
     def _make_host(self, reason: str) -> Coordinator:
         cluster = self.cluster
         if cluster.disk is None:
+            blueprint = self.blueprint.with_loaders(
+                self.hosting.loaders, read_ahead_of(self.hosting)
+            )
+            settings = settings_of(blueprint, self.hosting, self.token, self.session, self.machine)
+            starter = WorkerFactory(
+                self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
+            )
             host = Coordinator(
-                self.blueprint, self._initial, self.control, self.pump, self.session, self.machine
+                self.blueprint,
+                self._initial,
+                self.control,
+                self.pump,
+                self.session,
+                self.machine,
+                starter,
             )
             return host.start()
         journal, found = self._open_journal(cluster.disk)
