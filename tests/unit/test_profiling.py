@@ -324,6 +324,36 @@ def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
         assert hosting_of(named).loaders[1] == 2
 
 
+def test_without_partition_sources_get_loaders_by_their_index_and_the_stored_profile_is_not_read(
+    corpus: Path,
+) -> None:
+    made, cache = job(source(corpus), source(corpus, "code"), source(corpus, "books")), corpus / "c"
+    with blueprint(made, hosts=8, cache_dir=cache) as ready:
+        by_index = hosting_of(ready)
+        profile_store.save(profile_store.path_of(made, cache), kept(ready, 1e-3, 6e-3, 1e-3))
+        assert hosting_of(profiled(ready, "process")).loaders == (1, 6, 1)
+    for off in ("off", None):
+        with blueprint(made, hosts=8, cache_dir=cache, partition=off) as ready:
+            assert hosting_of(profiled(ready, "process")) == by_index
+    assert by_index.loaders == (3, 3, 3)
+
+
+@pytest.mark.parametrize("partition", ["auto", "off"])
+def test_in_one_process_a_source_whose_step_is_worth_it_gets_loaders_by_its_index(
+    corpus: Path, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        profile_store, "TIMEOUTS", SetupTimeouts(probe_s=0.0)
+    )  # nothing is measured in no time
+    heavy, light = source(corpus, "text", text(corpus)), source(corpus, "ids")
+    # Of four cores one is left for constructors and planner.
+    for samples, loaders in ((2048, 3), (16, 1)):
+        made = job(heavy, light, batch=ov.Batch(samples=samples, context=64))
+        with blueprint(made, workers=4, cache_dir=corpus / "c", partition=partition) as ready:
+            found = profiled(ready, "local")
+            assert [found.loaders_of(0), found.loaders_of(1)] == [loaders, 1]
+
+
 @pytest.mark.parametrize(
     ("autoscale", "loaders"), [(False, 1), (True, 1), ({"cores": 5}, 5), ({"cores": 99}, 8)]
 )
@@ -504,14 +534,13 @@ def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_sa
             assert len(list(session.client(0))) == 6
 
 
-def test_without_partition_an_added_source_has_one_loader_or_if_scaled_one_per_thread(
+def test_without_partition_an_added_source_has_loaders_by_its_index_or_if_scaled_one_per_thread(
     corpus: Path,
 ) -> None:
     heavy = source(corpus, "late", ov.Map(busy, rows=True), ov.Tokens("tokens"))
-    for scaled, loaders in ((False, 1), (True, 3)):
-        with ov.launch(
-            job(source(corpus)), partition="off", autoscale=scaled, workers=3
-        ) as session:
+    for samples, scaled, loaders in ((16, False, 1), (16, True, 3), (2048, False, 2)):
+        made = job(source(corpus), batch=ov.Batch(samples=samples, context=64))
+        with ov.launch(made, partition="off", autoscale=scaled, workers=3) as session:
             session.add_source(heavy)
             assert loaders_of(session, "late") == loaders
 

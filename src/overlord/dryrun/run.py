@@ -35,7 +35,7 @@ from overlord.messages.control import (
     Refill,
 )
 from overlord.messages.loader import Evaluate, Pop, Read
-from overlord.scaling.loader_placement import plan_hosts
+from overlord.scaling.loader_placement import place_loaders
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
 
@@ -135,11 +135,12 @@ class DryRun:
         clock: Callable[[], float] = lambda: 0.0,
     ):
         asked = loaders_of(prepared, probes, fleet.batch, pace_s)
-        hosting = plan_hosts(
+        hosting = place_loaders(
             loads_of(prepared),
+            [asked[name] for name in prepared.job.names],
             cores=fleet.loader_hosts,
             sources_per_host=fleet.sources_per_host,
-            loaders=asked,
+            named=asked,
         )
         self._made = made = prepared.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock

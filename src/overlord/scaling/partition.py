@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from overlord.scaling.levels import CLUSTER, SourceCluster, clusters_of, total_workers
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, place_loaders
 from overlord.scaling.threads import worth
 
 HOST_BYTES = 28 * 2**20  # of a worker before it reads anything
@@ -268,13 +268,13 @@ class _Search:
                 yield cores, room, least
 
     def _placed(self, counts: Sequence[int], room: int) -> LoaderPlacement:
-        return plan_hosts(
+        return place_loaders(
             self.loads,
+            counts,
             cores=room,
             sources_per_host=self.limits.sources_per_host,
-            loaders=self.limits.loaders,
+            named=self.limits.loaders,
             together=self.limits.together,
-            counts=counts,
         )
 
     def _trimmed(self, best: _Tried) -> _Tried:

@@ -1,5 +1,8 @@
 """The partition of a prepared job: the number of loaders of each source, and the worker of each
 loader. No other module decides them.
+
+A load is measured, or estimated from the index. The launch option ``partition="off"`` leaves all
+loads estimated; they are divided by the same function.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from overlord.job.hooks import LOADER, of_kind
 from overlord.planning.schedule.base import Base
 from overlord.process import cgroup
 from overlord.scaling.levels import CLUSTER
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.shards import widened
@@ -191,7 +194,14 @@ def hosting_of(prepared: PreparedJob) -> LoaderPlacement:
     Where the job is scaled, every source has as many loaders as it could ever use.
     """
     options = prepared.options
-    hosting = _partitioned(prepared) if options.partition == "auto" else _estimated(prepared)
+    made = partition_of(
+        prepared, memory_bytes=None if options.address is not None else machine_memory()
+    )
+    if not made.fits:
+        log.warning(
+            "job %r: %s; it runs with the fewest workers", prepared.job.name, made.shortfall(0.0)
+        )
+    hosting = made.hosting
     if not scales(prepared):
         return hosting
     named, cores = options.loaders or {}, _cores_to_come(options)
@@ -204,29 +214,6 @@ def _cores_to_come(options: Options) -> int:
     """Return the cores that a scaled job may use later: a cluster may get more than it has now."""
     limit = options.autoscale.get("cores", 1) if isinstance(options.autoscale, Mapping) else 1
     return max(options.hosts or n_cores(), limit)
-
-
-def _estimated(prepared: PreparedJob) -> LoaderPlacement:
-    """Return the placement by estimated costs alone (``partition="off"``)."""
-    options = prepared.options
-    return plan_hosts(
-        loads_of(prepared),
-        cores=options.hosts or n_cores(),
-        sources_per_host=options.sources_per_host,
-        loaders=options.loaders,
-        together=bool(of_kind(prepared.job.hooks, LOADER)),
-    )
-
-
-def _partitioned(prepared: PreparedJob) -> LoaderPlacement:
-    made = partition_of(
-        prepared, memory_bytes=None if prepared.options.address is not None else machine_memory()
-    )
-    if not made.fits:
-        log.warning(
-            "job %r: %s; it runs with the fewest workers", prepared.job.name, made.shortfall(0.0)
-        )
-    return made.hosting
 
 
 def machine_memory() -> int:
@@ -247,9 +234,7 @@ def profiled(prepared: PreparedJob, runtime: str) -> PreparedJob:
             if found != prepared.profile:
                 save(path_of(prepared.given, prepared.options.cache_dir), found)
             prepared.profile = found
-    if runtime != "local" or (
-        prepared.options.partition != "auto" and not prepared.options.autoscale
-    ):
+    if runtime != "local":
         return prepared
     loaders = _loaders_here(prepared)
     return prepared if set(loaders) == {1} else prepared.with_loaders(loaders, READ_AHEAD)
@@ -263,9 +248,7 @@ def _loaders_here(prepared: PreparedJob) -> list[int]:
     for each loader would cost memory all the time.
     """
     options, threads = prepared.options, n_workers(prepared.options)
-    loaders = [prepared.loaders_of(i) for i in range(len(prepared.job.sources))]
-    if options.partition == "auto":
-        loaders = list(partition_of(prepared, cores=threads, worth_s=WORTH_S).hosting.loaders)
+    loaders = list(partition_of(prepared, cores=threads, worth_s=WORTH_S).hosting.loaders)
     if not options.autoscale:
         return loaders
     fixed = [
@@ -298,7 +281,7 @@ def joining(prepared: PreparedJob, runtime: str) -> PreparedJob:
 
 def _loaders_apart(prepared: PreparedJob) -> int:
     """Return the loaders of the last source where it gets workers of its own."""
-    n = partition_of(prepared).hosting.loaders[-1] if prepared.options.partition == "auto" else 1
+    n = partition_of(prepared).hosting.loaders[-1]
     return (
         max(n, min(loads_of(prepared)[-1].shares, _cores_to_come(prepared.options)))
         if scales(prepared)
