@@ -95,6 +95,17 @@ def test_the_stream_is_the_same_whatever_was_measured(
             assert play(session) == alone
 
 
+def test_without_partition_loaders_follow_the_index_and_the_stream_is_the_same(
+    job: ov.Job, alone: Played, tmp_path: Path
+) -> None:
+    keep(job, tmp_path, COSTS)
+    with launch(job, "process", cache_dir=tmp_path, hosts=4, partition="off") as session:
+        assert loaders_of(session) == {"web": 1, "code": 2, "books": 2}, (
+            "by their weights: rows are alike"
+        )
+        assert play(session) == alone
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_job_goes_on_with_another_partition_than_it_was_saved_with(
     job: ov.Job, alone: Played, runtime: str, tmp_path: Path
