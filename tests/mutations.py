@@ -31,7 +31,7 @@ LAWS = (
     "properties/test_stream.py",
 )
 TESTS = {
-    "plan": ("unit/test_step.py", "properties/test_plan.py"),
+    "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "unit/test_golden.py",
         "unit/test_planner.py",
@@ -77,6 +77,8 @@ TESTS = {
         "properties/test_memory_budget.py",
         "properties/test_partition.py",
     ),
+    "session": ("unit/test_golden.py", *LAWS),
+    "cluster": ("properties/test_cut.py", "properties/test_cut_images.py", *LAWS),
     "transforms": (
         "unit/test_image_header.py",
         "unit/test_image_items.py",
@@ -694,13 +696,26 @@ MUTATIONS = [
             "return ends",
         ),
         ("what does not divide is cut unevenly", "if (size % pieces).any():", "if False:"),
+        ("narrowed twice, cut twice", "array.shape[: len(shape)] == shape", "True"),
+        (
+            "runs across documents lose their tail",
+            "np.minimum((start + length)[run], ends[doc]) - begins",
+            "np.minimum(start[run] + 1, ends[doc]) - begins",
+        ),
+    ),
+    *_at(
+        "plan/rank_view.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",
             "and (self.last or key not in LAST or self.first)",
         ),
-        ("a fetcher gets its own stage only", "np.logical_or.at(last, seats, ", "last |= ("),
-        ("a fetcher along cp gets a slice", "if cut and lowest[rank] == highest[rank]", "if cut"),
+        ("a fetcher gets its own stage only", "np.logical_or.at(last, queue_of, ", "last |= ("),
+        (
+            "a fetcher along cp gets a slice",
+            "if sliced and lowest[rank] == highest[rank]",
+            "if sliced",
+        ),
         (
             "slices where cp ranks have buckets of their own",
             'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
@@ -710,12 +725,6 @@ MUTATIONS = [
             "stages where they have buckets of their own",
             'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
             "place.pp > 1,",
-        ),
-        ("narrowed twice, cut twice", "array.shape[: len(shape)] == shape", "True"),
-        (
-            "runs across documents lose their tail",
-            "np.minimum((start + length)[run], ends[doc]) - begins",
-            "np.minimum(start[run] + 1, ends[doc]) - begins",
         ),
     ),
     *_at(
