@@ -39,6 +39,7 @@ from overlord.planning.planner import Planner
 from overlord.planning.spec import PlannerSpec, SourceSpec
 from overlord.planning.strategies import resolve
 from overlord.setup.prepared_job import Options, PreparedJob
+from tests.internals import loop_of, runtime_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
@@ -442,8 +443,8 @@ def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
             for step in session.client(0):
                 found.append(step.plan_digest + fingerprint({0: [step]}))
                 for k in range(step.step % 3 if moving else 0):
-                    session.internals.loop.ask(
-                        lambda k=k: session.internals.runtime.event(RestartSource(k)), "the planner"
+                    loop_of(session).ask(
+                        lambda k=k: runtime_of(session).event(RestartSource(k)), "the planner"
                     )  # type: ignore[misc]
             return found
 

@@ -23,6 +23,7 @@ from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial
+from tests.internals import connect_at, connection_of, drop_connection, serve_clients
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_payload_gather import documents, placed
@@ -70,14 +71,7 @@ class Started:
         box = RemoteStepQueue(
             rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S
         )
-        box._before = next_step - 1 if taken is None else taken
-
-        def is_linked() -> bool:
-            box._try_again(1.0)
-            return box._link is not None or box._ended
-
-        with box._mine:
-            until(is_linked)
+        connect_at(box, next_step - 1 if taken is None else taken, until)
         return box
 
     def heard(self) -> dict[int, int]:
@@ -151,7 +145,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         remote_queue, "GLANCE_S", 10.0
     )  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
-    doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
+    doors = [serve_clients(made.host, "t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
     addresses = [by_tcp(door.address) if tcp else door.address for door in doors]
     there = [addresses[0]]
     first.do(Attach(0))
@@ -162,13 +156,13 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S
     )
     with closing_all(box):
-        assert box._link is not None
-        assert box._link.shares_memory != tcp
+        assert connection_of(box) is not None
+        assert connection_of(box).shares_memory != tcp
         assert take(box, 2) == [0, 1]
         until(lambda: len(box) == 2)
         doors[0].close()
         first.close()
-        until(lambda: len(box) == 2 and box._link is None)
+        until(lambda: len(box) == 2 and connection_of(box) is None)
         there[0] = addresses[1]
         second.do(
             Rollback(G, 0), Attach(0)
@@ -176,7 +170,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         second.plan(1, 2, 3, 4, 5)
         second.send(1, 2, 3, 4, 5)
         assert take(box, 1) == [2]
-        assert box._link is not None, "who waits for its steps knows at once how far it is"
+        assert connection_of(box) is not None, "who waits for its steps knows at once how far it is"
         until(lambda: second.took(0) == 2)
         assert take(box, 3) == [3, 4, 5]
         until(lambda: second.heard() == {0: 5})
@@ -203,7 +197,7 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
     first = anew.client(0, 8, taken=5)
     assert first.get(WAIT_S) is not None
     until(lambda: anew.took(0) == 5)
-    first._drop_link("it died")
+    drop_connection(first)
     with closing_all(anew.client(0, 6)) as (second,):
         assert take(second, 3) == [6, 7, 8]
     with pytest.raises(

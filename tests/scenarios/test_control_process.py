@@ -30,6 +30,7 @@ from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import register
 from tests.actors import Worker
+from tests.internals import send_raw
 from tests.processes import WAIT_S, halt, left_after, runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,9 +233,7 @@ class EarlyBabbler:
 
 
 def babble() -> None:
-    from overlord.rpc import process_server
-
-    process_server._open_sockets[0].send(b"not a frame" * 10)
+    send_raw(b"not a frame" * 10)
     time.sleep(SOON_S)
 
 

@@ -25,6 +25,15 @@ from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
 from tests.deadly import Halting, Slow
+from tests.internals import (
+    WORKER_RESTARTED,
+    WORKER_RESTARTS,
+    heartbeats_by,
+    loop_of,
+    running_job,
+    runtime_of,
+    starting_workers,
+)
 from tests.processes import (
     EXITED,
     KILLED,
@@ -82,7 +91,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
                     os.kill(pid, signal.SIGKILL)
             assert not left_after(pids, WAIT_S)
 
-        session.internals.loop.ask(kill, "the pump", 2 * WAIT_S)
+        loop_of(session).ask(kill, "the pump", 2 * WAIT_S)
 
     return act
 
@@ -172,9 +181,9 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     """Three times as much as anyone may be silent, tick by tick, each when all have answered the
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
-    engine: Any = session.internals.runtime
+    engine: Any = runtime_of(session)
     clock = Later()
-    engine.recovery._now = clock.now
+    beat = heartbeats_by(engine.recovery, clock.now)
 
     def answered() -> bool:
         there = [
@@ -186,7 +195,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        session.internals.loop.ask(engine.recovery._beat, "the pump")
+        loop_of(session).ask(beat, "the pump")
         until(answered)
 
 
@@ -257,14 +266,13 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
-        engine: Any = session.internals.runtime
+        engine: Any = runtime_of(session)
         flag.touch()
         killing("constructor-worker/0", "loader-worker/0")(session)
         until(
             lambda: (
                 "constructor-worker/0" in engine.pool.restarted
-                and "loader-worker/0"
-                in [handle.name for handle in list(engine.pool._watchdog._there)]
+                and "loader-worker/0" in [handle.name for handle in starting_workers(engine.pool)]
             )
         )
         time_passes(session)
@@ -335,7 +343,7 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
         workers = until(
             lambda: [
                 row["worker_pid"]
-                for row in session.internals.runtime.figures()["loaders"]
+                for row in runtime_of(session).figures()["loaders"]
                 if row["worker_pid"]
             ]
         )
@@ -451,7 +459,7 @@ class Moody:
 def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
     with launch(job(until=STEPS), **APART) as session:
         play(session, act={9: killing("loader-worker/1"), 20: killing("constructor-worker/0")})
-        steps = [stage.plan.step for stage in session.internals.runtime.plans]
+        steps = [stage.plan.step for stage in runtime_of(session).plans]
         assert steps == sorted(set(steps)) == list(range(STEPS))
 
 
@@ -533,8 +541,8 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
 def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
     """Hosts that are started again: who is there, and what those of these names wait for."""
     start, is_there, there, go = (
-        WorkerPool._restart_loader,
-        WorkerPool._is_restarted,
+        WORKER_RESTARTS.real,
+        WORKER_RESTARTED.real,
         list[str](),
         threading.Event(),
     )
@@ -548,8 +556,8 @@ def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], thread
         is_there(pool, worker)
         there.append(worker.name)
 
-    patch.setattr(WorkerPool, "_restart_loader", waits)
-    patch.setattr(WorkerPool, "_is_restarted", notes)
+    WORKER_RESTARTS.replace(patch, waits)
+    WORKER_RESTARTED.replace(patch, notes)
     return there, go
 
 
@@ -561,7 +569,7 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
         until(lambda: session.metrics()["shadows"])
-        engine = session.internals.runtime
+        engine = runtime_of(session)
         assert isinstance(engine, Coordinator)
         followers = {
             h: {engine.standby.worker_of[k] for k in engine.placement.loaders_on(h)}
@@ -580,7 +588,9 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
 
         def hit(session: ov.Session) -> None:
             until(
-                lambda: min(len(client.queue) for client in session.internals.clients.values()) == 4
+                lambda: (
+                    min(len(client.queue) for client in running_job(session).clients.values()) == 4
+                )
             )  # all that comes before `on`
             killing(light)(session)
             until(lambda: engine.pool.loaders[alone].lost)
@@ -601,7 +611,7 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
     """Others get stand-bys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
-        engine = session.internals.runtime
+        engine = runtime_of(session)
         assert isinstance(engine, Coordinator)
         homes, where = engine.placement.worker_of.tolist(), dict(engine.standby.worker_of)
         away, moved = next(

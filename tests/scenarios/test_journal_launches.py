@@ -16,6 +16,7 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import JournalError, JournalTaken
 from overlord.session.cluster_runtime import ClusterRuntime
+from tests.internals import COORDINATOR_RESTARTS
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
 from tests.scenarios.test_planner_process import planner_of
@@ -149,14 +150,14 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 
 def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
     """Done when a planner is gone, and before another is started."""
-    again, todo = Launcher._start_again, [what]
+    again, todo = COORDINATOR_RESTARTS.real, [what]
 
     def start(parts: Launcher, reason: str) -> None:
         while todo:
             todo.pop()()
         again(parts, reason)
 
-    patch.setattr(Launcher, "_start_again", start)
+    COORDINATOR_RESTARTS.replace(patch, start)
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])

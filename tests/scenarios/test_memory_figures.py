@@ -13,6 +13,7 @@ import pytest
 import overlord as ov
 from overlord.observe.metrics import pss_by_role
 from tests.corpus import write_rows
+from tests.internals import running_job
 from tests.processes import PARTS, heard, until
 
 pytestmark = pytest.mark.timeout(200)
@@ -108,7 +109,7 @@ def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None
     ) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
-        found = until(lambda: f if all_answered(f := session.internals.figures()) else None)
+        found = until(lambda: f if all_answered(f := running_job(session).figures()) else None)
     workers = {row["worker_pid"]: row["worker_pss"] for row in found["loaders"] if row["worker"]}
     assert sum(row["worker"] for row in found["loaders"]) == 4
     assert len(workers) == 1

@@ -20,10 +20,18 @@ from overlord.cluster.launcher import Launcher
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
 from overlord.messages.control import PlacementChanged
+from tests.internals import (
+    COORDINATOR_AWAITED,
+    LAUNCHER_EXECUTES,
+    incarnation_of,
+    is_ready,
+    launcher_of,
+    running_job,
+)
 from tests.journaled import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
 from tests.properties.test_feedback import Chaser
-from tests.scenarios.test_planner_last_words import APART, parts_of, take
+from tests.scenarios.test_planner_last_words import APART, take
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
@@ -59,7 +67,7 @@ def replaced(parts: Launcher) -> None:
     old = parts.planner
     assert old is not None
     parts.control.kill(old)
-    until(lambda: parts.planner is not old and parts._ready)
+    until(lambda: parts.planner is not old and is_ready(parts))
 
 
 @contextlib.contextmanager
@@ -98,7 +106,7 @@ def ahead(clients: list[ov.Client], n: int) -> None:
 
 def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
     """All is planned and written that may be: the first step that is not."""
-    first = taken + session.internals.options.prefetch
+    first = taken + running_job(session).options.prefetch
     until(lambda: recovered(journal).next_step == first)
     return first
 
@@ -138,7 +146,7 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     next source got a host of others.
     """
     heard = threading.Event()
-    do = Launcher._do
+    do = LAUNCHER_EXECUTES.real
 
     def hears(parts: Launcher, planner: Any, event: Any) -> None:
         do(parts, planner, event)
@@ -151,10 +159,10 @@ def test_where_a_source_that_joined_is_read_is_known_once(
         return answer
 
     with launch(job(until=60, journal=journal), **APART) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, parts = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(Launcher, "_do", hears)
+            LAUNCHER_EXECUTES.replace(patch, hears)
             asked(patch, "add_source", slowly)
             session.add_source(source("d", 30, 5000))
         assert len(parts.hosting.host_of) == sum(parts.hosting.loaders) == 4
@@ -183,7 +191,7 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, parts = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
             asked(patch, "event", stalled)
@@ -304,12 +312,12 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launch(job(until=60, journal=journal), **APART) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, parts = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         first = at_rest(session, journal, taken=3)
         get, wait, killed, lost = (
             parts.control.get,
-            Launcher._wait_for_planner,
+            COORDINATOR_AWAITED.real,
             list[Any](),
             threading.Event(),
         )
@@ -333,7 +341,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 
             with monkeypatch.context() as patch:
                 patch.setattr(parts.control, "get", dies)
-                patch.setattr(Launcher, "_wait_for_planner", waits)
+                COORDINATOR_AWAITED.replace(patch, waits)
                 session.skip([first + 1])
             until(lambda: taken[-1] > first + 4)
     assert killed
@@ -350,7 +358,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
     """
     start, todo = WorkerFactory.loader_host, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, parts = clients_of(session), launcher_of(session)
         ahead(clients, 3)
 
         def dies(*args: Any) -> Any:
@@ -361,7 +369,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
                 assert old is not None
                 assert old.pid is not None
                 os.kill(old.pid, signal.SIGKILL)
-                until(lambda: not parts._ready)
+                until(lambda: not is_ready(parts))
                 with contextlib.suppress(
                     AssertionError
                 ):  # the next one is not made before this one is known
@@ -372,7 +380,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
         session.kill("loader-worker/0")
         ahead(clients, 20)
         assert not todo
-        assert parts._incarnation == 1
+        assert incarnation_of(parts) == 1
 
 
 def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
@@ -384,7 +392,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
     start = WorkerFactory.loader_host
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, parts = clients_of(session), launcher_of(session)
         ahead(clients, 3)
 
         def slowly(*args: Any) -> Any:
@@ -402,7 +410,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
         with monkeypatch.context() as patch:
             patch.setattr(WorkerFactory, "loader_host", slowly)
             session.add_source(source("d", 30, 5000))
-        assert parts._incarnation == 1
+        assert incarnation_of(parts) == 1
         ahead(clients, 10)
 
 

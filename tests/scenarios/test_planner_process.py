@@ -21,6 +21,17 @@ from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost, JobError, PlanError
 from overlord.messages.control import EndOfJob
 from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
+from tests.internals import (
+    COORDINATOR_READY,
+    COORDINATOR_REPLACED,
+    COORDINATOR_RESTARTS,
+    COORDINATOR_WAITS,
+    incarnation_of,
+    launcher_of,
+    loop_of,
+    running_job,
+    runtime_of,
+)
 from tests.journaled import recovered
 from tests.processes import (
     EXITED,
@@ -140,9 +151,7 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         for session in (here, there):
             play(session, steps=6)
             until(
-                lambda s=session: (
-                    s.internals.loop.ask(lambda: s.internals.runtime.planner.next_step, "") == 10
-                )
+                lambda s=session: loop_of(s).ask(lambda: runtime_of(s).planner.next_step, "") == 10
             )  # type: ignore[misc]
         assert there.plan(4).digest() == here.plan(4).digest()
         assert str(there.explain(4)) == str(here.explain(4))
@@ -157,10 +166,7 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         assert there.summary_buffer().batch == here.summary_buffer().batch
         there.kill("planner")  # steps that nobody took are planned again, and known again
         until(
-            lambda: (
-                there.internals.loop.ask(lambda: there.internals.runtime.plans.steps(), "")
-                == [6, 7, 8, 9]
-            )
+            lambda: loop_of(there).ask(lambda: runtime_of(there).plans.steps(), "") == [6, 7, 8, 9]
         )
         assert there.plan(8).digest() == here.plan(8).digest()
 
@@ -233,10 +239,7 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
             thread.start()
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
-            handles = [
-                session.internals.runtime._parts.planner,
-                *session.internals.runtime._parts.hosts.values(),
-            ]  # type: ignore[attr-defined]
+            handles = [launcher_of(session).planner, *launcher_of(session).hosts.values()]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
@@ -256,15 +259,15 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
 def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, struck = Launcher._is_ready, list[int]()
+    ready, struck = COORDINATOR_READY.real, list[int]()
 
     def strike(parts: Launcher) -> None:
-        if parts._incarnation and not struck:
-            struck.append(parts._incarnation)
+        if incarnation_of(parts) and not struck:
+            struck.append(incarnation_of(parts))
             parts.control.kill(parts.planner)  # type: ignore[arg-type]
         ready(parts)
 
-    monkeypatch.setattr(Launcher, "_is_ready", strike)
+    COORDINATOR_READY.replace(monkeypatch, strike)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         assert play(session, act={5: killed()}) == alone
     assert struck == [1]
@@ -287,24 +290,24 @@ def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
 def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awaits, seen = Launcher._is_awaited, threading.Event()
+    awaits, seen = COORDINATOR_WAITS.real, threading.Event()
 
     def waits(parts: Launcher, names: list[str]) -> None:
         """They are named until it was seen: that may be for less than a second."""
         awaits(parts, names)
         assert not names or seen.wait(WAIT_S)
 
-    monkeypatch.setattr(Launcher, "_is_awaited", waits)
+    COORDINATOR_WAITS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
         before, hosts = play(session, steps=6), hosts_of(session)
         until(
-            lambda: recovered(journal).next_step == 6 + session.internals.options.prefetch
+            lambda: recovered(journal).next_step == 6 + running_job(session).options.prefetch
         )  # it has nothing to do
         for pid in [planner_of(session), *hosts.values()]:
             halt(pid)
         until(
             lambda: all(
-                name in session.internals.waiting_for(0).partition("and waits for ")[2]
+                name in running_job(session).waiting_for(0).partition("and waits for ")[2]
                 for name in hosts
             )
         )
@@ -350,7 +353,9 @@ def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
         before, pid = play(session, steps=6), hosts_of(session)["constructor-worker/0"]
         halt(pid)
-        until(lambda: session.internals.waiting_for(0).startswith("constructor-worker/0, which "))
+        until(
+            lambda: running_job(session).waiting_for(0).startswith("constructor-worker/0, which ")
+        )
         os.kill(pid, signal.SIGCONT)
         got = play(session)
         assert {
@@ -363,10 +368,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never
     does is never replaced.
     """
-    end = Launcher._end_for
-    monkeypatch.setattr(
-        Launcher,
-        "_end_for",
+    end = COORDINATOR_REPLACED.real
+    COORDINATOR_REPLACED.replace(
+        monkeypatch,
         lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
     )
     monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
@@ -432,17 +436,9 @@ def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
         flag.touch()
         sayer = threading.Thread(target=session.skip, args=([30],))
         sayer.start()
-        until(
-            lambda: (
-                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
-            )
-        )
+        until(lambda: runtime_of(session).waiting_for(0) == "an event to be written to the journal")
         time.sleep(1.5 * lost_after_s)
-        until(
-            lambda: (
-                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
-            )
-        )
+        until(lambda: runtime_of(session).waiting_for(0) == "an event to be written to the journal")
         flag.unlink()
         sayer.join()
         assert [step[0] for step in play(session).steps[0]] == [k for k in range(STEPS) if k != 30]
@@ -473,22 +469,22 @@ def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
 def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, seen = Launcher._start_again, threading.Event()
+    again, seen = COORDINATOR_RESTARTS.real, threading.Event()
 
     def waits(parts: Launcher, reason: str) -> None:
         """Until what is said meanwhile was seen."""
         assert seen.wait(WAIT_S)
         again(parts, reason)
 
-    monkeypatch.setattr(Launcher, "_start_again", waits)
+    COORDINATOR_RESTARTS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
         before = play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) == 2)
+        until(lambda: min(len(client.queue) for client in clients) == 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(
             lambda: (
-                session.internals.waiting_for(0)
+                running_job(session).waiting_for(0)
                 == f"the planner, which is being started again ({KILLED})"
             )
         )
@@ -505,7 +501,7 @@ def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: s
     with launch(job(until=STEPS, journal=journal), lost_after_s=600.0, **APART) as session:
         play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         pid = planner_of(session)
         halt(pid)
         savers = [session.state_dict, *(client.state_dict for client in clients)]
@@ -577,7 +573,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
         for _ in range(3):
-            until(lambda: min(len(client._inbox) for client in clients) >= 2)
+            until(lambda: min(len(client.queue) for client in clients) >= 2)
             meanwhile(session)
             taken += _take(clients, 6)
         return taken, session.metrics()["feedback"]
@@ -585,7 +581,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
     def keep_busy(session: ov.Session) -> None:
         if killed:
             os.kill(planner_of(session), signal.SIGKILL)
-        session.internals.loop.post(lambda: time.sleep(0.3))  # by whose way reports go
+        loop_of(session).post(lambda: time.sleep(0.3))  # by whose way reports go
 
     with (
         launch(made, "local", prefetch=4) as here,
@@ -605,7 +601,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
     def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> list[list[Any]]:
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         meanwhile(session)
         taken += _take(clients, 2)
         assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
@@ -626,9 +622,9 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
     with launch(replace(made, journal=journal), prefetch=4, max_restarts=0, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: isinstance(session.internals.runtime.planner.finished, EndOfJob))
+        until(lambda: isinstance(runtime_of(session).planner.finished, EndOfJob))
         _take(clients, 2)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {

@@ -244,9 +244,9 @@ def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None
     with launch(made, constructor_hosts=2, broadcast=False) as session:
         clients = [session.client(rank) for rank in range(4)]
         for steps in zip(*clients, strict=True):
-            where = [shared_memory_at(step._bucket.wide.arrays[IDS]) for step in steps]
+            where = [shared_memory_at(step.bucket.wide.arrays[IDS]) for step in steps]
             assert where[0] == where[1] != where[2] == where[3]
-            assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), (
+            assert all(step.bucket.wide.arrays[IDS].itemsize == 2 for step in steps), (
                 "as narrow as ids allow"
             )
             assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), (

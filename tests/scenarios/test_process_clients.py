@@ -16,6 +16,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, OverlordError
+from tests.internals import running_job, set_stall
 from tests.processes import (
     RUNTIMES,
     WAIT_S,
@@ -66,11 +67,11 @@ def test_a_client_that_leaves_in_mid_run_is_waited_for_no_more() -> None:
 
 def stalls(session: ov.Session, client: ov.Client, words: str) -> None:
     """It gets nothing and can say why; who is asked for that may be late in saying it."""
-    client._limit_s = 0.5
+    set_stall(client, limit_s=0.5)
     with pytest.raises(DataStall):
         next(client)
-    client._limit_s = WAIT_S
-    until(lambda: re.search(words, session.internals.waiting_for(client.rank)))
+    set_stall(client, limit_s=WAIT_S)
+    until(lambda: re.search(words, running_job(session).waiting_for(client.rank)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,9 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         host = next(name for name, pid in hosts_of(session).items() if pid == where)
         inside = r"loader/slow/1 is in Map\(Gate\) for \d+ s, with rows 0 to 7 "
         now = until(
-            lambda: found if re.search(inside, found := session.internals.waiting_for(0)) else None
+            lambda: (
+                found if re.search(inside, found := running_job(session).waiting_for(0)) else None
+            )
         )
         asked = [
             words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words
@@ -165,7 +168,7 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         assert (stall.value.step, stall.value.rank) == (0, 0)
         assert said
         gate.touch()
-        client._limit_s = WAIT_S
+        set_stall(client, limit_s=WAIT_S)
         assert next(client).step == 0, "a stall is no end"
 
 
@@ -186,7 +189,7 @@ def test_questions_are_answered_while_a_trainer_waits(tmp_path: Path) -> None:
             )
         )
         before = time.monotonic()
-        assert [len(client._inbox) for client in clients] == [0, 0]
+        assert [len(client.queue) for client in clients] == [0, 0]
         for _ in range(20):
             session.metrics()
             session.summary_buffer()
@@ -243,13 +246,13 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
         clients = [session.client(rank) for rank in range(2)]
         try:
             for client in clients:
-                client._limit_s = 1.5
+                set_stall(client, limit_s=1.5)
             then = play(session)
             assert "DataStall" in then.error
             until(
                 lambda: re.search(
                     "more of source 'b'|payload of loader-worker/0",
-                    session.internals.waiting_for(0) + session.internals.waiting_for(1),
+                    running_job(session).waiting_for(0) + running_job(session).waiting_for(1),
                 )
             )
             loaders = {
@@ -261,7 +264,7 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
         finally:
             os.kill(hosts["loader-worker/0"], signal.SIGCONT)
         for client in clients:
-            client._limit_s = WAIT_S
+            set_stall(client, limit_s=WAIT_S)
         done = play(session, steps=3)
         for rank, steps in alone.steps.items():
             got = first.steps[rank] + then.steps[rank] + done.steps[rank]

@@ -21,6 +21,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, JobError, OverlordError, SourceError
+from tests.internals import running_job
 from tests.processes import (
     ASKED,
     EXITED,
@@ -96,7 +97,7 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
         **ENDS,
     ) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         os.kill(hosts["loader-worker/1"], signal.SIGKILL)
         start = time.monotonic()
         ends = ends_of(session)
@@ -146,7 +147,7 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
 ) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         session.kill("constructor-worker/1")
         start = time.monotonic()
         ends = ends_of(session)
@@ -197,7 +198,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
             for rank in range(2)
         ]
         got = [[written(next(client)) for client in clients] for _ in range(5)]
-        until(lambda: min(len(client._inbox) for client in clients) == 4)
+        until(lambda: min(len(client.queue) for client in clients) == 4)
         server.process.kill()
         start = time.monotonic()
         assert not left_after(list(map(int, pids)), SOON_S), (
@@ -225,7 +226,7 @@ def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
         address, token, *pids = server.line().split()
         with ov.connect(address, 0, token, reconnect_s=5.0) as client:
             assert next(client).step == 0
-            until(lambda: len(client._inbox) == 3)
+            until(lambda: len(client.queue) == 3)
             server.say("")
             assert server.line() == "closed"
             steps, error = rest_of(client)
@@ -315,7 +316,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
         target=lambda: ended.append(rest_of(clients[0]))
     )  # rank 1 takes nothing
     waiting.start()
-    until(lambda: "rank 1" in session.internals.waiting_for(0))
+    until(lambda: "rank 1" in running_job(session).waiting_for(0))
     hosts = list(hosts_of(session).values())
     start = time.monotonic()
     session.close()

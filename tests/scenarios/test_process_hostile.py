@@ -19,9 +19,9 @@ from overlord.messages.client import StepAck, StepMessage
 from overlord.messages.control import STRIDE, Attach, EndOfJob
 from overlord.messages.loader import StepPayload
 from overlord.sample import Ragged
-from overlord.transport import value_codec
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import dial
+from tests.internals import RAGGED_CHECK, runtime_of
 from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
 from tests.scenarios.test_process import job, source
 
@@ -42,7 +42,7 @@ def session(caplog: pytest.LogCaptureFixture) -> Iterator[ov.Session]:
 
 
 def peer(session: ov.Session, **hello: Any) -> Connection:
-    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
+    address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
     link, _ = dial(address, token, hello, timeout_s=10)
     return link
 
@@ -268,7 +268,7 @@ def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
 def test_a_wrong_token_opens_nothing(
     session: ov.Session, alone: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
+    address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
     with pytest.raises(LinkRefused):
         dial(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
     Course(session, alone).go_on()
@@ -283,7 +283,7 @@ def test_a_wrong_token_opens_nothing(
 def sent_as_it_is(link: Connection, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look that our own sender takes at a value."""
     with monkeypatch.context() as patch:
-        patch.setattr(value_codec, "_ragged_problem", lambda *_: "")
+        RAGGED_CHECK.replace(patch, lambda *_: "")
         link.send(value)
 
 

@@ -24,6 +24,7 @@ import pytest
 
 import overlord as ov
 from tests import rays
+from tests.internals import cluster_lock, cluster_users, without_users
 from tests.processes import (
     ROOT,
     WAIT_S,
@@ -152,13 +153,13 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
 ) -> None:
     from overlord.ray import cluster as cluster
 
-    before = cluster.CLUSTER._users
+    before = cluster_users(cluster.CLUSTER)
     cluster.CLUSTER.hold(None)
     monkeypatch.setattr(cluster, "TIMEOUTS", replace(cluster.TIMEOUTS, release_s=0.05, hold_s=0.05))
     hangs, ends = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with cluster.CLUSTER._lock:
+        with cluster_lock(cluster.CLUSTER):
             hangs.set()
             ends.wait(WAIT_S)
 
@@ -171,7 +172,7 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
     ends.set()
     thread.join()
     cluster.CLUSTER.hold(None)
-    assert cluster.CLUSTER._users == before + 1
+    assert cluster_users(cluster.CLUSTER) == before + 1
     cluster.CLUSTER.release()
 
 
@@ -184,7 +185,7 @@ def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_anothe
     from overlord.ray import cluster as cluster
 
     known = cluster.CLUSTER.nodes()
-    monkeypatch.setattr(cluster.CLUSTER, "_users", 0)
+    without_users(cluster.CLUSTER, monkeypatch)
     monkeypatch.setattr(cluster, "living_nodes", lambda: pytest.fail("Ray was asked"))
     assert cluster.CLUSTER.nodes() == known != []
 
@@ -573,6 +574,7 @@ NODES = """
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
+    from tests.internals import runtime_of
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import head as ray_head
     from overlord.cli import detached_jobs as ray_jobs
@@ -614,8 +616,8 @@ NODES = """
         }
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
-            print(session.internals.runtime.actor_system.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in session.internals.runtime.pool.addresses.values()], flush=True)
+            print(runtime_of(session).actor_system.asked(), flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in runtime_of(session).pool.addresses.values()], flush=True)
             took = []
 
             def remove(session):

@@ -27,6 +27,7 @@ GROWS = """
     }
     os.environ.update(rays.of_a_cluster(**quick))
     import overlord as ov
+    from tests.internals import runtime_of
     from tests.processes import WAIT_S, launch, play, run, until
     from tests.scenarios.test_scaling import ONE, job, loaders_apart
 
@@ -118,7 +119,7 @@ GROWS = """
                 same = play(session, act={6: grow}) == calm
                 cores = [
                     asked["cores"]
-                    for name, asked in session.internals.runtime.actor_system.asked().items()
+                    for name, asked in runtime_of(session).actor_system.asked().items()
                     if name.startswith("loader-worker")
                 ]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.drill import run as drill
 from overlord.drill.faults import Fault
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
+from tests.internals import DRILL_STRIKES, running_job
 from tests.processes import PARTS, WAIT_S, left_after, parts_lost, until
 from tests.scenarios.test_process import source
 
@@ -124,14 +124,14 @@ def test_one_that_does_not_come_back_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
-    strike, fault = drill._strike, Fault("stop", "loader-worker", 9)
+    strike, fault = DRILL_STRIKES.real, Fault("stop", "loader-worker", 9)
 
     def when_the_last_step_is_there(session: ov.Session, *how: Any) -> None:
         """Else it is that of the one that is stopped which is waited for."""
-        until(lambda: all(len(client.queue) for client in session.internals.clients.values()))
+        until(lambda: all(len(client.queue) for client in running_job(session).clients.values()))
         strike(session, *how)
 
-    monkeypatch.setattr(drill, "_strike", when_the_last_step_is_there)
+    DRILL_STRIKES.replace(monkeypatch, when_the_last_step_is_there)
     hit = disturbed(
         Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
         tmp_path,

@@ -18,6 +18,7 @@ import pytest
 import overlord as ov
 from overlord.observe.tables import scaling_facts
 from tests.corpus import write_rows
+from tests.internals import has_launcher, launcher_of, loop_of, runtime_of
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
 from tests.worlds import Rows
 
@@ -157,12 +158,10 @@ def readers(session: ov.Session) -> set[str]:
 
 def relocate(session: ov.Session, *hosts: int) -> bool:
     """As a review of the nodes does, when one with room joins."""
-    engine: Any = session.internals.runtime
-    if hasattr(engine, "_parts"):
-        return bool(engine._parts.ask("relocate", list(hosts)))
-    return bool(
-        session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner")
-    )
+    engine: Any = runtime_of(session)
+    if has_launcher(session):
+        return bool(launcher_of(session).ask("relocate", list(hosts)))
+    return bool(loop_of(session).ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])

@@ -21,6 +21,7 @@ import overlord as ov
 from overlord.errors import StorageError
 from overlord.messages.control import Refill, SourceLost
 from tests.corpus import write_rows
+from tests.internals import LOCAL_FILES, loop_of, runtime_of
 from tests.mounts import fail, hang, let_go, mounted
 from tests.processes import PARTS, RUNTIMES, hosts_of, until
 from tests.storejobs import BIG, FORMATS, delivered, in_order, source
@@ -233,7 +234,7 @@ MOUNT_FAULTS = ("EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EACCES", "short")
 def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All files are on a mount that fails as these say."""
     mount = mounted(tmp_path / "switches")
-    monkeypatch.setattr("overlord.sources.files._local", lambda: mount)
+    LOCAL_FILES.replace(monkeypatch, lambda: mount)
     return tmp_path / "switches"
 
 
@@ -462,8 +463,8 @@ def test_mounts_that_hang_hold_up_their_own_sources_only(
         hang(switches, tmp_path)
         try:
             for k in range(4):
-                session.internals.loop.ask(
-                    lambda k=k: session.internals.runtime.run([Refill(1 + k, 1, 1)]), "refill"
+                loop_of(session).ask(
+                    lambda k=k: runtime_of(session).run([Refill(1 + k, 1, 1)]), "refill"
                 )  # type: ignore[misc]
             until(
                 lambda: (

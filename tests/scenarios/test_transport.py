@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.connections import (
     serve_echo,
     wait_until,
 )
+from tests.internals import replace_receiver
 
 TRANSPORTS = ("unix", "tcp")
 
@@ -416,15 +418,17 @@ def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
     """The sender may be dead by then, so it cannot be queried again."""
     stands, goes_on = threading.Event(), threading.Event()
     with Story() as story:
-        hears = story.server._on_message
 
-        def stand(link: Any, value: Any) -> None:
-            hears(link, value)
-            if value == "stand":
-                stands.set()
-                goes_on.wait(SOON_S)
+        def standing(receive: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+            def stand(link: Any, value: Any) -> None:
+                receive(link, value)
+                if value == "stand":
+                    stands.set()
+                    goes_on.wait(SOON_S)
 
-        story.server._on_message = stand
+            return stand
+
+        replace_receiver(story.server, standing)
         with dialled(story.address) as other:
             link = dialled(story.address, transport)
             story.wait(lambda s: len(s.opened) == 2)

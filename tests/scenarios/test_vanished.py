@@ -25,6 +25,7 @@ from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.session.cluster_runtime import ClusterRuntime
 from tests.actors import Sent, Worker
+from tests.internals import launcher_of, lease_id_of, runtime_of
 from tests.processes import (
     KILLED,
     WAIT_S,
@@ -188,9 +189,9 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
         contextlib.ExitStack() as stack,
         launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
     ):
-        engine = session.internals.runtime
+        engine = runtime_of(session)
         assert isinstance(engine, ClusterRuntime)
-        parts, missed = engine._parts, list[str]()
+        parts, missed = launcher_of(engine), list[str]()
 
         def strike(session: ov.Session) -> None:
             tell_of_no_death(parts, "loader-worker/0", missed, monkeypatch)
@@ -213,7 +214,7 @@ def tell_of_no_death(
     parts: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hold back the death notice of the current worker of this name, in the returned list."""
-    tell, ours = parts.control.tell, parts._tickets[name]
+    tell, ours = parts.control.tell, lease_id_of(parts, name)
 
     def deaf(handle: ActorHandle, method: str, *args: Any) -> None:
         if method == "died" and args[0] == ours and not missed:
@@ -230,9 +231,9 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
 ) -> None:
     """If their machine is silent too, each takes as long as the deadline of a kill."""
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
-        engine = session.internals.runtime
+        engine = runtime_of(session)
         assert isinstance(engine, ClusterRuntime)
-        silent, kill = {"loader-worker/0", "constructor-worker/0"}, engine._parts.control.kill
+        silent, kill = {"loader-worker/0", "constructor-worker/0"}, launcher_of(engine).control.kill
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()
 
         def waits_for_the_others(handle: ActorHandle) -> None:
@@ -240,7 +241,7 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
                 all_there.wait()
             kill(handle)
 
-        monkeypatch.setattr(engine._parts.control, "kill", waits_for_the_others)
+        monkeypatch.setattr(launcher_of(engine).control, "kill", waits_for_the_others)
 
         def strike(session: ov.Session) -> None:
             stopped.update(pid for name, pid in hosts_of(session).items() if name in silent)

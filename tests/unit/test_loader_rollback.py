@@ -45,6 +45,7 @@ from overlord.sample import Content, Ragged
 from overlord.setup.prepared_job import Options, PreparedJob, open_loader
 from overlord.transport.server import Server
 from tests.backing import STRIDE, Drawing, payload_rows
+from tests.internals import kept_announcements, kept_blocks, loader_service_of, worker_loop_of
 
 NONE = np.zeros(0, np.int64)
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
@@ -105,7 +106,12 @@ def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
     buffer = SampleBuffer()
     buffer.put(block(0, 5))
     buffer.pop(5)
-    assert (buffer.kept_rows, buffer.kept_bytes, buffer.nbytes, list(buffer._kept)) == (0, 0, 0, [])
+    assert (buffer.kept_rows, buffer.kept_bytes, buffer.nbytes, kept_blocks(buffer)) == (
+        0,
+        0,
+        0,
+        [],
+    )
 
 
 # announcements
@@ -164,7 +170,7 @@ def test_rows_that_filters_dropped_are_announced_again_after_their_block_was_rel
     kept.add(Announce(0, 0, 0, 0, found([5, 6]), True, False))
     kept.add(Announce(0, 0, 0, 1, found([9], dropped=2), True, True))
     kept.release(4)
-    assert len(kept._announcements) == 3, (
+    assert kept_announcements(kept) == 3, (
         "the block with the last sample released stays: failures may stand behind it"
     )
     assert again(kept, 0, 0, 0, 0, 3, 0) == (
@@ -233,7 +239,7 @@ def test_announcements_without_a_sample_are_not_kept_for_ever(
     kept = ReplayBuffer(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
-    assert len(kept._announcements) == 4
+    assert kept_announcements(kept) == 4
     assert again(kept, 0, 0, 45, 0, 1, 0) is None
     assert again(kept, 0, 0, 46, 0, 1, 0) == (
         0,
@@ -665,7 +671,7 @@ def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_
 def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end() -> None:
     with Told() as told:
         told.announced(2)
-        assert told.host._loading.hosted[0].loader.replay_buffer is None
+        assert loader_service_of(told.host).hosted[0].loader.replay_buffer is None
         told.constructor.server.close()
         told.part(0, 2)
         [finish] = [
@@ -702,7 +708,7 @@ def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(
 
     with Told(failover=True) as told:
         asked = threading.Event()
-        told.host._event_loop.post(lambda: asked.wait(20.0))
+        worker_loop_of(told.host).post(lambda: asked.wait(20.0))
         before = told.host.beat()  # on its way when the opening begins
         monkeypatch.setattr(loader_worker, "open_loader", slow)
         told.host.do([replace(told.back(0, 1, STRIDE), afresh=True)])

@@ -34,6 +34,7 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
 from overlord.transforms.image_items import Prefix
 from overlord.transport.codec import decode, encode
+from tests.internals import early_payload
 
 AFTER = EncodedState(0, np.zeros(1, np.uint8))
 
@@ -198,12 +199,12 @@ def test_what_nobody_wants_is_not_kept() -> None:
         assert here.gathering.payload(StepPayload(step, 3, documents(2))) == []
     for step in range(10, 10 + 2 * MAX_EARLY):
         here.gathering.payload(StepPayload(step, 3, documents(2)))
-    assert len(here.gathering._early[3]) == MAX_EARLY
+    assert len(early_payload(here.gathering)[3]) == MAX_EARLY
     here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=1))))
     here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=9))))
     assert here.box.steps == {5: [1, 1]}, "the first counts, and there is no second"
     here.run(here.gathering.finish(EndOfJob(6)))
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 THINGS = st.one_of(

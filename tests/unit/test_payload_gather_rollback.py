@@ -18,6 +18,7 @@ from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
 from overlord.messages.loader import StepPayload
+from tests.internals import built_bucket, early_payload, payload_holders
 from tests.laws import examples
 from tests.unit.test_payload_gather import Box, Here, documents, placed
 
@@ -120,7 +121,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
     )
     here.send(8, 3, G), here.send(8, 7, G)
     assert here.boxes[0].order == [5, 6, 7, 8]
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 def test_payload_of_a_generation_may_come_before_the_word_of_it() -> None:
@@ -217,7 +218,7 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
     assert here.boxes[0].heard == [0, fault]
     assert (
         here.building.held_bytes()["staged"]
-        == here.building.held_bytes()["assembled"] - here.building._built[0, 0][1].nbytes
+        == here.building.held_bytes()["assembled"] - built_bucket(here.building, 0, 0).nbytes
         == 0
     )
     here.back(0, G)
@@ -256,7 +257,7 @@ def test_a_step_that_was_being_built_when_the_job_ended_and_went_on_is_built_onc
     assert here.boxes[0].order == [0, 1]
     here.run(here.building.consumed([0], 1))
     assert here.building.held_bytes()["staged"] == here.building.held_bytes()["assembled"] == 0
-    assert here.building._holders == {}
+    assert payload_holders(here.building) == {}
 
 
 def test_a_step_that_could_not_be_built_is_tried_again_when_it_comes_again() -> None:
@@ -341,9 +342,9 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
     assert here.boxes[0].order == list(range(n))
     assert here.steps == {s: [10 * s + 3] * 2 + [10 * s + 7] * 2 for s in range(n)}
     here.run(here.building.consumed([0], n - 1))
-    assert here.building._holders == {}
+    assert payload_holders(here.building) == {}
     assert not here.finished
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 def _mix(here: Later, said: list[Any], sent: list[Any], data: st.DataObject) -> None:

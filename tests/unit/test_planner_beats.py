@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from overlord.cluster.launcher import TICKS, Launcher
+from tests.internals import run_heartbeats
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
@@ -55,16 +56,11 @@ def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
         list[tuple[int, str]](),
     )
     parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
-    parts.control = parts._stop = control  # type: ignore[assignment]
-    parts._starts = SimpleNamespace(look=lambda: ())  # type: ignore[assignment]
-    parts._beating = SimpleNamespace(name="planner")  # type: ignore[assignment]
 
     def end(planner: Any, why: str) -> None:
         ends.append((control.now, why))
-        parts._beating = None
 
-    parts._end_for = end  # type: ignore[method-assign]
-    parts._beats()
+    run_heartbeats(parts, control, SimpleNamespace(name="planner"), end)
     return ends
 
 

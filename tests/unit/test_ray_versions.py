@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.ray import versions
 from overlord.ray.versions import RANGE, TESTED, check_version, minor
 from tests import rayversions
+from tests.internals import RAY_VERSIONS_WARNED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def test_a_version_that_is_known_to_break_is_refused_with_what_to_install(versio
 def test_a_version_that_was_not_tested_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_warned", set())
+    RAY_VERSIONS_WARNED.replace(monkeypatch, set())
     for version in ("2.61.0", "2.61.0", "3.0.0.dev0"):
         check_version(version)
     said = [record.getMessage() for record in caplog.records]

@@ -24,6 +24,7 @@ from overlord.transport import shared_memory
 from overlord.transport.peer_segments import PeerSegments
 from overlord.transport.segment import Segment, map_peer_memfd, sealed_memfd
 from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool, segment_size
+from tests.internals import has_waiter, release_flags
 
 MB = 2**20
 
@@ -142,7 +143,7 @@ def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
         with open(f"/proc/self/task/{waiter.native_id}/stat") as stat:
             looks = (
                 looks + 1
-                if ring._waiting and stat.read().rsplit(")", 1)[1].split()[0] == "S"
+                if has_waiter(ring) and stat.read().rsplit(")", 1)[1].split()[0] == "S"
                 else 0
             )
         time.sleep(0.01)
@@ -302,7 +303,7 @@ def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
     found = ring.locate(array)
     assert found is not None
     ring.grant(other, found[0])
-    lease._map[:] = b"\xff" * RELEASE_FLAGS
+    release_flags(lease)[:] = b"\xff" * RELEASE_FLAGS
     where = address(array)
     del array
     assert address(ring(MB)) != where

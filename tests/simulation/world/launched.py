@@ -31,9 +31,9 @@ from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, Str
 from overlord.messages.reports import checked
 from overlord.planning.events import EventLog
 from overlord.rpc.actors import ActorHandle
-from overlord.session import resume
 from overlord.setup.partition import hosting_of
 from overlord.setup.prepared_job import PreparedJob
+from tests.internals import resume_by_journal
 from tests.simulation.world.control import START_S, Family, SimControl
 from tests.simulation.world.disk import SimDisk, SimWriter
 from tests.simulation.world.people import Elsewhere, Errand, Hand
@@ -225,7 +225,7 @@ class Launched:
             JournalStart(journal, anew=self._anew and not found.empty),
         )
         if not self._anew and not found.empty:
-            blueprint, state, beginning = resume._by_journal(self.blueprint, journal, found, ())
+            blueprint, state, beginning = resume_by_journal(self.blueprint, journal, found, ())
             self._initial, self.blueprint = state, blueprint
             assert state is not None
             cluster.resumed(self, state)

@@ -85,6 +85,9 @@ class _Parts(Launcher):
             self._launched.world.wait(left, self._waiting.append)
         return self.planner
 
+    def now(self) -> float:
+        return self._machine.now()
+
     def starts(self, process: Process) -> None:
         """Another planner. The one before it is not heard any more, also where it lives on."""
         if self.planner is not None:
@@ -119,9 +122,9 @@ class Elsewhere(ClusterRuntime):
         """``found``: events in the journal. What is to be called behind every turn of the planner's
         pump.
         """
-        actor = _Planner(host, kit, pump, found, self._parts._machine.now)
+        actor = _Planner(host, kit, pump, found, self._parts.now)
         self._parts.is_there(actor)
-        return actor._after_turn
+        return actor.answer_events
 
 
 class _Planner(CoordinatorActor):
@@ -140,7 +143,7 @@ class _Planner(CoordinatorActor):
         self._said, self._watched = list(found), False
         self._send_found()
 
-    def _after_turn(self) -> float | None:
+    def answer_events(self) -> float | None:
         return self._events.answer()
 
 
