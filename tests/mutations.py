@@ -42,10 +42,10 @@ TESTS = {
         "properties/test_draw.py",
         "properties/test_merge.py",
         "unit/test_reader.py",
-        "properties/test_cut.py",
+        "properties/test_plan_router.py",
         *LAWS,
         "unit/test_lost_sources.py",
-        "properties/test_leaving.py",
+        "properties/test_lost_sources.py",
     ),
     "sources": (
         "unit/test_retry.py",
@@ -78,7 +78,7 @@ TESTS = {
         "properties/test_partition.py",
     ),
     "session": ("unit/test_golden.py", *LAWS),
-    "cluster": ("properties/test_cut.py", "properties/test_cut_images.py", *LAWS),
+    "cluster": ("properties/test_plan_router.py", "properties/test_plan_router_images.py", *LAWS),
     "transforms": (
         "unit/test_image_header.py",
         "unit/test_image_items.py",

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.messages.control import Cursor
 from overlord.setup.prepared_job import Options, PreparedJob
-from tests.backing import Drawing, HostByHand
 from tests.images import IMAGES, parquet
 from tests.laws import examples
+from tests.rollbacks import Drawing, HostByHand
 from tests.worlds import World, folder, only_odd, worlds
 
 MOST = 40  # samples that a source without end gives behind the last deed

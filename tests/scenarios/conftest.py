@@ -17,7 +17,7 @@ import overlord as ov
 from overlord.sources.retry import Clock, StorageStats
 from tests.corpus import write_rows
 from tests.processes import PARTS
-from tests.storejobs import BIG, FORMATS, ROWS, in_order
+from tests.store_jobs import BIG, FORMATS, ROWS, in_order
 from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
 
 TRIES = 3

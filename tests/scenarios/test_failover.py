@@ -24,7 +24,7 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
-from tests.deadly import Halting, Slow
+from tests.fatal_functions import Halting, Slow
 from tests.internals import (
     WORKER_RESTARTED,
     WORKER_RESTARTS,

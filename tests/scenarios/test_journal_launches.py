@@ -17,9 +17,9 @@ from overlord.cluster.launcher import Launcher
 from overlord.errors import JournalError, JournalTaken
 from overlord.session.cluster_runtime import ClusterRuntime
 from tests.internals import COORDINATOR_RESTARTS
-from tests.journaled import recovered
+from tests.journal_faults import recovered
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
-from tests.scenarios.test_planner_process import planner_of
+from tests.scenarios.test_coordinator_process import planner_of
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job
 from tests.stores import BUCKET, Proxy

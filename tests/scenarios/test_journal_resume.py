@@ -15,7 +15,7 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal.directory import DirectoryStorage
-from tests.journaled import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
+from tests.journal_faults import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
 from tests.processes import PARTS, Program, program, until
 from tests.stores import BUCKET, Proxy
 from tests.unit.test_journal_disks import tiny
@@ -41,7 +41,9 @@ def undisturbed(corpus: Path) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    with program(tmp_path_factory.mktemp("trainer"), "from tests.journaled import main") as running:
+    with program(
+        tmp_path_factory.mktemp("trainer"), "from tests.journal_faults import main"
+    ) as running:
         assert running.line() == "ready"
         yield running
 
@@ -171,7 +173,7 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
     pytest.importorskip("obstore")
     uri = f"s3://{BUCKET}/journaled"
     with program(
-        tmp_path, "from tests.journaled import main"
+        tmp_path, "from tests.journal_faults import main"
     ) as trainer:  # it has the store's keys
         assert trainer.line() == "ready"
         code, first = play(trainer, corpus, tmp_path, "first", journal=uri, last=4)

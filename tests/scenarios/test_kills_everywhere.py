@@ -23,8 +23,8 @@ from overlord.drill.run import worker_pids
 from tests.processes import launch
 from tests.simulation.world.faults import Fault
 from tests.simulation.world.history import Seen
-from tests.simulation.world.running import run_scenario, undisturbed
 from tests.simulation.world.scenario import STEPS, Scenario, draw
+from tests.simulation.world.seed_run import run_scenario, undisturbed
 
 pytestmark = pytest.mark.timeout(200)
 

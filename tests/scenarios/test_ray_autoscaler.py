@@ -38,7 +38,7 @@ GROWS = """
 
     def head():
         from ray.util import get_node_ip_address
-        from tests.autoscaled import config
+        from tests.autoscaler_nodes import config
 
         with socket.socket() as free:
             free.bind(("", 0))

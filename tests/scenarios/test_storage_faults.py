@@ -24,7 +24,7 @@ from tests.corpus import write_rows
 from tests.internals import LOCAL_FILES, loop_of, runtime_of
 from tests.mounts import fail, hang, let_go, mounted
 from tests.processes import PARTS, RUNTIMES, hosts_of, until
-from tests.storejobs import BIG, FORMATS, delivered, in_order, source
+from tests.store_jobs import BIG, FORMATS, delivered, in_order, source
 
 pytestmark = pytest.mark.timeout(200)
 SET_ASIDE = ".aside"

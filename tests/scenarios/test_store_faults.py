@@ -18,7 +18,7 @@ from overlord.errors import SourceError
 from overlord.sources.index import build_index
 from tests.corpus import SUFFIX
 from tests.processes import PARTS, halt
-from tests.storejobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
+from tests.store_jobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
 from tests.stores import BUCKET, Fault, S3Server
 
 pytest.importorskip("obstore")

@@ -23,8 +23,8 @@ from overlord.sources.files import Files
 from overlord.sources.index import build_index
 from tests.corpus import SUFFIX, write_rows
 from tests.processes import PARTS
-from tests.reading import read_all
-from tests.storejobs import FORMATS, ROWS, S3, delivered, job, stream
+from tests.source_reads import read_all
+from tests.store_jobs import FORMATS, ROWS, S3, delivered, job, stream
 from tests.stores import BUCKET, Fault
 
 pytest.importorskip("obstore")

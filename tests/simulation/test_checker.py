@@ -17,8 +17,8 @@ from tests.simulation.world.checker import Checker, References
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.faults import Fault
 from tests.simulation.world.history import Event, History, Seen
-from tests.simulation.world.running import facts_of, references, undisturbed
 from tests.simulation.world.scenario import Scenario, draw
+from tests.simulation.world.seed_run import facts_of, references, undisturbed
 
 SEED = 5
 

@@ -18,8 +18,8 @@ from tests.simulation.world.checker import Checker
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.faults import LEAST, Fault
 from tests.simulation.world.history import History
-from tests.simulation.world.running import facts_of, references
 from tests.simulation.world.scenario import STEPS, Saying, Scenario, draw
+from tests.simulation.world.seed_run import facts_of, references
 from tests.simulation.world.world import Killed, Process
 
 

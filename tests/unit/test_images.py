@@ -32,7 +32,7 @@ from overlord.transforms.images import Images
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 from tests.pictures import BAD, FILES, jpeg, moving, photo, png, saved, turned
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 P = 900  # the placeholder
 SPEC = Images(placeholder=P, patch=7, merge=2, min_pixels=14 * 14, max_pixels=14 * 14 * 64)

@@ -44,8 +44,8 @@ from overlord.messages.loader import (
 from overlord.sample import Content, Ragged
 from overlord.setup.prepared_job import Options, PreparedJob, open_loader
 from overlord.transport.server import Server
-from tests.backing import STRIDE, Drawing, payload_rows
 from tests.internals import kept_announcements, kept_blocks, loader_service_of, worker_loop_of
+from tests.rollbacks import STRIDE, Drawing, payload_rows
 
 NONE = np.zeros(0, np.int64)
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)

@@ -35,7 +35,7 @@ from tests.internals import (
     running_job,
     runtime_of,
 )
-from tests.journaled import recovered
+from tests.journal_faults import recovered
 from tests.processes import until
 
 pytestmark = pytest.mark.timeout(200)

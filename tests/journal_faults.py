@@ -259,7 +259,7 @@ def main() -> None:
     """Execute orders from standard input, one a line, each in a child of its own, which may die.
     This process has no threads, so it may fork.
     """
-    for name in ("overlord.session.runtime", "overlord.session.session", "tests.preloaded"):
+    for name in ("overlord.session.runtime", "overlord.session.session", "tests.preload"):
         importlib.import_module(name)  # imported once, not in every child
     print("ready", flush=True)
     for line in sys.stdin:

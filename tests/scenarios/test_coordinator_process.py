@@ -20,7 +20,7 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost, JobError, PlanError
 from overlord.messages.control import EndOfJob
-from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
+from tests.fatal_functions import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
 from tests.internals import (
     COORDINATOR_READY,
     COORDINATOR_REPLACED,
@@ -32,7 +32,7 @@ from tests.internals import (
     running_job,
     runtime_of,
 )
-from tests.journaled import recovered
+from tests.journal_faults import recovered
 from tests.processes import (
     EXITED,
     KILLED,
@@ -400,7 +400,7 @@ def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
         for words in (
             f"it plans, and does not come to an end for 0.6 s: step {FATAL_STEP}, in "
             "Stuck.__call__",
-            "deadly.py",
+            "fatal_functions.py",
             "started again 1 time, ",
             "raise max_restarts",
         ):
@@ -733,7 +733,7 @@ SERVED = """
     import overlord as ov
     from tests.scenarios.test_process import job
     from tests.processes import hosts_of
-    from tests.scenarios.test_planner_process import planner_of
+    from tests.scenarios.test_coordinator_process import planner_of
 
     def main():
         session = ov.launch(job(until={steps}, journal={journal!r}), runtime="process", constructor_hosts=2)

@@ -28,10 +28,10 @@ from tests.internals import (
     launcher_of,
     running_job,
 )
-from tests.journaled import recovered
+from tests.journal_faults import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
 from tests.properties.test_feedback import Chaser
-from tests.scenarios.test_planner_last_words import APART, take
+from tests.scenarios.test_coordinator_loss import APART, take
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)

@@ -38,7 +38,7 @@ from tests.processes import (
     play,
     run,
 )
-from tests.scenarios.test_planner_process import planner_of
+from tests.scenarios.test_coordinator_process import planner_of
 from tests.scenarios.test_process import APART, job
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)

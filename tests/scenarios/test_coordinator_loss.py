@@ -25,7 +25,7 @@ from overlord.messages.control import EndOfJob, SourceLost
 from overlord.serving.session_api import call
 from overlord.session.cluster_runtime import ClusterRuntime
 from overlord.session.served_ranks import ServedRanks
-from tests import journaled
+from tests import journal_faults
 from tests.internals import (
     COORDINATOR_READY,
     COORDINATOR_STARTS,
@@ -40,7 +40,7 @@ from tests.internals import (
     running_job,
     runtime_of,
 )
-from tests.journaled import recovered
+from tests.journal_faults import recovered
 from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
@@ -586,11 +586,11 @@ def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_t
     """With a schedule that learns the planner counts a step when the reports before it have come. A
     job that is killed when all is trained has nothing to do again.
     """
-    made, seen = journaled.job(tmp_path, journal), list[Any]()
-    journaled.train(
+    made, seen = journal_faults.job(tmp_path, journal), list[Any]()
+    journal_faults.train(
         made,
         seen.append,
         runtime=PARTS,
-        then=lambda session: until(lambda: recovered(journal).acked == journaled.STEPS - 1),
+        then=lambda session: until(lambda: recovered(journal).acked == journal_faults.STEPS - 1),
     )
-    assert [row[1] for row in seen if row[0] == "step"][-1] == journaled.STEPS - 1
+    assert [row[1] for row in seen if row[0] == "step"][-1] == journal_faults.STEPS - 1

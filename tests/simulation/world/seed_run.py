@@ -20,7 +20,7 @@ from overlord.process.memory import pss_bytes
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen
-from tests.simulation.world.remembered import remembering
+from tests.simulation.world.memoization import remembering
 from tests.simulation.world.scenario import (
     LONGEST,
     MESHES,
