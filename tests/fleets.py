@@ -253,7 +253,7 @@ class Fleet:
         self._change = source, moves
         if (
             self._random.random() < 0.7 and not self.planner.holds_over
-        ):  # a host that follows first; else they are opened there
+        ):  # a worker that follows first; else they are opened there
             self.placement.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)

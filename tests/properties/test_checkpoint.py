@@ -169,7 +169,7 @@ class Checked(JobJournal):
     names: tuple[str, ...]
 
     def start(self, post: Any) -> None:
-        """It is read where it is written: in the pump."""
+        """It is read where it is written: in the event loop."""
 
     def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
         super().begin(state, blueprint)

@@ -341,7 +341,7 @@ def test_one_who_cannot_go_on_ends_the_job_at_the_same_step_again() -> None:
     assert new.adopt(old) == [EndOfJob(3, error)]
 
 
-def test_a_strategy_that_is_no_function_is_told_of() -> None:
+def test_a_strategy_that_is_no_function_is_reported() -> None:
     made = [
         ov.Source.from_dataset("a", [{"tokens": [k]} for k in range(40)], transforms=[ov.Tokens()])
     ]

@@ -1,5 +1,5 @@
-"""A source that is read anew from where the draw stands, as when its loaders move to another host:
-nobody may notice.
+"""A source that is read anew from where the draw stands, as when its loaders move to another
+worker: nobody may notice.
 
 Sources are reopened at random moments, several times, in jobs with look-ahead, deferring, epochs,
 several loaders, filters, bad rows, batches in tokens, sources that join, and data that breaks the
@@ -212,7 +212,7 @@ def test_an_epoch_without_samples_is_still_told_of_after_it_is_read_anew() -> No
         assert outcome(ov.simulate(job, seed=1, events=[Moved("none", after)])) == outcome(whole)
 
 
-def test_an_epoch_of_bad_rows_is_told_of_with_the_last_reason_also_after_it_is_read_anew() -> None:
+def test_an_epoch_of_bad_rows_is_reported_with_the_last_reason_also_after_it_is_read_anew() -> None:
     good, bad = [{"tokens": [1, 2]}] * 30, [{"tokens": None}] * 30
     sources = [
         ov.Source.from_dataset(name, rows, transforms=[ov.Tokens()])

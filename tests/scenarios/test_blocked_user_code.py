@@ -1,5 +1,5 @@
-"""Code of a user's that does not come to an end in a loader host: it is named, and its host is not
-taken for dead.
+"""Code of a user's that does not come to an end in a loader worker: it is named, and its worker is
+not taken for dead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.processes import RUNTIMES, WAIT_S, hosts_of, launch
 
 pytestmark = pytest.mark.timeout(200)
 
-NEVER = 40  # reads before it have shown to be short: what is short may be done in the pump
+NEVER = 40  # reads before it have shown to be short: what is short may be done in the event loop
 
 
 def endless(row: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
             assert time.monotonic() < deadline, (
                 told,
                 stall.value,
-            )  # its host may have been late to say so, and a stall is no end
+            )  # its worker may have been late to say so, and a stall is no end
         assert "recoveries" not in session.metrics() or not session.metrics()["recoveries"]
         assert (hosts_of(session) if runtime != "local" else []) == before
     return str(stall.value)

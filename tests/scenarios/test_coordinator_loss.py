@@ -1,5 +1,5 @@
-"""What a planner was told, or was about to tell, when it died; and other losses while nothing is
-settled: nobody may miss anything.
+"""What a coordinator was told, or was about to tell, when it died; and other losses while nothing
+is settled: nobody may miss anything.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Launcher, "ask", dies)
 
 
-def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_host(
+def test_a_state_is_loaded_however_long_another_coordinator_takes_that_waits_for_a_worker(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the answer of a planner is waited for: the one that comes in its place gives up a
-    host that stands still first.
+    """Longer than the answer of a coordinator is waited for: the one that comes in its place gives
+    up a worker that stands still first.
     """
     write = ClusterRuntime.write_beginning
 
@@ -153,7 +153,7 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
 @pytest.mark.parametrize(
     "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
 )
-def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
+def test_a_coordinator_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
     alone: Played,
     journal: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +181,7 @@ def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
 @pytest.mark.parametrize(
     "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
 )
-def test_a_planner_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_one(
+def test_a_coordinator_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_one(
     three: Played,
     journal: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +195,7 @@ def test_a_planner_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_on
         assert play(session).steps == three.behind(4)
 
 
-def test_a_planner_that_is_lost_while_the_job_is_launched_begins_at_its_beginning(
+def test_a_coordinator_that_is_lost_while_the_job_is_launched_begins_at_its_beginning(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -209,7 +209,7 @@ def test_a_planner_that_is_lost_while_the_job_is_launched_begins_at_its_beginnin
 
 
 def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[], None]:
-    """Kills the planner; another comes once the function that this returns is called."""
+    """Kills the coordinator; another comes once the function that this returns is called."""
     start, go = COORDINATOR_STARTS.real, threading.Event()
 
     def waits(parts: Launcher) -> int:
@@ -223,7 +223,7 @@ def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[]
     return go.set
 
 
-def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_told(
+def test_how_far_connected_ranks_are_is_known_though_the_coordinator_died_that_was_told(
     three: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stand at a barrier, and say nothing any more: who changes the mesh must know that they
@@ -248,7 +248,7 @@ def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_t
     assert got == three.behind(4)
 
 
-def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_the_next(
+def test_a_step_that_a_coordinator_planned_and_did_not_live_to_tell_of_is_told_by_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who serves connected ranks must know the state behind it: a rank that comes again goes on
@@ -280,7 +280,7 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
             client.close()
 
 
-def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_find_it(
+def test_the_end_that_a_coordinator_told_of_counts_no_more_when_the_next_does_not_find_it(
     journal: str,
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -292,7 +292,7 @@ def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_fi
         until(lambda: runtime_of(session).planner.finished is None)
 
 
-def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
+def test_a_source_that_left_is_known_though_the_coordinator_died_that_wrote_it_down(
     journal: str,
 ) -> None:
     made = job(journal=journal)
@@ -319,7 +319,7 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
 # who takes part
 
 
-def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waited_for(
+def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_waited_for(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, go = COORDINATOR_READY.real, threading.Event()
@@ -348,7 +348,7 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
     assert got[0] == alone.steps[0]
 
 
-def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_planner(
+def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, tried = WorkerFactory.loader_host, list[int]()
@@ -437,8 +437,8 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
 def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All use up what they have before another constructor is there, and no planner knows what they
-    took.
+    """All use up what they have before another constructor is there, and no coordinator knows what
+    they took.
     """
     made = job(until=STEPS, place=THREE, journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
@@ -549,7 +549,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
             client.close()
 
 
-def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
+def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = job(until=STEPS, journal=journal)
@@ -583,8 +583,8 @@ def refuses(*args: Any) -> None:
 def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(
     tmp_path: Path, journal: str
 ) -> None:
-    """With a schedule that learns the planner counts a step when the reports before it have come. A
-    job that is killed when all is trained has nothing to do again.
+    """With a schedule that learns the coordinator counts a step when the reports before it have
+    come. A job that is killed when all is trained has nothing to do again.
     """
     made, seen = journal_faults.job(tmp_path, journal), list[Any]()
     journal_faults.train(

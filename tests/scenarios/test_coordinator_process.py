@@ -1,5 +1,5 @@
-"""With a journal the planner is a process like others: it may be killed or stopped at any moment,
-and the stream is that of one process.
+"""With a journal the coordinator is a process like others: it may be killed or stopped at any
+moment, and the stream is that of one process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 APART: dict[str, Any] = dict(HOSTS)
 STEPS = 40
-SOON_S = 10.0  # a planner is there again in less than a second; machines are noisy
+SOON_S = 10.0  # a coordinator is there again in less than a second; machines are noisy
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def mended(session: ov.Session, n: int, part: str = "") -> list[dict[str, Any]]:
 
 
 def killed(*names: str) -> Callable[[ov.Session], None]:
-    """Kills the planner and these hosts, at once, as far as that can be."""
+    """Kills the coordinator and these workers, at once, as far as that can be."""
 
     def act(session: ov.Session) -> None:
         pids = [planner_of(session), *(hosts_of(session)[name] for name in names)]
@@ -107,7 +107,7 @@ def killed(*names: str) -> Callable[[ov.Session], None]:
 
 
 @pytest.mark.parametrize("name", list(SCENES)[:4])
-def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: str) -> None:
+def test_a_small_world_is_the_same_with_a_coordinator_elsewhere(name: str, journal: str) -> None:
     scene = SCENES[name]
     with folder() as directory:
         made, _, said = scene.job(directory)
@@ -128,7 +128,7 @@ def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: 
     assert apart == alone
 
 
-def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
+def test_the_coordinator_is_listed_with_its_process_and_goes_with_the_session(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -145,7 +145,7 @@ def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
     )  # there they wait for the next one of their name
 
 
-def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str) -> None:
+def test_what_is_asked_of_a_coordinator_elsewhere_is_what_one_here_says(journal: str) -> None:
     made = job(until=20)
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
         for session in (here, there):
@@ -171,7 +171,7 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         assert there.plan(8).digest() == here.plan(8).digest()
 
 
-def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> None:
+def test_what_cannot_be_sent_to_the_coordinator_is_told_by_name(journal: str) -> None:
     with pytest.raises(
         JobError, match=r"strategy: .*cannot be sent to another process.*use functions of a module"
     ):
@@ -185,7 +185,7 @@ def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> Non
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
+def test_a_coordinator_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
     alone: Played, journal: str, prefetch: int
 ) -> None:
     moments = dict.fromkeys((0, 1, 7, 8, 9, 25, STEPS - 1), killed())
@@ -211,7 +211,7 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
     ],
     ids=["a loader host", "a constructor host", "nearly all"],
 )
-def test_hosts_that_die_with_the_planner_come_back_with_it(
+def test_workers_that_die_with_the_coordinator_come_back_with_it(
     alone: Played, journal: str, others: list[str]
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -221,7 +221,7 @@ def test_hosts_that_die_with_the_planner_come_back_with_it(
         )
 
 
-def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
+def test_coordinator_and_workers_are_killed_at_random_while_ranks_train_side_by_side(
     alone: Played, journal: str
 ) -> None:
     random = Random(7)
@@ -256,7 +256,7 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
         assert deaths > 3
 
 
-def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
+def test_a_coordinator_that_dies_the_moment_it_is_there_is_missed_too(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, struck = COORDINATOR_READY.real, list[int]()
@@ -273,7 +273,7 @@ def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
     assert struck == [1]
 
 
-def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
+def test_a_coordinator_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, **APART) as session:
@@ -287,7 +287,7 @@ def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
         assert not runs(zombie), "there is one who writes the journal"
 
 
-def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by_name(
+def test_workers_that_hang_with_the_coordinator_are_waited_for_at_the_same_time_and_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     awaits, seen = COORDINATOR_WAITS.real, threading.Event()
@@ -325,7 +325,7 @@ def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by
         )
 
 
-def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs_hear_it_too(
+def test_when_no_coordinator_comes_any_more_clients_of_a_constructor_worker_that_hangs_hear_it_too(
     journal: str,
 ) -> None:
     with launch(
@@ -347,7 +347,7 @@ def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs
         assert time.monotonic() - start < WAIT_S, "long before it would be a stall"
 
 
-def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
+def test_a_constructor_worker_that_hangs_is_named_and_not_the_coordinator(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
@@ -377,7 +377,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(
+def test_a_coordinator_whose_strategy_does_not_come_to_an_end_is_replaced(
     alone: Played, journal: str, tmp_path: Path
 ) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck"), until=STEPS, journal=journal)
@@ -391,7 +391,7 @@ def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
+def test_a_coordinator_that_is_stuck_every_time_ends_the_job_with_that(
     journal: str, tmp_path: Path
 ) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck", always=True), until=STEPS, journal=journal)
@@ -407,7 +407,7 @@ def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
             assert words in error
 
 
-def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+def test_a_coordinator_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
     alone: Played, journal: str, tmp_path: Path
 ) -> None:
     flag = tmp_path / "stop"
@@ -425,7 +425,7 @@ def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_a
         until(lambda: words in {row["reason"] for row in session.metrics()["recoveries"]})
 
 
-def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
+def test_a_coordinator_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
     journal: str, tmp_path: Path
 ) -> None:
     flag, lost_after_s = tmp_path / "hangs", 1.4
@@ -445,7 +445,7 @@ def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
         assert planner_of(session) == before
 
 
-def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
+def test_a_coordinator_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
     journal: str,
 ) -> None:
     made = job(strategy=deadly, until=STEPS, journal=journal)
@@ -466,7 +466,7 @@ def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
 # what is said and asked while it is gone
 
 
-def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name(
+def test_clients_go_on_with_what_they_have_and_then_wait_for_the_coordinator_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again, seen = COORDINATOR_RESTARTS.real, threading.Event()
@@ -497,7 +497,7 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name
             assert before.steps[rank] + steps[4:6] + after.steps[rank] == steps
 
 
-def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: str) -> None:
+def test_states_can_be_saved_while_the_coordinator_is_gone(alone: Played, journal: str) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=600.0, **APART) as session:
         play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
@@ -513,7 +513,7 @@ def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: s
         assert play(session).steps[0] == alone.steps[0][5:]
 
 
-def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_had_not(
+def test_events_and_reports_that_are_said_when_the_coordinator_dies_count_as_if_it_had_not(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG, until=STEPS)
@@ -562,7 +562,7 @@ def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
-def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_planner_hears_of_it(
+def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_coordinator_hears_of_it(
     journal: str, killed: bool
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
@@ -593,7 +593,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
     assert became["late"] == 0
 
 
-def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(
+def test_reports_that_a_stopped_coordinator_has_not_heard_count_when_the_mesh_changes(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
@@ -615,7 +615,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
         assert through(there, lambda session: halt(planner_of(session))) == calm
 
 
-def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved(
+def test_reports_that_no_coordinator_hears_any_more_are_in_the_states_that_are_saved(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
@@ -641,7 +641,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
     assert rest == whole[7:]
 
 
-def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(
+def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_coordinator_died(
     journal: str,
 ) -> None:
     def join(session: ov.Session) -> None:
@@ -662,7 +662,7 @@ def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_p
         assert where["loader/late/3"] == hosts_of(session)["loader-worker/3"]
 
 
-def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal: str) -> None:
+def test_plans_explanations_and_bad_rows_after_the_coordinator_was_replaced(journal: str) -> None:
     bad = ov.Source(
         "bad",
         rows(60, 3000),
@@ -684,7 +684,7 @@ def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal:
 
 
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
-def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_planner_and_a_loader_host_died(
+def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_coordinator_and_a_loader_worker_died(
     on_long: str, journal: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = job(until=STEPS, batch=ov.Batch(samples=10, context=4, microbatches=2), on_long=on_long)
@@ -713,7 +713,7 @@ def _picky(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_too(
+def test_a_session_that_is_moved_to_a_state_has_another_coordinator_which_can_die_too(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:

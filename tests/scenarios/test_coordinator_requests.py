@@ -1,4 +1,4 @@
-"""What people tell a planner in a process of its own, and what becomes of it when its answer is
+"""What people tell a coordinator in a process of its own, and what becomes of it when its answer is
 late, lost, or overtaken.
 """
 
@@ -47,7 +47,7 @@ def journal(tmp_path: Path) -> str:
 def asked(
     patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Launcher, Callable[..., Any]], Any]
 ) -> list[str]:
-    """The first time that the planner is asked this, ``act`` does so; it is given what would be
+    """The first time that the coordinator is asked this, ``act`` does so; it is given what would be
     done. Returns what is left to do.
     """
     ask, todo = Launcher.ask, [wanted]
@@ -143,7 +143,7 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the
-    next source got a host of others.
+    next source got a worker of others.
     """
     heard = threading.Event()
     do = LAUNCHER_EXECUTES.real
@@ -227,7 +227,7 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(
 def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two changes for one step the last one counts, in states as in the planner; and sources
+    """Of two changes for one step the last one counts, in states as in the coordinator; and sources
     that join have numbers.
     """
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
@@ -260,7 +260,7 @@ def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
 def test_a_state_is_saved_while_a_source_joins(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner's states have it at once, the session hears of it a moment later."""
+    """The coordinator's states have it at once, the session hears of it a moment later."""
     with launch(job(until=40, journal=journal), **APART) as session:
         clients = clients_of(session)
         ahead(clients, 3)
@@ -285,7 +285,7 @@ def say(rank: int, step: int) -> dict[str, float]:
     return {"loss/a": 1.0 + step % 5 + 3 * rank, "loss/b": 0.5 * (1 + step % 3), "loss/c": 0.25}
 
 
-def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(
+def test_a_report_that_a_coordinator_accepted_and_died_with_is_told_to_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
@@ -350,11 +350,11 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
-def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_one(
+def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed_by_one(
     journal: str, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    """The host was not known yet when the next planner was made, which asked for it again, and
-    ended: its name was taken.
+    """The worker was not known yet when the next coordinator was made, which asked for it again,
+    and ended: its name was taken.
     """
     start, todo = WorkerFactory.loader_host, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
@@ -383,11 +383,11 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
         assert incarnation_of(parts) == 1
 
 
-def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
+def test_a_worker_that_is_being_started_for_a_source_to_join_outlives_the_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one
-    that hangs.
+    """The next coordinator has nothing to do with it yet: it gave it up when it did not answer, as
+    one that hangs.
     """
     start = WorkerFactory.loader_host
 

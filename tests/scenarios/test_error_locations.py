@@ -107,5 +107,5 @@ def test_strategies_schedules_costs_and_hooks_say_where_they_raised(
         fields = {
             **fields,
             "journal": str(tmp_path / "journal"),
-        }  # the planner has a process of its own then
+        }  # the coordinator has a process of its own then
     assert place_of(mark) in error_of(job(tmp_path, **fields), runtime)

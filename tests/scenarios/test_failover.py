@@ -62,7 +62,7 @@ APART = {
     "sources_per_host": 1,
     "hosts": 4,
     "constructor_hosts": 2,
-}  # three loader hosts, two constructor hosts
+}  # three loader workers, two constructor workers
 EVERYONE = (
     "constructor-worker/0",
     "constructor-worker/1",
@@ -78,8 +78,8 @@ def calm() -> Played:
 
 
 def killing(*names: str) -> Callable[[ov.Session], None]:
-    """Kills these of a session's processes that run just then: in the pump, so that none is missed
-    before all of them are gone.
+    """Kills these of a session's processes that run just then: in the event loop, so that none is
+    missed before all of them are gone.
     """
 
     def act(session: ov.Session) -> None:
@@ -91,7 +91,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
                     os.kill(pid, signal.SIGKILL)
             assert not left_after(pids, WAIT_S)
 
-        loop_of(session).ask(kill, "the pump", 2 * WAIT_S)
+        loop_of(session).ask(kill, "the event loop", 2 * WAIT_S)
 
     return act
 
@@ -195,11 +195,11 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        loop_of(session).ask(beat, "the pump")
+        loop_of(session).ask(beat, "the event loop")
         until(answered)
 
 
-def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
+def test_a_worker_that_hangs_is_killed_and_replaced(calm: Played) -> None:
     """One stopped process wakes only to be killed: SIGKILL needs no consent."""
     stopped: list[int] = []
 
@@ -220,7 +220,7 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=["a planner here", "a planner elsewhere"])
-def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+def test_a_worker_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
     tmp_path: Path, journaled: bool
 ) -> None:
     flag = tmp_path / "stop"
@@ -288,7 +288,7 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     assert "answered nothing" not in caplog.text
 
 
-def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
+def test_a_worker_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
     def pause(session: ov.Session) -> None:
         pid = hosts_of(session)["loader-worker/1"]
         halt(pid)
@@ -336,7 +336,7 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
         assert play(session, act=acts).steps == alone.steps
         found = (
             session.quarantine()
-        )  # a constructor host that was killed may have had no time to tell what it found
+        )  # a constructor worker that was killed may have had no time to tell what it found
         assert found == [row for row in alone.quarantine if row in found], (
             "each once, though steps were built again"
         )
@@ -394,7 +394,7 @@ def _moved(session: ov.Session) -> bool:
     return False
 
 
-def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
+def test_a_worker_that_keeps_dying_ends_the_job_with_what_it_died_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sources = [
@@ -432,7 +432,7 @@ def ends_later(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def test_a_strategy_that_is_no_function_of_its_input_is_told_of() -> None:
+def test_a_strategy_that_is_no_function_of_its_input_is_reported() -> None:
     with launch(job(until=STEPS, strategy=Moody()), **APART) as session:
         got = play(session, act={9: killing("loader-worker/1")})
     assert "PlanError" in got.error
@@ -463,10 +463,10 @@ def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
         assert steps == sorted(set(steps)) == list(range(STEPS))
 
 
-# stand-bys
+# standbys
 
 
-def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
+def test_standbys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
         until(
             lambda: (
@@ -475,7 +475,7 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
         )
 
         def hit(*names: str) -> Callable[[ov.Session], None]:
-            """When all loaders have a stand-by."""
+            """When all loaders have a standby."""
 
             def act(session: ov.Session) -> None:
                 until(lambda: len(session.metrics()["shadows"]) == 3)
@@ -504,7 +504,7 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
     ],
     ids="+".join,
 )
-def test_whoever_dies_with_its_stand_by_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
+def test_whoever_dies_with_its_standby_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
         assert play(session, act={k: killing(*names) for k in (3, 9, 10, 25)}) == calm
 
@@ -531,7 +531,7 @@ def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
         )
 
 
-def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
+def test_heavy_sources_alone_have_a_standby(calm: Played) -> None:
     with launch(job(until=STEPS), shadows="heavy", **APART) as session:
         found = {row["source"] for row in until(lambda: session.metrics()["shadows"])}
         assert found < set(session.job.names)
@@ -539,7 +539,7 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
 
 
 def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
-    """Hosts that are started again: who is there, and what those of these names wait for."""
+    """Workers that are started again: who is there, and what those of these names wait for."""
     start, is_there, there, go = (
         WORKER_RESTARTS.real,
         WORKER_RESTARTED.real,
@@ -561,10 +561,10 @@ def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], thread
     return there, go
 
 
-def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
+def test_one_with_standbys_that_is_back_before_one_without_waits_for_it(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loaders are still counted as its own: it is told nothing before all go back."""
+    """Its loaders are still counted as its own: it is told nothing before all roll back."""
     with launch(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
@@ -605,10 +605,10 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
         assert sorted(there) == sorted([light, heavy]), "nobody died once more"
 
 
-def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
+def test_a_source_that_moves_to_where_it_is_followed_while_a_worker_is_away(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others get stand-bys by that, too, and those are told."""
+    """Others get standbys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
         engine = runtime_of(session)

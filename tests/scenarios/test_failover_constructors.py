@@ -1,4 +1,4 @@
-"""A constructor host dies under its trainers: they go on from the steps they have, wait for the
+"""A constructor worker dies under its trainers: they go on from the steps they have, wait for the
 next with a named reason, and get what they would have got.
 """
 
@@ -111,7 +111,7 @@ def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(
 
 
 class Gate:
-    """Holds back whoever starts a constructor host."""
+    """Holds back whoever starts a constructor worker."""
 
     def __init__(self, session: ov.Session, monkeypatch: pytest.MonkeyPatch):
         starter: Any = worker_factory_of(session)
@@ -174,7 +174,7 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
 
 
 def taken_by(session: ov.Session, rank: int) -> int | None:
-    """None while the host of its constructor does not say so."""
+    """None while the worker of its constructor does not say so."""
     with contextlib.suppress(DataStall):
         return runtime_of(session).taken_by(rank)  # type: ignore[attr-defined,no-any-return]
     return None
@@ -246,13 +246,13 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
     with launch(made, constructor_hosts=1) as session:
         got = play(session, act={k: lambda s: kill(s, "constructor-worker/0") for k in (2, 5)})
         assert got.steps == alone.steps
-        # What a host had built and not told of when it died is told by nobody, if trainers have
+        # What a worker had built and not told of when it died is told by nobody, if trainers have
         # taken it: it is for the record only.
         listed = session.quarantine()
         assert [q for q in alone.quarantine if q in listed] == listed
 
 
-def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> None:
+def test_serving_waits_for_a_worker_that_does_not_answer_and_holds_up_nobody() -> None:
     with launch(job(until=STEPS), lost_after_s=2 * WAIT_S) as session:
         pid = hosts_of(session)["constructor-worker/0"]
         halt(pid)

@@ -149,7 +149,7 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 
 
 def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
-    """Done when a planner is gone, and before another is started."""
+    """Done when a coordinator is gone, and before another is started."""
     again, todo = COORDINATOR_RESTARTS.real, [what]
 
     def start(parts: Launcher, reason: str) -> None:
@@ -161,7 +161,7 @@ def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])
-def test_a_launch_that_takes_the_lock_when_a_planner_is_lost_keeps_the_journal(
+def test_a_launch_that_takes_the_lock_when_a_coordinator_is_lost_keeps_the_journal(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     made, others = job(until=STEPS, journal=str(tmp_path)), list[ov.Session]()

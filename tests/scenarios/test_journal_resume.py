@@ -109,11 +109,11 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
     assert kills > 9
 
 
-def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
+def test_a_coordinator_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:
-    """All in one run: whoever comes in the place of a planner is killed at the next write, or at
-    the same one in another moment of it.
+    """All in one run: whoever comes in the place of a coordinator is killed at the next write, or
+    at the same one in another moment of it.
     """
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)

@@ -73,7 +73,7 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
         ("shadow_bytes", "shadows"),
     ):
         by_source = sum(s[what] for s in sources.values())
-        if what != "shadow_bytes":  # of shadows the sources' figure has the open files too
+        if what != "shadow_bytes":  # of standbys the sources' figure has the open files too
             assert by_source == memory[held], what
         assert (by_source > 0) == (memory[held] > 0), what
     assert all(
@@ -116,7 +116,7 @@ def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None
     assert pss_by_role(found)["workers"] == sum(workers.values())
 
 
-def test_a_planner_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
+def test_a_coordinator_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
     job = replace(job_of(tmp_path), journal=str(tmp_path / "journal"))
     roles = figures(job, PARTS, hosts=1, constructor_hosts=1, memory="4GB")["memory"]["roles"]
     assert set(roles) == {"session", "planner", "loaders", "constructors"}

@@ -31,7 +31,7 @@ APART = {
     "sources_per_host": 1,
     "hosts": 4,
     "constructor_hosts": 2,
-}  # every source in a host of its own, two hosts of constructors
+}  # every source in a worker of its own, two workers of constructors
 
 
 def world(
@@ -283,9 +283,9 @@ def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
         assert play(session) == run(made, "local")
 
 
-def test_links_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
+def test_connections_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
     def all_of(transfer: dict[str, dict[str, int]]) -> dict[str, dict[str, int]] | None:
-        """Every row, once all hosts have answered: the row of a host that blocks is empty."""
+        """Every row, once all workers have answered: the row of a worker that blocks is empty."""
         return transfer if all("links" in row for row in transfer.values()) else None
 
     def cost(tp: int) -> tuple[list[int], int]:
@@ -383,7 +383,7 @@ def undisturbed() -> Played:
     return run(job(), "local")
 
 
-def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(
+def test_ranks_rewind_to_a_state_together_also_to_one_before_a_source_joined(
     undisturbed: Played,
 ) -> None:
     with launch(job(), constructor_hosts=2) as session:
@@ -414,7 +414,7 @@ def moves(*where: tuple[int, str, tuple[str, ...]]) -> dict[int, Callable[[ov.Se
 
 
 @pytest.mark.parametrize("look_ahead", [1, 3])
-def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
+def test_sources_move_between_workers_and_nobody_notices(look_ahead: int) -> None:
     made = job(look_ahead=look_ahead)
     elsewhere = moves(
         (0, "a", ("loader-worker/1",)),

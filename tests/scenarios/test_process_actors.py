@@ -447,7 +447,7 @@ def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessActorSyst
     assert ask(control, control.spawn(Worker, name="worker"), "echo", 1) == 1
 
 
-def test_a_factory_that_the_process_cannot_find_is_told(
+def test_a_factory_that_the_process_cannot_find_is_reported(
     control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = type(sys)("only_here")

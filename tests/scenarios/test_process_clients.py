@@ -157,7 +157,7 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         )
         asked = [
             words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words
-        ]  # its host had answered in time
+        ]  # its worker had answered in time
         for words in (now, *asked):
             assert "samples that step 0 draws" in words
             assert "source 'slow'" in words
@@ -238,7 +238,7 @@ def test_metrics_tell_of_every_process() -> None:
         assert {r: c["steps"] for r, c in found["clients"].items()} == {0: 6, 1: 6}
 
 
-def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
+def test_a_worker_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
     with launch(job(until=200), sources_per_host=1, hosts=4) as session:
         session.move("b", "loader-worker/0")
         first, hosts = play(session, steps=2), hosts_of(session)
@@ -336,7 +336,7 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
 
 def test_a_long_run_uses_the_memory_of_a_short_one() -> None:
     made = job(until=120, batch=ov.Batch(samples=60, context=32))
-    with launch(made, hosts=1) as session:  # each host has a window of its own
+    with launch(made, hosts=1) as session:  # each worker has a window of its own
         clients = [session.client(rank) for rank in range(2)]
         seen = []
         for k, steps in enumerate(zip(*clients, strict=True)):

@@ -85,7 +85,7 @@ def ends_of(session: ov.Session) -> dict[int, tuple[list[Any], Exception | None]
 
 
 @pytest.mark.parametrize("constructor_hosts", [1, 2])
-def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
+def test_a_loader_worker_that_is_killed_ends_the_job_at_the_same_step_for_all(
     alone: Played, constructor_hosts: int
 ) -> None:
     with launch(
@@ -118,7 +118,7 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
 
 
 @pytest.mark.parametrize("victim", ["loader-worker/0", "constructor-worker/1"])
-def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
+def test_a_worker_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
     with launch(
         job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS
     ) as session:
@@ -142,7 +142,7 @@ def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str)
             assert steps[:40] == alone.steps[rank][: len(steps)]
 
 
-def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_and_all_others_end(
+def test_clients_of_a_constructor_worker_that_is_killed_hand_out_what_they_have_and_all_others_end(
     alone: Played,
 ) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
@@ -415,7 +415,7 @@ def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
 
 
 def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path: Path) -> None:
-    """Only one that sends something defined in it: else its hosts never import it."""
+    """Only one that sends something defined in it: else its workers never import it."""
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
         assert trainer.end()[0] == 0
     hooked = PLAIN.replace("until=10**6", "until=10**6, hooks=(ov.constructor_do_plan(mine),)")

@@ -1,4 +1,4 @@
-"""Peers that have the token and say what they like: a host refuses or ignores it, lives on, and
+"""Peers that have the token and say what they like: a worker refuses or ignores it, lives on, and
 delivers what it should.
 """
 
@@ -48,7 +48,7 @@ def peer(session: ov.Session, **hello: Any) -> Connection:
 
 
 def end_of(link: Connection) -> str:
-    """Why a link was ended; what came before that is let go."""
+    """Why a connection was ended; what came before that is let go."""
     try:
         while link.recv(10.0) is not TIMEOUT:
             pass
@@ -128,7 +128,7 @@ NO_PAYLOAD: list[Any] = [
 ]
 
 
-def test_a_loader_host_that_sends_anything_but_its_payload_is_cut_off(
+def test_a_loader_worker_that_sends_anything_but_its_payload_is_cut_off(
     session: ov.Session, alone: Played
 ) -> None:
     course = Course(session, alone)
@@ -183,7 +183,7 @@ def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(
     assert got == [0, 1, 2, 3], "its client comes back and misses nothing"
 
 
-def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(
+def test_who_has_the_place_of_a_worker_that_joins_loses_it_and_spoils_nothing(
     session: ov.Session, alone: Played
 ) -> None:
     course = Course(session, alone)
@@ -238,7 +238,7 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
         with (
             peer(session, role="loader", host=9) as link,
             contextlib.suppress(ActorLost),
-        ):  # what is no payload ends the link
+        ):  # what is no payload ends the connection
             for _ in range(200):
                 origin = 9 if chance.random() < 0.98 else chance.choice(NUMBERS)
                 wild = chance.random() < 0.05
@@ -250,10 +250,10 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
     course.go_on()
 
 
-def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
+def test_a_stranger_that_has_the_place_of_a_loader_worker_is_driven_out(
     session: ov.Session, alone: Played
 ) -> None:
-    """Whoever has the token can take a place. The host whose place it was is missed, and the job
+    """Whoever has the token can take a place. The worker whose place it was is missed, and the job
     goes back; nothing is repeated.
     """
     before = play(session, steps=3)
@@ -288,7 +288,7 @@ def sent_as_it_is(link: Connection, value: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 2], [0, 11], [-3, 4], [2**62, -(2**62)]])
-def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_link(
+def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_connection(
     session: ov.Session, alone: Played, offsets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with peer(session, role="loader", host=9) as link:

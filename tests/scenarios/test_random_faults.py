@@ -29,7 +29,7 @@ OPTIONS = {
 }
 OPTIONS |= {
     "max_restarts": 30
-}  # on a machine with much else to do, hosts that live are taken for dead now and then
+}  # on a machine with much else to do, workers that live are taken for dead now and then
 OPTIONS |= {"lost_after_s": 1.0 if PARTS == "process" else 4.0}  # Ray's starts take the cores
 LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][
     : 4 if PARTS == "process" else 2
@@ -110,7 +110,7 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
     ids=str,
 )
 @pytest.mark.parametrize("steps", [10, 40])
-def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_path: Path) -> None:
+def test_the_worker_that_was_hit_last_is_reported(fault: Fault, steps: int, tmp_path: Path) -> None:
     """Its process is there before planning goes on, and the steps that are left may all have been
     delivered when it was hit.
     """

@@ -74,7 +74,7 @@ def pids_of(session: ov.Session) -> dict[str, int]:
 # lost workers
 
 
-def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(
+def test_a_coordinator_that_hangs_is_killed_for_good_before_another_writes(
     calm: Played, tmp_path: Path, ray_cluster: None
 ) -> None:
     with launch(
@@ -97,7 +97,7 @@ class Crashes:
         os._exit(9)
 
 
-def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_with_the_cluster(
+def test_the_last_words_of_a_worker_that_died_are_said_here_since_their_file_goes_with_the_cluster(
     ray_cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rays.control() as control:
@@ -109,7 +109,7 @@ def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_
     ]
 
 
-def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
+def test_two_jobs_side_by_side_have_workers_of_their_own(calm: Played, ray_cluster: None) -> None:
     few = {**FEW, "hosts": 1, "sources_per_host": 3}
     with (
         launch(job(until=STEPS), "ray", **few) as one,
@@ -320,7 +320,7 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> 
         assert left_after([*tree, *hosts.values()], GONE_S) == []
 
 
-def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
+def test_a_cluster_that_is_not_there_is_reported_with_its_address() -> None:
     code = (
         "import overlord as ov; from tests.scenarios.test_process import job; "
         "ov.launch(job(), 'ray', address='127.0.0.1:9')"
@@ -740,7 +740,7 @@ NODES = """
 
 
 @pytest.mark.timeout(300)
-def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(
+def test_workers_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(
     calm: Played, tmp_path: Path
 ) -> None:
     with program(tmp_path, NODES) as there:

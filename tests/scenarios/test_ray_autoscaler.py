@@ -132,7 +132,7 @@ GROWS = """
 """
 
 
-def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(
+def test_workers_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, GROWS) as there:

@@ -210,7 +210,7 @@ STAND_BYS = """
 """
 
 
-def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(
+def test_standbys_are_on_another_node_which_takes_over_when_the_first_is_lost(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, STAND_BYS) as there:

@@ -238,7 +238,7 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
 ) -> None:
     monkeypatch.setattr(
         worker_pool, "CLOSE_S", WAIT_S
-    )  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
+    )  # the workers of each mesh end; one that takes long on a busy machine is no alarm
     monkeypatch.setattr(reshard, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")
     made = job()

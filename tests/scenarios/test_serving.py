@@ -517,7 +517,7 @@ def test_a_session_that_is_moved_moves_its_connected_clients_too() -> None:
 
 
 @runtimes
-def test_a_step_of_before_the_session_was_moved_is_not_handed_out_after_it(runtime: str) -> None:
+def test_a_step_of_before_the_session_was_rewound_is_not_delivered_after_it(runtime: str) -> None:
     with launch(job(n=60), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         start = session.state_dict()
@@ -529,7 +529,7 @@ def test_a_step_of_before_the_session_was_moved_is_not_handed_out_after_it(runti
 
 
 @runtimes
-def test_clients_that_came_to_the_end_go_on_when_the_session_is_moved_back(runtime: str) -> None:
+def test_clients_that_came_to_the_end_go_on_when_the_session_is_rewound(runtime: str) -> None:
     with launch(job(n=60), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         take(clients[0], 2), take(clients[1], 2)
@@ -670,7 +670,7 @@ def test_a_client_of_a_forked_process_says_so_and_its_end_harms_nobody() -> None
 # Cuts
 
 
-def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(
+def test_a_connection_that_is_cut_loses_nothing_and_repeats_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = whole_run(job(n=60, dp=1))
@@ -695,7 +695,7 @@ def cut_control(client: ov.Client) -> None:
 
 
 def raw(served: ServedAddress, **hello: Any) -> Connection:
-    """A data link without a client."""
+    """A data connection without a client."""
     return dial(
         served.address,
         served.token,
@@ -739,7 +739,7 @@ def test_no_token_travels_to_a_client_which_has_one(runtime: str) -> None:
         assert next(ov.connect(served, 0, served.token)).step == 0
 
 
-def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it() -> None:
+def test_a_step_taken_before_the_session_was_rewound_counts_for_nothing_after_it() -> None:
     with launch(job(n=60, dp=1), prefetch=3) as session:
         served, start = session.serve(), session.state_dict()
         ov.connect(served, 0, served.token).queue.end(None)  # it begins
@@ -841,7 +841,7 @@ def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_name
     client.close()
 
 
-def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_session: Any) -> None:
+def test_a_stall_is_explained_though_the_control_server_does_not_answer(other_session: Any) -> None:
     process, served = other_session
     heard: list[tuple[str, float]] = []
 

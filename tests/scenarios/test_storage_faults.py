@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[Break, str]] = {
 
 
 def trouble(session: ov.Session) -> dict[str, Any]:
-    """At nothing while the host that reads does not answer."""
+    """At nothing while the worker that reads does not answer."""
     found: dict[str, Any] = session.metrics()["sources"]["web"]["storage"]
     return found
 
@@ -315,7 +315,7 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
     assert any(re.search(named, words) for words in said), said
 
 
-def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_of_the_file(
+def test_when_the_worker_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_of_the_file(
     files: Callable[[str], Path], undisturbed: dict[str, list[Any]]
 ) -> None:
     said, where = list[str](), files("parquet")
@@ -602,7 +602,7 @@ def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_nee
 
 
 @pytest.mark.parametrize("journal", [False, True])
-def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
+def test_a_source_that_left_stays_away_when_workers_are_lost_and_all_rolls_back(
     files: Callable[[str], Path],
     corpora: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -636,7 +636,7 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
 def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has taken a step of after it left when all goes back; loaders that live have its last
+    """Nobody has taken a step of after it left when all rolls back; loaders that live have its last
     samples in memory.
     """
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")

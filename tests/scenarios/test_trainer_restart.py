@@ -213,7 +213,7 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
         second.close()
 
 
-def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(
+def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was

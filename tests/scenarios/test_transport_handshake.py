@@ -240,7 +240,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(
         assert len(tries) == 2
 
 
-def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
+def test_a_server_that_takes_nobody_for_now_is_reported_when_time_is_over():
     def full(listener: socket.socket) -> None:
         while True:
             try:

@@ -149,7 +149,7 @@ def kept(pid: int, peer: int) -> list[socket.socket]:
 
 @contextlib.contextmanager
 def vanished(session: ov.Session, name: str) -> Iterator[None]:
-    """Kill a worker so that the planner sees no end of its connection."""
+    """Kill a worker so that the coordinator sees no end of its connection."""
     pid = hosts_of(session)[name]
     halt(pid)  # it opens and closes no file meanwhile
     links = kept(pid, planner_of(session))
@@ -163,7 +163,7 @@ def vanished(session: ov.Session, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["loader-worker/0", "constructor-worker/0"])
-def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
+def test_a_worker_whose_machine_vanished_is_started_again_by_a_coordinator_elsewhere(
     alone: Played, tmp_path: Path, name: str
 ) -> None:
     with (
@@ -179,7 +179,7 @@ def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
         ]
 
 
-def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
+def test_a_worker_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner has not received its death notice and finds it silent. The launcher has nothing
@@ -226,7 +226,7 @@ def tell_of_no_death(
 
 
 @pytest.mark.parametrize("with_planner", [False, True], ids=["hosts", "hosts and planner"])
-def test_hosts_that_are_silent_are_killed_at_the_same_time(
+def test_workers_that_are_silent_are_killed_at_the_same_time(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_planner: bool
 ) -> None:
     """If their machine is silent too, each takes as long as the deadline of a kill."""

@@ -206,7 +206,7 @@ def _want_one_more(real: Any) -> Any:
 
 
 def _half_a_step(real: Any) -> Any:
-    """A constructor takes a step for complete when one of its loader hosts has sent."""
+    """A constructor takes a step for complete when one of its loader workers has sent."""
 
     def plan(self: PayloadGatherer, placed: Any) -> Any:
         return real(

@@ -163,7 +163,7 @@ def test_what_people_said_in_time_must_not_be_refused() -> None:
     ]
 
 
-def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_handed_out_all_the_same_is_found() -> (
+def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_delivered_all_the_same_is_found() -> (
     None
 ):
     events, ours = recorded()

@@ -244,7 +244,7 @@ def test_closing_wakes_a_thread_that_waits_for_a_step_and_one_that_waits_for_roo
     assert threads() == []
 
 
-def test_the_time_the_trainer_waited_is_told(tmp_path: Path):
+def test_the_time_the_trainer_waited_is_reported(tmp_path: Path):
     with (
         ov.launch(text_job(tmp_path)) as session,
         ot.DevicePrefetcher(session.client(0), "cpu") as steps,
@@ -366,7 +366,7 @@ def test_memory_on_the_device_is_not_used_again_before_the_trainer_is_through_wi
 
 
 @cuda
-def test_slots_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Path):
+def test_segments_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Path):
     with ov.launch(text_job(tmp_path, until=3), runtime="process") as session:
         client = session.client(0)
         steps = ot.DevicePrefetcher(client, "cuda", depth=3)

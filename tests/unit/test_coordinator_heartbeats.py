@@ -1,5 +1,5 @@
 """What a planner is killed for that stands still: it says nothing, or its process answers and its
-pump does not come to an end.
+event loop does not come to an end.
 """
 
 from __future__ import annotations

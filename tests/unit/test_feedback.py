@@ -425,7 +425,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert heard[6] == (6, {"loss/a": 0.5, "loss/b": 2.5, "n": 3.0, "m": 4.0})
 
 
-def test_a_step_that_was_not_handed_out_cannot_be_reported() -> None:
+def test_a_step_that_was_not_delivered_cannot_be_reported() -> None:
     with launch(job(Listener([]))) as session:
         client = session.client(0)
         with pytest.raises(

@@ -93,7 +93,7 @@ def test_an_image_is_a_run_of_placeholders_three_numbers_and_an_item() -> None:
     assert block.meta["bytes"].tolist() == [8 * 4 + len(A) + 96, 10 * 4 + len(B) + len(C) + 192]  # type: ignore[union-attr]
 
 
-def test_a_source_in_which_no_row_has_an_image_is_told_of_once(
+def test_a_source_in_which_no_row_has_an_image_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     some, none = pipeline(Tokens(), SPEC), pipeline(Tokens(), SPEC)

@@ -144,7 +144,7 @@ def test_a_directory_without_permission_is_told_at_once(tmp_path):
         JournalLog.create(tmp_path / "j", JOB)
 
 
-def test_a_file_where_the_directory_should_be_is_told(tmp_path):
+def test_a_file_where_the_directory_should_be_is_reported(tmp_path):
     (tmp_path / "j").write_text("")
     with pytest.raises(JournalError, match=r"\(EEXIST\); name a directory"):
         JournalLog.create(tmp_path / "j", JOB)

@@ -43,7 +43,7 @@ def running(tmp_path: Path) -> ov.Session:
 
 
 def silent(loader: int, source: str) -> dict[str, Any]:
-    """The row of a loader whose host does not answer."""
+    """The row of a loader whose worker does not answer."""
     worker = SimpleNamespace(name="loader-worker/0", handle=SimpleNamespace(pid=1), lost="")
     pool: Any = SimpleNamespace(loaders={0: worker})
     placement = Placement([1] * (loader + 1), [0] * (loader + 1))
@@ -52,7 +52,7 @@ def silent(loader: int, source: str) -> dict[str, Any]:
     return unanswered_row(reporter, loader)
 
 
-def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(
+def test_a_loader_whose_worker_does_not_answer_has_every_figure_that_others_have(
     running: ov.Session,
 ) -> None:
     with running:

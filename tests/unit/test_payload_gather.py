@@ -125,7 +125,7 @@ class Here:
             self.building.carry_out(self._queue.popleft(), self._queue)
 
 
-def test_payload_of_several_hosts_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
+def test_payload_of_several_workers_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
     here = Here()
     here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=20))))
     assert here.gathering.waiting() == ""
@@ -177,7 +177,7 @@ def test_a_plan_for_hooks_is_whole_and_its_payload_is_not() -> None:
     assert here.finished == []
 
 
-def test_a_host_that_sends_no_more_ends_the_job_before_the_first_step_that_misses_it() -> None:
+def test_a_worker_that_sends_no_more_ends_the_job_before_the_first_step_that_misses_it() -> None:
     here = Here()
     for step in (1, 2, 3):
         here.run(here.gathering.plan(placed(step, [2, 3], (3, 7))))
@@ -289,7 +289,7 @@ def with_images(placed: ConstructorPlan, n: int) -> ConstructorPlan:
 
 
 def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
-    """A step with two images, one from each of two hosts; None: the host sends none."""
+    """A step with two images, one from each of two workers; None: the worker sends none."""
     here = Here(PixelForm(3, "uint8"))
     here.run(here.gathering.plan(with_images(placed(0, [2, 3], (3, 7)), wanted)))
     for host, tokens, found in zip((3, 7), (documents(2), documents(3)), images, strict=True):
@@ -301,7 +301,7 @@ def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
     return here
 
 
-def test_images_of_several_hosts_are_one_column() -> None:
+def test_images_of_several_workers_are_one_column() -> None:
     here = gathered(image(value=4), image(value=9))
     assert not here.finished
     assert here.box.steps == {0: [0, 0, 0, 0, 0]}

@@ -102,7 +102,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
         here.plan(step)
     for step in (5, 7):
         here.send(step, 3), here.send(step, 7)
-    here.send(6, 3, value=90)  # the other half is lost with its host
+    here.send(6, 3, value=90)  # the other half is lost with its worker
     assert here.boxes[0].order == [5], "7 is built, and waits for 6"
     here.back(5, G)
     assert here.gathering.complete_until == 6
@@ -165,7 +165,7 @@ def test_what_was_said_before_and_what_is_over_changes_nothing() -> None:
     assert here.gathering.waiting() == "", "step 1 was planned in a time that is over"
 
 
-def test_a_host_that_is_started_anew_begins_behind_what_all_have() -> None:
+def test_a_worker_that_is_started_anew_begins_behind_what_all_have() -> None:
     for told in (True, False):
         here = Later()
         if told:
@@ -175,7 +175,7 @@ def test_a_host_that_is_started_anew_begins_behind_what_all_have() -> None:
         assert here.boxes[0].order == [41]
 
 
-def test_a_loader_host_that_is_lost_is_waited_for_and_named() -> None:
+def test_a_loader_worker_that_is_lost_is_waited_for_and_named() -> None:
     here = Later()
     here.plan(0), here.plan(1)
     here.send(0, 3)
@@ -229,7 +229,7 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
     assert here.boxes[0].heard == [0, fault, "resumed", 1, 2, 3, None]
 
 
-def test_an_end_that_is_true_is_told_again_after_going_back() -> None:
+def test_an_end_that_is_true_is_told_again_after_a_rollback() -> None:
     here = Later()
     here.plan(0)
     here.run(here.gathering.finish(EndOfJob(1)))
@@ -280,7 +280,7 @@ def test_a_step_that_could_not_be_built_is_tried_again_when_it_comes_again() -> 
     assert here.boxes[0].order == [0, 1]
 
 
-def test_a_host_that_floods_us_keeps_out_no_other() -> None:
+def test_a_worker_that_floods_us_keeps_out_no_other() -> None:
     here = Later()
     for step in range(2 * MAX_EARLY):
         here.send(step, 9, step * G)
@@ -300,7 +300,7 @@ def test_payload_of_no_generation_is_refused(generation: Any) -> None:
 def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(
     data: st.DataObject,
 ) -> None:
-    """Loader hosts lose what is on its way, in any step; late words of each generation come in
+    """Loader workers lose what is on its way, in any step; late words of each generation come in
     between.
     """
     n, here = data.draw(st.integers(1, 6)), Later()

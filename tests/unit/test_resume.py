@@ -330,7 +330,7 @@ def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
 def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pump is busy when one plan becomes durable, and hears of that when the next one has
+    """The event loop is busy when one plan becomes durable, and hears of that when the next one has
     failed already.
     """
     real, busy, go, plans = (JOURNAL_WRITES.real, threading.Event(), threading.Event(), list[int]())
@@ -493,7 +493,7 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
         assert take(session, 1)[0][0] == 0
 
 
-def test_a_directory_that_lets_nothing_be_removed_is_told_of_and_the_job_goes_on(
+def test_a_directory_that_lets_nothing_be_removed_is_reported_and_the_job_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     undisturbed: list[tuple[int, str]],

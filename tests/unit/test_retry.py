@@ -252,13 +252,13 @@ def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
     return SourceReader(order, chunks, Pipeline("web", [], seed=0, context=8, on_long="truncate"))
 
 
-def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_ends(
+def test_a_hung_read_is_reported_and_given_up_after_its_deadline_and_dropped_when_it_ends(
     tmp_path: Path,
 ) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
-    executor = ThreadExecutor(1, pump)
-    pump.start(lambda error: told.append(error))
+    reader, loop, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
+    executor = ThreadExecutor(1, loop)
+    loop.start(lambda error: told.append(error))
     try:
         executor.submit(
             "read",
@@ -283,7 +283,7 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
         assert "a read has not ended for 122.0 s" in str(error)
         assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
-        pump.ask(lambda: None, "the pump")
+        loop.ask(lambda: None, "the event loop")
         executor.submit("more", lambda: "more", lambda *outcome: told.append(outcome))
         until(lambda: len(told) == 2)
         assert told[1] == ("more", None)
@@ -292,14 +292,14 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
     finally:
         slow.go.set()
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
-    executor = ThreadExecutor(1, pump, inline_s=0.0)
-    pump.start(lambda error: told.append(error))
+    reader, loop, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
+    executor = ThreadExecutor(1, loop, inline_s=0.0)
+    loop.start(lambda error: told.append(error))
     try:
         executor.submit(
             "read",
@@ -314,7 +314,7 @@ def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     finally:
         slow.go.set()
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_thread(
@@ -322,10 +322,10 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
 ) -> None:
     slow = Slow()
     slow.go.set()
-    reader, pump, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
+    reader, loop, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
     file = Path(reader.chunks.index.files[0].path)
-    executor = ThreadExecutor(1, pump, inline_s=0.9)
-    pump.start(lambda error: told.append(error))
+    executor = ThreadExecutor(1, loop, inline_s=0.9)
+    loop.start(lambda error: told.append(error))
     where: list[str] = []
 
     def read(t: int) -> Any:
@@ -338,7 +338,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
                 "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
             )
 
-        pump.ask(submit, "the pump")
+        loop.ask(submit, "the event loop")
         until(lambda: len(told) == n)
         return told[-1]
 
@@ -359,7 +359,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         assert reader.chunks.stats.errors == {"gone": 2}  # type: ignore[attr-defined]
     finally:
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 @pytest.mark.parametrize(

@@ -287,8 +287,8 @@ def test_a_client_in_a_forked_process_says_so_at_once() -> None:
 
 
 def test_a_slow_strategy_is_named_in_the_warning_and_ends_nothing() -> None:
-    """The pump is busy when it is asked why nothing comes; that must not end a job whose deadline
-    is far away.
+    """The event loop is busy when it is asked why nothing comes; that must not end a job whose
+    deadline is far away.
     """
     hold = threading.Event()
 
@@ -312,7 +312,7 @@ def test_a_slow_strategy_is_named_in_the_warning_and_ends_nothing() -> None:
     assert "step 0" in seen[0]
 
 
-def test_a_stall_names_the_rank_and_step_though_the_pump_cannot_answer() -> None:
+def test_a_stall_names_the_rank_and_step_though_the_event_loop_cannot_answer() -> None:
     hold = threading.Event()
 
     def stuck(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
@@ -899,7 +899,7 @@ def test_plans_kept_for_people_are_bounded_by_their_samples_too(
             session.plan(5)
         assert (
             loop_of(session).ask(
-                lambda: sum(len(s.plan) for s in runtime_of(session).plans), "the pump"
+                lambda: sum(len(s.plan) for s in runtime_of(session).plans), "the event loop"
             )
             <= 40
         )
@@ -916,7 +916,7 @@ ERRORS: list[OverlordError] = [
     PlanError("bad", 3, "mend it"),
     StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2),
-    ActorLost("the pump", "it was stopped"),
+    ActorLost("the event loop", "it was stopped"),
     JournalError("a/b", "torn", "mend it"),
     JournalTaken("a/b", "taken", "stop"),
     NotPrivate("a/b is open to others"),

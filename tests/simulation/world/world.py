@@ -2,8 +2,8 @@
 stopped and woken.
 
 One thing runs at a time, and what runs next depends on the seed alone, so a run is replayed
-exactly. Code that waits (a trainer for its step, a planner for a host to start) runs in a *fiber*:
-a thread that has the baton, or stands still.
+exactly. Code that waits (a trainer for its step, a coordinator for a worker to start) runs in a
+*fiber*: a thread that has the baton, or stands still.
 """
 
 from __future__ import annotations
