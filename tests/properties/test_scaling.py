@@ -297,10 +297,10 @@ def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: in
 
 # threads and the interpreter lock
 
-PARTS = st.floats(0.0, 1.0)
+WORKER_RUNTIME = st.floats(0.0, 1.0)
 
 
-@given(st.floats(1.0, 64.0), PARTS, PARTS)
+@given(st.floats(1.0, 64.0), WORKER_RUNTIME, WORKER_RUNTIME)
 @examples(100)
 def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_its_code_is_locked(
     lanes: float, a: float, b: float
@@ -328,7 +328,9 @@ def test_more_threads_are_never_worth_less_and_one_is_worth_a_core(threads: int)
 
 DEMANDS = st.lists(
     st.tuples(
-        st.floats(0.0, 5.0), PARTS, st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+        st.floats(0.0, 5.0),
+        WORKER_RUNTIME,
+        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
     ),
     max_size=5,
 )

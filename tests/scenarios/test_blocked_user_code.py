@@ -14,7 +14,7 @@ import pytest
 import overlord as ov
 from overlord.errors import DataStall
 from tests.corpus import write_rows
-from tests.processes import RUNTIMES, WAIT_S, hosts_of, launch
+from tests.processes import RUNTIMES, WAIT_S, launch, workers_of
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -58,7 +58,7 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
             "max_restarts": 0,
         }  # one that is taken for dead would end the job with another error
     with launch(job, runtime, **usual, **options) as session:
-        before = hosts_of(session) if runtime != "local" else []
+        before = workers_of(session) if runtime != "local" else []
         client, deadline = session.client(0), time.monotonic() + WAIT_S
         while True:
             with pytest.raises(DataStall) as stall:
@@ -73,7 +73,7 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
                 stall.value,
             )  # its worker may have been late to say so, and a stall is no end
         assert "recoveries" not in session.metrics() or not session.metrics()["recoveries"]
-        assert (hosts_of(session) if runtime != "local" else []) == before
+        assert (workers_of(session) if runtime != "local" else []) == before
     return str(stall.value)
 
 

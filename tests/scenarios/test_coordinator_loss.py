@@ -41,7 +41,7 @@ from tests.internals import (
     runtime_of,
 )
 from tests.journal_faults import recovered
-from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
+from tests.processes import WAIT_S, WORKER_RUNTIME, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job, source
@@ -95,12 +95,12 @@ def dies_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 def dies_while_it_starts(patch: pytest.MonkeyPatch) -> None:
     ready, todo = COORDINATOR_READY.real, ["once"]
 
-    def dies(parts: Launcher) -> None:
+    def dies(launcher: Launcher) -> None:
         if todo:
             todo.clear()
-            assert parts.planner is not None
-            parts.control.kill(parts.planner)
-        ready(parts)
+            assert launcher.planner is not None
+            launcher.control.kill(launcher.planner)
+        ready(launcher)
 
     COORDINATOR_READY.replace(patch, dies)
 
@@ -109,14 +109,14 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """Another planner is there before the answer is."""
     ask, todo = Launcher.ask, ["once"]
 
-    def dies(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
-        answer = ask(parts, method, *args, **settings)
+    def dies(launcher: Launcher, method: str, *args: Any, **settings: Any) -> Any:
+        answer = ask(launcher, method, *args, **settings)
         if method == "open_journal" and todo:
             todo.clear()
-            planner = parts.planner
+            planner = launcher.planner
             assert planner is not None
-            parts.control.kill(planner)
-            until(lambda: parts.planner is not planner and is_ready(parts))
+            launcher.control.kill(planner)
+            until(lambda: launcher.planner is not planner and is_ready(launcher))
         return answer
 
     patch.setattr(Launcher, "ask", dies)
@@ -212,14 +212,14 @@ def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[]
     """Kills the coordinator; another comes once the function that this returns is called."""
     start, go = COORDINATOR_STARTS.real, threading.Event()
 
-    def waits(parts: Launcher) -> int:
+    def waits(launcher: Launcher) -> int:
         assert go.wait(WAIT_S)
-        return start(parts)
+        return start(launcher)
 
     COORDINATOR_STARTS.replace(patch, waits)
-    parts = launcher_of(session)
+    launcher = launcher_of(session)
     session.kill("planner")
-    until(lambda: not is_ready(parts))
+    until(lambda: not is_ready(launcher))
     return go.set
 
 
@@ -324,9 +324,9 @@ def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_w
 ) -> None:
     ready, go = COORDINATOR_READY.real, threading.Event()
 
-    def waits(parts: Launcher) -> None:
+    def waits(launcher: Launcher) -> None:
         assert go.wait(WAIT_S)
-        ready(parts)
+        ready(launcher)
 
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         staying, leaving = (session.client(rank) for rank in range(2))
@@ -590,7 +590,7 @@ def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_t
     journal_faults.train(
         made,
         seen.append,
-        runtime=PARTS,
+        runtime=WORKER_RUNTIME,
         then=lambda session: until(lambda: recovered(journal).acked == journal_faults.STEPS - 1),
     )
     assert [row[1] for row in seen if row[0] == "step"][-1] == journal_faults.STEPS - 1

@@ -36,11 +36,10 @@ from tests.journal_faults import recovered
 from tests.processes import (
     EXITED,
     KILLED,
-    PARTS,
     WAIT_S,
+    WORKER_RUNTIME,
     Played,
     halt,
-    hosts_of,
     launch,
     left_after,
     plain,
@@ -49,6 +48,7 @@ from tests.processes import (
     run,
     runs,
     until,
+    workers_of,
     written,
 )
 from tests.properties.test_combined import LAG
@@ -96,7 +96,7 @@ def killed(*names: str) -> Callable[[ov.Session], None]:
     """Kills the coordinator and these workers, at once, as far as that can be."""
 
     def act(session: ov.Session) -> None:
-        pids = [planner_of(session), *(hosts_of(session)[name] for name in names)]
+        pids = [planner_of(session), *(workers_of(session)[name] for name in names)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -132,7 +132,7 @@ def test_the_coordinator_is_listed_with_its_process_and_goes_with_the_session(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
-        pid, hosts = planner_of(session), hosts_of(session)
+        pid, hosts = planner_of(session), workers_of(session)
         assert pid not in {os.getpid(), *hosts.values()}
         assert play(session) == alone
         with pytest.raises(
@@ -140,7 +140,7 @@ def test_the_coordinator_is_listed_with_its_process_and_goes_with_the_session(
             match="no process of this job is called 'x'; there are planner, constructor-worker/0",
         ):
             session.kill("x")
-    assert PARTS == "ray" or not left_after(
+    assert WORKER_RUNTIME == "ray" or not left_after(
         [pid, *hosts.values()], SOON_S
     )  # there they wait for the next one of their name
 
@@ -261,11 +261,11 @@ def test_a_coordinator_that_dies_the_moment_it_is_there_is_missed_too(
 ) -> None:
     ready, struck = COORDINATOR_READY.real, list[int]()
 
-    def strike(parts: Launcher) -> None:
-        if incarnation_of(parts) and not struck:
-            struck.append(incarnation_of(parts))
-            parts.control.kill(parts.planner)  # type: ignore[arg-type]
-        ready(parts)
+    def strike(launcher: Launcher) -> None:
+        if incarnation_of(launcher) and not struck:
+            struck.append(incarnation_of(launcher))
+            launcher.control.kill(launcher.planner)  # type: ignore[arg-type]
+        ready(launcher)
 
     COORDINATOR_READY.replace(monkeypatch, strike)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -292,14 +292,14 @@ def test_workers_that_hang_with_the_coordinator_are_waited_for_at_the_same_time_
 ) -> None:
     awaits, seen = COORDINATOR_WAITS.real, threading.Event()
 
-    def waits(parts: Launcher, names: list[str]) -> None:
+    def waits(launcher: Launcher, names: list[str]) -> None:
         """They are named until it was seen: that may be for less than a second."""
-        awaits(parts, names)
+        awaits(launcher, names)
         assert not names or seen.wait(WAIT_S)
 
     COORDINATOR_WAITS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
-        before, hosts = play(session, steps=6), hosts_of(session)
+        before, hosts = play(session, steps=6), workers_of(session)
         until(
             lambda: recovered(journal).next_step == 6 + running_job(session).options.prefetch
         )  # it has nothing to do
@@ -336,7 +336,7 @@ def test_when_no_coordinator_comes_any_more_clients_of_a_constructor_worker_that
         **APART,
     ) as session:
         play(session, steps=6)
-        planner, host = planner_of(session), hosts_of(session)["constructor-worker/1"]
+        planner, host = planner_of(session), workers_of(session)["constructor-worker/1"]
         halt(host)
         os.kill(planner, signal.SIGKILL)  # before it misses the other
         start = time.monotonic()
@@ -351,7 +351,7 @@ def test_a_constructor_worker_that_hangs_is_named_and_not_the_coordinator(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
-        before, pid = play(session, steps=6), hosts_of(session)["constructor-worker/0"]
+        before, pid = play(session, steps=6), workers_of(session)["constructor-worker/0"]
         halt(pid)
         until(
             lambda: running_job(session).waiting_for(0).startswith("constructor-worker/0, which ")
@@ -371,7 +371,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     end = COORDINATOR_REPLACED.real
     COORDINATOR_REPLACED.replace(
         monkeypatch,
-        lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
+        lambda launcher, planner, why: "it answered nothing" in why or end(launcher, planner, why),
     )
     monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
 
@@ -471,10 +471,10 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_coordinator_by_
 ) -> None:
     again, seen = COORDINATOR_RESTARTS.real, threading.Event()
 
-    def waits(parts: Launcher, reason: str) -> None:
+    def waits(launcher: Launcher, reason: str) -> None:
         """Until what is said meanwhile was seen."""
         assert seen.wait(WAIT_S)
-        again(parts, reason)
+        again(launcher, reason)
 
     COORDINATOR_RESTARTS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
@@ -658,8 +658,8 @@ def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_c
             == calm
         )
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-        assert where["loader/a/0"] == hosts_of(session)["loader-worker/1"]
-        assert where["loader/late/3"] == hosts_of(session)["loader-worker/3"]
+        assert where["loader/a/0"] == workers_of(session)["loader-worker/1"]
+        assert where["loader/late/3"] == workers_of(session)["loader-worker/3"]
 
 
 def test_plans_explanations_and_bad_rows_after_the_coordinator_was_replaced(journal: str) -> None:
@@ -732,7 +732,7 @@ SERVED = """
     import sys
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import hosts_of
+    from tests.processes import workers_of
     from tests.scenarios.test_coordinator_process import planner_of
 
     def main():
@@ -740,7 +740,7 @@ SERVED = """
         served = session.serve()
         print(served.address, served.token, flush=True)
         while True:
-            print(planner_of(session), *hosts_of(session).values(), flush=True)
+            print(planner_of(session), *workers_of(session).values(), flush=True)
             if sys.stdin.readline().strip() == "close":
                 break
         session.close()

@@ -37,17 +37,17 @@ from tests.internals import (
 from tests.processes import (
     EXITED,
     KILLED,
-    PARTS,
     WAIT_S,
+    WORKER_RUNTIME,
     Played,
     halt,
-    hosts_of,
     launch,
     left_after,
     play,
     run,
     runs,
     until,
+    workers_of,
 )
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
@@ -83,7 +83,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
     """
 
     def act(session: ov.Session) -> None:
-        pids = [pid for name, pid in hosts_of(session).items() if name in names and runs(pid)]
+        pids = [pid for name, pid in workers_of(session).items() if name in names and runs(pid)]
 
         def kill() -> None:
             for pid in pids:
@@ -117,9 +117,9 @@ def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) 
                 a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host"
             )
         )
-        pids = list(hosts_of(session).values())
+        pids = list(workers_of(session).values())
     assert got == calm
-    assert PARTS == "ray" or not left_after(
+    assert WORKER_RUNTIME == "ray" or not left_after(
         pids, WAIT_S
     )  # there they wait for the next one of their name
 
@@ -181,14 +181,14 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     """Three times as much as anyone may be silent, tick by tick, each when all have answered the
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
-    engine: Any = runtime_of(session)
+    runtime: Any = runtime_of(session)
     clock = Later()
-    beat = heartbeats_by(engine.recovery, clock.now)
+    beat = heartbeats_by(runtime.recovery, clock.now)
 
     def answered() -> bool:
         there = [
             r
-            for r in (*engine.pool.workers(), *engine.pool.restarted.values())
+            for r in (*runtime.pool.workers(), *runtime.pool.restarted.values())
             if not r.lost and r.heartbeat is not None
         ]
         return all(r.heartbeat.done() for r in there if r.handle.pid not in but)
@@ -205,7 +205,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(calm: Played) -> None:
 
     def stop(session: ov.Session) -> None:
         stopped.extend(
-            hosts_of(session)[name] for name in ("loader-worker/1", "constructor-worker/0")
+            workers_of(session)[name] for name in ("loader-worker/1", "constructor-worker/0")
         )
         for pid in stopped:
             halt(pid)
@@ -243,7 +243,7 @@ def test_a_worker_that_is_stopped_while_it_is_started_is_given_up_and_started_ag
     calm = run(replace(made, journal=None), "local")
     # Who stands for a moment, others too, is started again: that is no end.
     with launch(
-        made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=20, **APART
+        made, lost_after_s=0.6 if WORKER_RUNTIME == "process" else 4.0, max_restarts=20, **APART
     ) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
@@ -266,17 +266,17 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
-        engine: Any = runtime_of(session)
+        runtime: Any = runtime_of(session)
         flag.touch()
         killing("constructor-worker/0", "loader-worker/0")(session)
         until(
             lambda: (
-                "constructor-worker/0" in engine.pool.restarted
-                and "loader-worker/0" in [handle.name for handle in starting_workers(engine.pool)]
+                "constructor-worker/0" in runtime.pool.restarted
+                and "loader-worker/0" in [handle.name for handle in starting_workers(runtime.pool)]
             )
         )
         time_passes(session)
-        assert list(engine.pool.restarted) == ["constructor-worker/0"], (
+        assert list(runtime.pool.restarted) == ["constructor-worker/0"], (
             "the other one is not there yet"
         )
         flag.unlink()
@@ -290,7 +290,7 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
 
 def test_a_worker_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
     def pause(session: ov.Session) -> None:
-        pid = hosts_of(session)["loader-worker/1"]
+        pid = workers_of(session)["loader-worker/1"]
         halt(pid)
         time.sleep(0.3)
         os.kill(pid, signal.SIGCONT)
@@ -514,14 +514,14 @@ def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
         followed = until(
             lambda: {row["source"]: row["pid"] for row in session.metrics()["shadows"]}.get("a")
         )
-        [there] = [name for name, pid in hosts_of(session).items() if pid == followed]
+        [there] = [name for name, pid in workers_of(session).items() if pid == followed]
         session.move("a", there)
         assert until(
             lambda: [r["pid"] for r in session.metrics()["shadows"] if r["source"] == "a"]
         ) != [followed]
 
     with launch(job(until=STEPS), shadows="all", **APART) as session:
-        names = list(hosts_of(session))
+        names = list(workers_of(session))
         assert (
             play(
                 session,
@@ -569,12 +569,12 @@ def test_one_with_standbys_that_is_back_before_one_without_waits_for_it(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
         until(lambda: session.metrics()["shadows"])
-        engine = runtime_of(session)
-        assert isinstance(engine, Coordinator)
+        runtime = runtime_of(session)
+        assert isinstance(runtime, Coordinator)
         followers = {
-            h: {engine.standby.worker_of[k] for k in engine.placement.loaders_on(h)}
+            h: {runtime.standby.worker_of[k] for k in runtime.placement.loaders_on(h)}
             for h in range(3)
-            if engine.standby.covers(h, engine.pool.living())
+            if runtime.standby.covers(h, runtime.pool.living())
         }
         alone, covered = next(
             (h, c)
@@ -593,7 +593,7 @@ def test_one_with_standbys_that_is_back_before_one_without_waits_for_it(
                 )
             )  # all that comes before `on`
             killing(light)(session)
-            until(lambda: engine.pool.loaders[alone].lost)
+            until(lambda: runtime.pool.loaders[alone].lost)
             killing(heavy)(session)
             until(lambda: heavy in there)
 
@@ -611,9 +611,9 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_worker_is_away(
     """Others get standbys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
-        engine = runtime_of(session)
-        assert isinstance(engine, Coordinator)
-        homes, where = engine.placement.worker_of.tolist(), dict(engine.standby.worker_of)
+        runtime = runtime_of(session)
+        assert isinstance(runtime, Coordinator)
+        homes, where = runtime.placement.worker_of.tolist(), dict(runtime.standby.worker_of)
         away, moved = next(
             (h, loader)
             for h in homes
@@ -628,8 +628,8 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_worker_is_away(
                 lambda: f"loader-worker/{away}" in recovered(session)
             )  # its stand-by has taken over
             session.move(session.job.names[moved], f"loader-worker/{where[moved]}")
-            until(lambda: engine.placement.worker(moved) == where[moved])
-            assert len(engine.standby.worker_of) > 1, "others have one since, too"
+            until(lambda: runtime.placement.worker(moved) == where[moved])
+            assert len(runtime.standby.worker_of) > 1, "others have one since, too"
 
         def on(session: ov.Session) -> None:
             go.set()

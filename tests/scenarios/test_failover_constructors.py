@@ -35,13 +35,13 @@ from tests.processes import (
     WAIT_S,
     Played,
     halt,
-    hosts_of,
     launch,
     play,
     run,
     runs,
     stalls_for,
     until,
+    workers_of,
     written,
 )
 from tests.scenarios.test_images import BROKEN
@@ -66,7 +66,9 @@ def session() -> Iterator[ov.Session]:
 
 
 def kill(session: ov.Session, name: str) -> None:
-    pid = until(lambda: runs(found := hosts_of(session)[name]) and found)  # it may just be replaced
+    pid = until(
+        lambda: runs(found := workers_of(session)[name]) and found
+    )  # it may just be replaced
     os.kill(pid, signal.SIGKILL)
 
 
@@ -202,7 +204,7 @@ def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(cal
         stopped: list[int] = []
 
         def stop() -> None:
-            stopped.append(hosts_of(session)["constructor-worker/1"])
+            stopped.append(workers_of(session)["constructor-worker/1"])
             halt(stopped[0])
 
         got = side_by_side(connected(session.serve()), {5: stop})
@@ -224,7 +226,7 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
                 with contextlib.suppress(
                     ProcessLookupError, OverlordError
                 ):  # it may just be replaced
-                    os.kill(hosts_of(session)["constructor-worker/0"], signal.SIGKILL)
+                    os.kill(workers_of(session)["constructor-worker/0"], signal.SIGKILL)
                 gave_up.wait(0.05)
 
         killer = threading.Thread(target=act)
@@ -254,7 +256,7 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
 
 def test_serving_waits_for_a_worker_that_does_not_answer_and_holds_up_nobody() -> None:
     with launch(job(until=STEPS), lost_after_s=2 * WAIT_S) as session:
-        pid = hosts_of(session)["constructor-worker/0"]
+        pid = workers_of(session)["constructor-worker/0"]
         halt(pid)
         served: list[ServedAddress] = []
         thread = threading.Thread(target=lambda: served.append(session.serve()))

@@ -18,7 +18,7 @@ from overlord.errors import JournalError, JournalTaken
 from overlord.session.cluster_runtime import ClusterRuntime
 from tests.internals import COORDINATOR_RESTARTS
 from tests.journal_faults import recovered
-from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
+from tests.processes import WAIT_S, WORKER_RUNTIME, Played, launch, play, run, until, workers_of
 from tests.scenarios.test_coordinator_process import planner_of
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job
@@ -78,7 +78,7 @@ def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(
             assert new.resumed is not None
             first = new.resumed.step
             before = play(new, steps=4)
-            for pid in [planner_of(old), *(hosts_of(old)[name] for name in lost)]:
+            for pid in [planner_of(old), *(workers_of(old)[name] for name in lost)]:
                 os.kill(pid, signal.SIGKILL)
             got, ends = rest(old)
             assert [type(end) for end in ends] == [JournalTaken] * 2, ends
@@ -136,10 +136,10 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
     made, others = job(until=STEPS, journal=store), list[ov.Session]()
     write = ClusterRuntime.write_beginning
 
-    def late(engine: ClusterRuntime, beginning: Any) -> None:
+    def late(runtime: ClusterRuntime, beginning: Any) -> None:
         monkeypatch.setattr(ClusterRuntime, "write_beginning", write)
         others.append(launch(made, **APART))
-        write(engine, beginning)
+        write(runtime, beginning)
 
     monkeypatch.setattr(ClusterRuntime, "write_beginning", late)
     with pytest.raises(JournalTaken, match=TAKEN):
@@ -152,10 +152,10 @@ def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
     """Done when a coordinator is gone, and before another is started."""
     again, todo = COORDINATOR_RESTARTS.real, [what]
 
-    def start(parts: Launcher, reason: str) -> None:
+    def start(launcher: Launcher, reason: str) -> None:
         while todo:
             todo.pop()()
-        again(parts, reason)
+        again(launcher, reason)
 
     COORDINATOR_RESTARTS.replace(patch, start)
 
@@ -196,7 +196,7 @@ def test_launches_one_after_the_other_go_on_and_so_do_their_planners(
 ) -> None:
     made, first = job(until=STEPS, journal=store), 0
     for n in (4, 9, None):
-        with launch(made, PARTS, resume="auto", **APART) as session:
+        with launch(made, WORKER_RUNTIME, resume="auto", **APART) as session:
             assert session.resumed is not None
             first = session.resumed.step
             played = play(

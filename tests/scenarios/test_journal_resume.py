@@ -16,7 +16,7 @@ import pytest
 from overlord.errors import JournalError
 from overlord.journal.directory import DirectoryStorage
 from tests.journal_faults import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
-from tests.processes import PARTS, Program, program, until
+from tests.processes import WORKER_RUNTIME, Program, program, until
 from tests.stores import BUCKET, Proxy
 from tests.unit.test_journal_disks import tiny
 
@@ -101,7 +101,7 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
             "delivered, and not in the journal"
         )
         said = ["said"] in first
-        runtime = PARTS if number == 5 else "local"
+        runtime = WORKER_RUNTIME if number == 5 else "local"
         code, then = play(trainer, corpus, at, "then", resume="auto", runtime=runtime, said=said)
         assert code == 0
         check(first, then, undisturbed, acked)
@@ -133,7 +133,9 @@ def test_a_coordinator_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     assert {how for _, how in tried} == {*MOMENTS, "whole"}
 
 
-@pytest.mark.parametrize(("runtime", "other"), [("local", PARTS), (PARTS, "local")])
+@pytest.mark.parametrize(
+    ("runtime", "other"), [("local", WORKER_RUNTIME), (WORKER_RUNTIME, "local")]
+)
 def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
     runtime: str,
     other: str,
@@ -191,7 +193,7 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
     assert recovered(uri).acked == STEPS - 1
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_on(
     runtime: str, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:

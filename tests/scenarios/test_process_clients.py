@@ -23,12 +23,12 @@ from tests.processes import (
     Played,
     halt,
     heard,
-    hosts_left,
-    hosts_of,
     launch,
     play,
     run,
     until,
+    workers_left,
+    workers_of,
     written,
 )
 from tests.scenarios.test_process import job, rows, source
@@ -148,7 +148,7 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         with pytest.raises(DataStall) as stall:
             next(client)
         where = next(a["pid"] for a in session.metrics()["actors"] if a["name"] == "loader/slow/1")
-        host = next(name for name, pid in hosts_of(session).items() if pid == where)
+        host = next(name for name, pid in workers_of(session).items() if pid == where)
         inside = r"loader/slow/1 is in Map\(Gate\) for \d+ s, with rows 0 to 7 "
         now = until(
             lambda: (
@@ -241,7 +241,7 @@ def test_metrics_tell_of_every_process() -> None:
 def test_a_worker_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
     with launch(job(until=200), sources_per_host=1, hosts=4) as session:
         session.move("b", "loader-worker/0")
-        first, hosts = play(session, steps=2), hosts_of(session)
+        first, hosts = play(session, steps=2), workers_of(session)
         halt(hosts["loader-worker/0"])
         clients = [session.client(rank) for rank in range(2)]
         try:
@@ -320,18 +320,18 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
     thread = threading.Thread(target=third)
     with launch(made) as one, launch(other) as two:
         thread.start()
-        assert hosts_of(one).keys() == hosts_of(two).keys()
-        assert not set(hosts_of(one).values()) & set(hosts_of(two).values())
+        assert workers_of(one).keys() == workers_of(two).keys()
+        assert not set(workers_of(one).values()) & set(workers_of(two).values())
         clients = [s.client(rank) for s in (one, two) for rank in range(2)]
         got = [[written(step) for step in steps] for steps in zip(*clients, strict=True)]
-        left = [*hosts_of(one).values(), *hosts_of(two).values()]
+        left = [*workers_of(one).values(), *workers_of(two).values()]
     thread.join(30)
     wanted = [run(made, "local"), run(other, "local")]
     assert [[g[i] for g in got] for i in range(4)] == [
         steps for w in wanted for steps in w.steps.values()
     ]
     assert outcome == [wanted[1]]
-    assert not hosts_left(left, 2.0)
+    assert not workers_left(left, 2.0)
 
 
 def test_a_long_run_uses_the_memory_of_a_short_one() -> None:

@@ -26,18 +26,18 @@ from tests.processes import (
     ASKED,
     EXITED,
     KILLED,
-    PARTS,
+    WORKER_RUNTIME,
     Played,
     but_for_late,
     heard,
-    hosts_left,
-    hosts_of,
     launch,
     left_after,
     play,
     program,
     run,
     until,
+    workers_left,
+    workers_of,
     written,
 )
 from tests.scenarios.test_process import job, rows, source
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(200)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
 OPENED_NOT = (
-    ActorLost if PARTS == "process" else ImportError
+    ActorLost if WORKER_RUNTIME == "process" else ImportError
 )  # Ray opens code in our hands, and what it raises comes here
 SOON_S = 20.0  # a death is told in tens of milliseconds; machines are noisy
 
@@ -96,7 +96,7 @@ def test_a_loader_worker_that_is_killed_ends_the_job_at_the_same_step_for_all(
         build_ahead=4,
         **ENDS,
     ) as session:
-        before, hosts = play(session, steps=5), hosts_of(session)
+        before, hosts = play(session, steps=5), workers_of(session)
         until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         os.kill(hosts["loader-worker/1"], signal.SIGKILL)
         start = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_loader_worker_that_is_killed_ends_the_job_at_the_same_step_for_all(
         }
         assert states.pop("loader-worker/1") == KILLED
         assert set(states.values()) == {"running"}
-    assert not hosts_left(list(hosts.values()), SOON_S)
+    assert not workers_left(list(hosts.values()), SOON_S)
 
 
 @pytest.mark.parametrize("victim", ["loader-worker/0", "constructor-worker/1"])
@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_while_all_wait_for_it(alone: Played, victim: st
     with launch(
         job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS
     ) as session:
-        hosts, clients = hosts_of(session), [session.client(rank) for rank in range(2)]
+        hosts, clients = workers_of(session), [session.client(rank) for rank in range(2)]
         ends: dict[int, Any] = {}
         threads = [
             threading.Thread(target=lambda r=r: ends.update({r: rest_of(clients[r])}))
@@ -146,7 +146,7 @@ def test_clients_of_a_constructor_worker_that_is_killed_hand_out_what_they_have_
     alone: Played,
 ) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
-        before, hosts = play(session, steps=5), hosts_of(session)
+        before, hosts = play(session, steps=5), workers_of(session)
         until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         session.kill("constructor-worker/1")
         start = time.monotonic()
@@ -161,19 +161,19 @@ def test_clients_of_a_constructor_worker_that_is_killed_hand_out_what_they_have_
             JobError, match="no process of this job is called 'x'; there are loader-worker/0"
         ):
             session.kill("x")
-    assert not hosts_left(list(hosts.values()), SOON_S)
+    assert not workers_left(list(hosts.values()), SOON_S)
 
 
 SERVED = """
     import sys, time
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
-        session = ov.launch(job(until=200), runtime=PARTS, constructor_hosts=2, build_ahead=4)
+        session = ov.launch(job(until=200), runtime=WORKER_RUNTIME, constructor_hosts=2, build_ahead=4)
         served = session.serve()
-        print(served.address, served.token, *hosts_of(session).values(), flush=True)
+        print(served.address, served.token, *workers_of(session).values(), flush=True)
         sys.stdin.readline()
         session.close()
         print("closed", flush=True)
@@ -240,11 +240,11 @@ TRAINS = """
     import sys
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
         {launch}
-        print(*hosts_of(session).values(), flush=True)
+        print(*workers_of(session).values(), flush=True)
         for step in session.client(0):
             if step.step == {stop}:
                 {then}
@@ -255,7 +255,7 @@ def trains(launch: str, then: str, stop: int = 3) -> str:
     return TRAINS.format(launch=launch, stop=stop, then=then)
 
 
-PLAIN = "session = ov.launch(job(until=10**6), runtime=PARTS)"
+PLAIN = "session = ov.launch(job(until=10**6), runtime=WORKER_RUNTIME)"
 
 
 def test_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
@@ -276,11 +276,11 @@ def scoped() -> str:
     return """
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
-        with ov.launch(job(until=10**6), runtime=PARTS) as session:
-            print(*hosts_of(session).values(), flush=True)
+        with ov.launch(job(until=10**6), runtime=WORKER_RUNTIME) as session:
+            print(*workers_of(session).values(), flush=True)
             for step in session.client(0):
                 if step.step == 3:
                     print("trains", flush=True)
@@ -317,7 +317,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     )  # rank 1 takes nothing
     waiting.start()
     until(lambda: "rank 1" in running_job(session).waiting_for(0))
-    hosts = list(hosts_of(session).values())
+    hosts = list(workers_of(session).values())
     start = time.monotonic()
     session.close()
     session.close()
@@ -326,7 +326,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     [(steps, error)] = ended
     assert steps == []
     assert str(error) == "the session is closed"
-    assert not hosts_left(hosts, SOON_S)
+    assert not workers_left(hosts, SOON_S)
 
 
 def test_sessions_leave_no_open_file_and_no_thread() -> None:
@@ -393,7 +393,7 @@ def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(
         f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, "
         "transforms=[ov.Map(mine), ov.Tokens()])\n"
         "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
-        f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as "
+        f"try:\n    ov.launch(job, runtime='{WORKER_RUNTIME}').close()\nexcept ov.JobError as "
         "error:\n    print(error)\n"
     )
     said = subprocess.run(
@@ -425,7 +425,7 @@ def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path:
     )
     with program(tmp_path, body, guarded=False) as trainer:
         code, _, err = trainer.end()
-        assert (code == 0) == (PARTS == "ray"), (
+        assert (code == 0) == (WORKER_RUNTIME == "ray"), (
             "there what is defined in a program travels with what is sent, and nobody imports it"
         )
         assert code == 0 or 'if __name__ == "__main__":' in err.splitlines()[-1]

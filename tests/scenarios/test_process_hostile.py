@@ -22,7 +22,7 @@ from overlord.sample import Ragged
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import dial
 from tests.internals import RAGGED_CHECK, runtime_of
-from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
+from tests.processes import Played, launch, play, run, until, workers_left, workers_of
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(200)
@@ -62,7 +62,7 @@ class Course:
 
     def __init__(self, session: ov.Session, alone: Played):
         self.session, self._alone, self._at = session, alone, 0
-        self._hosts = hosts_of(session)
+        self._hosts = workers_of(session)
 
     def go_on(self, steps: int = 3) -> None:
         got = play(self.session, steps=steps)
@@ -71,7 +71,7 @@ class Course:
             rank: s[self._at : self._at + steps] for rank, s in self._alone.steps.items()
         }
         self._at += steps
-        assert hosts_of(self.session) == self._hosts, "no host has died"
+        assert workers_of(self.session) == self._hosts, "no host has died"
 
 
 HELLOS: list[dict[str, Any]] = [
@@ -189,7 +189,7 @@ def test_who_has_the_place_of_a_worker_that_joins_loses_it_and_spoils_nothing(
     course = Course(session, alone)
     course.go_on()
     host = 1 + max(
-        int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-worker/")
+        int(name.split("/")[1]) for name in workers_of(session) if name.startswith("loader-worker/")
     )
     with peer(session, role="loader", host=host) as link:
         link.send(StepPayload(20, host, DOCUMENTS))
@@ -275,9 +275,9 @@ def test_a_wrong_token_opens_nothing(
     with caplog.at_level(logging.DEBUG, "overlord"):
         session.metrics()
     assert token not in caplog.text
-    hosts = list(hosts_of(session).values())
+    hosts = list(workers_of(session).values())
     session.close()
-    assert not hosts_left(hosts, 3.0)
+    assert not workers_left(hosts, 3.0)
 
 
 def sent_as_it_is(link: Connection, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import overlord as ov
 from overlord.drill.faults import Fault
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
 from tests.internals import DRILL_STRIKES, running_job
-from tests.processes import PARTS, WAIT_S, left_after, parts_lost, until
+from tests.processes import WAIT_S, WORKER_RUNTIME, left_after, until, workers_lost
 from tests.scenarios.test_process import source
 
 STEPS = 240
@@ -25,14 +25,16 @@ OPTIONS = {
     "constructor_hosts": 2,
     "prefetch": 3,
     "stall_limit_s": 60.0,
-    "runtime": PARTS,
+    "runtime": WORKER_RUNTIME,
 }
 OPTIONS |= {
     "max_restarts": 30
 }  # on a machine with much else to do, workers that live are taken for dead now and then
-OPTIONS |= {"lost_after_s": 1.0 if PARTS == "process" else 4.0}  # Ray's starts take the cores
+OPTIONS |= {
+    "lost_after_s": 1.0 if WORKER_RUNTIME == "process" else 4.0
+}  # Ray's starts take the cores
 LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][
-    : 4 if PARTS == "process" else 2
+    : 4 if WORKER_RUNTIME == "process" else 2
 ]  # on Ray each takes a minute: some 30 starts
 
 
@@ -117,7 +119,7 @@ def test_the_worker_that_was_hit_last_is_reported(fault: Fault, steps: int, tmp_
     asked = Drill(job=replace(job(), until=steps), faults=[fault], steps=10, options=OPTIONS)
     hit = disturbed(asked, tmp_path)
     assert not hit.unrecovered
-    assert parts_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
+    assert workers_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
 
 
 def test_one_that_does_not_come_back_is_named(

@@ -31,13 +31,13 @@ from tests.processes import (
     Played,
     command_of,
     halt,
-    hosts_of,
     launch,
     left_after,
     play,
     program,
     run,
     runs,
+    workers_of,
 )
 from tests.scenarios.test_process import job
 
@@ -115,7 +115,7 @@ def test_two_jobs_side_by_side_have_workers_of_their_own(calm: Played, ray_clust
         launch(job(until=STEPS), "ray", **few) as one,
         launch(job(until=STEPS), "ray", **few) as other,
     ):
-        assert not set(hosts_of(one).values()) & set(hosts_of(other).values())
+        assert not set(workers_of(one).values()) & set(workers_of(other).values())
         one.kill("loader-worker/0")
         assert play(other) == calm
         assert other.metrics()["recoveries"] == []
@@ -197,7 +197,7 @@ OWN = """
     from pathlib import Path
     import overlord as ov
     from overlord.cluster import worker_pool
-    from tests.processes import WAIT_S, hosts_of, launch, written
+    from tests.processes import WAIT_S, workers_of, launch, written
     from tests.scenarios.test_process import job
 
 
@@ -244,7 +244,7 @@ OWN = """
         before, worker_pool.CLOSE_S = dict(os.environ), WAIT_S  # a host that takes long to leave on a busy machine is not to be told of
         signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
-        hosts = hosts_of(session)
+        hosts = workers_of(session)
         print(
             json.dumps(
                 [
@@ -578,7 +578,7 @@ NODES = """
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import head as ray_head
     from overlord.cli import detached_jobs as ray_jobs
-    from tests.processes import hosts_of, launch, play, run, runs, until, written
+    from tests.processes import workers_of, launch, play, run, runs, until, written
     from tests.scenarios.test_process import job
 
 
@@ -704,7 +704,7 @@ NODES = """
             hosts=1,
             sources_per_host=3,
         )
-        clients, pids = [session.client(rank) for rank in range(2)], hosts_of(session)
+        clients, pids = [session.client(rank) for rank in range(2)], workers_of(session)
 
         def take(steps):
             for _ in range(steps):
@@ -719,7 +719,7 @@ NODES = """
             cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
         print([r["part"] for r in session.metrics()["recoveries"]], flush=True)
-        pids = hosts_of(session)
+        pids = workers_of(session)
         ray_head.TIMEOUTS = replace(ray_head.TIMEOUTS, head_s=2.0)
         cluster.head_node.kill_gcs_server()
         take(5)

@@ -19,7 +19,17 @@ import overlord as ov
 from overlord.observe.tables import scaling_facts
 from tests.corpus import write_rows
 from tests.internals import has_launcher, launcher_of, loop_of, runtime_of
-from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
+from tests.processes import (
+    WAIT_S,
+    WORKER_RUNTIME,
+    Played,
+    launch,
+    play,
+    run,
+    runs,
+    until,
+    workers_of,
+)
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(180)
@@ -62,7 +72,7 @@ def alone() -> Played:
 
 
 def has(session: ov.Session, n: int) -> bool:
-    return sum(name.startswith("loader-worker/") for name in hosts_of(session)) == n
+    return sum(name.startswith("loader-worker/") for name in workers_of(session)) == n
 
 
 def loaders_apart(session: ov.Session) -> int:
@@ -76,7 +86,7 @@ def kill_scaled(session: ov.Session) -> None:
 
     def struck() -> bool:
         for pid in [
-            pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])
+            pid for name, pid in workers_of(session).items() if name.startswith(FIRST_SCALED[:-1])
         ]:
             if pid and runs(pid):
                 with suppress(ProcessLookupError):  # it has just left by itself: another comes
@@ -153,7 +163,7 @@ def test_a_coordinator_that_is_killed_takes_over_workers_that_were_added(
 def readers(session: ov.Session) -> set[str]:
     """The workers that have loaders."""
     pids = {a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-    return {name for name, pid in hosts_of(session).items() if pid in pids}
+    return {name for name, pid in workers_of(session).items() if pid in pids}
 
 
 def relocate(session: ov.Session, *hosts: int) -> bool:
@@ -179,11 +189,12 @@ def test_a_worker_is_replaced_by_another_with_all_its_sources_and_the_stream_is_
     def replaced(session: ov.Session) -> None:
         until(
             lambda: (
-                {name for name in hosts_of(session) if name.startswith("loader")} == {FIRST_SCALED}
+                {name for name in workers_of(session) if name.startswith("loader")}
+                == {FIRST_SCALED}
             )
         )
         session.add_source(source("late", 60, 5000), at=39)
-        assert "loader-worker/1" in hosts_of(session), "those that join have numbers of their own"
+        assert "loader-worker/1" in workers_of(session), "those that join have numbers of their own"
 
     with launch(made, **ONE) as session:
         found = play(session, act={6: replace_it, 20: replaced, 30: lambda s: s.kill(FIRST_SCALED)})
@@ -402,7 +413,7 @@ def busy(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_though_nobody_asked_for_scaling(
     runtime: str,
 ) -> None:
@@ -442,7 +453,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
     )
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_whoever_looks_changes_nothing(alone: Played, runtime: str) -> None:
     options = {} if runtime == "local" else ONE
     assert run(job(), runtime, **{**options, "watch_s": 0.005}) == alone

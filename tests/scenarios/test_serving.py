@@ -47,7 +47,7 @@ from tests.internals import (
     set_stall,
     sever,
 )
-from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
+from tests.processes import RUNTIMES, WAIT_S, WORKER_RUNTIME, halt
 from tests.unit import test_session as stories
 from tests.unit.test_session import (
     content,
@@ -621,7 +621,9 @@ def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(
 # The end
 
 
-@pytest.mark.parametrize(("runtime", "tcp"), [("local", False), ("local", True), (PARTS, False)])
+@pytest.mark.parametrize(
+    ("runtime", "tcp"), [("local", False), ("local", True), (WORKER_RUNTIME, False)]
+)
 def test_closing_the_session_ends_its_clients_with_that_reason(runtime: str, tcp: bool) -> None:
     session = launch(job(dp=1), prefetch=2, runtime=runtime)
     clients = join_all(session.serve(), 1, tcp)

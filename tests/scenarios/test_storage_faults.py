@@ -23,7 +23,7 @@ from overlord.messages.control import Refill, SourceLost
 from tests.corpus import write_rows
 from tests.internals import LOCAL_FILES, loop_of, runtime_of
 from tests.mounts import fail, hang, let_go, mounted
-from tests.processes import PARTS, RUNTIMES, hosts_of, until
+from tests.processes import RUNTIMES, WORKER_RUNTIME, until, workers_of
 from tests.store_jobs import BIG, FORMATS, delivered, in_order, source
 
 pytestmark = pytest.mark.timeout(200)
@@ -180,7 +180,7 @@ def mended_later(
 
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
 RUNS += [
-    (fault, format, PARTS)
+    (fault, format, WORKER_RUNTIME)
     for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)
 ]
 
@@ -240,7 +240,7 @@ def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 MOUNTED = [(fault, format, "local") for fault in ("EIO", "short") for format in FORMATS]
 MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [
-    ("ESTALE", "tar", PARTS)
+    ("ESTALE", "tar", WORKER_RUNTIME)
 ]
 
 
@@ -325,7 +325,7 @@ def test_when_the_worker_of_files_that_are_gone_is_lost_too_whoever_waits_is_tol
         "on_stall": lambda words, seconds: said.append(words),
     }
     with ov.launch(
-        in_order(str(where), "parquet"), runtime=PARTS, prefetch=4, read_ahead=1, **options
+        in_order(str(where), "parquet"), runtime=WORKER_RUNTIME, prefetch=4, read_ahead=1, **options
     ) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
@@ -513,7 +513,8 @@ def take_until_left(
 
 
 @pytest.mark.parametrize(
-    ("runtime", "journal"), [("local", False), ("local", True), (PARTS, False), (PARTS, True)]
+    ("runtime", "journal"),
+    [("local", False), ("local", True), (WORKER_RUNTIME, False), (WORKER_RUNTIME, True)],
 )
 def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
     files: Callable[[str], Path],
@@ -612,7 +613,7 @@ def test_a_source_that_left_stays_away_when_workers_are_lost_and_all_rolls_back(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
-    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
+    with ov.launch(made, runtime=WORKER_RUNTIME, stall_limit_s=60) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         lost = 10**6
@@ -621,7 +622,7 @@ def test_a_source_that_left_stays_away_when_workers_are_lost_and_all_rolls_back(
         ):  # the steps with samples of it are taken, or their files would be needed again
             got.append(next(client))
             lost = session.metrics()["sources"]["web"].get("lost", {}).get("step", lost)
-        victims = [name for name in hosts_of(session) if name.startswith("loader-worker/")] + (
+        victims = [name for name in workers_of(session) if name.startswith("loader-worker/")] + (
             ["planner"] if journal else []
         )
         for name in victims:
@@ -642,7 +643,7 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora)
-    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
+    with ov.launch(made, runtime=WORKER_RUNTIME, stall_limit_s=60) as session:
         got, told, mend = take_until_left(session, where)
         session.kill("constructor-worker/0")
         got += list(session.client(0))

@@ -24,7 +24,7 @@ from overlord.serving.session_server import ServedAddress
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
 from tests.internals import QUEUE_CONNECTS, running_job, runtime_of
-from tests.processes import PARTS, halt, hosts_of, until
+from tests.processes import WORKER_RUNTIME, halt, until, workers_of
 from tests.scenarios.test_serving import found, runtimes, trainer
 from tests.unit.test_session import content, job, launch, take, whole_run
 
@@ -223,7 +223,12 @@ def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(
-        job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0
+        job(n=60),
+        runtime=WORKER_RUNTIME,
+        constructor_hosts=1,
+        prefetch=4,
+        build_ahead=4,
+        lost_after_s=60.0,
     ) as session:
         served = session.serve()
         other = ov.connect(served, 1, served.token)
@@ -231,7 +236,7 @@ def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_
             trainer(served, 0, TAKE_AND_DIE.format(n=3))
         )  # rank 1 takes nothing: what rank 0 took is told to nobody
         pid, taken_by = (
-            hosts_of(session)["constructor-worker/0"],
+            workers_of(session)["constructor-worker/0"],
             type(runtime_of(session)).taken_by,
         )  # type: ignore[attr-defined]
         asked: list[int] = []

@@ -50,17 +50,17 @@ class Control:
 
 def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
     """When a planner is killed that answers so, in ticks, and for what."""
-    parts, control, ends = (
+    launcher, control, ends = (
         Launcher.__new__(Launcher),
         Control(list(answers)),
         list[tuple[int, str]](),
     )
-    parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
+    launcher.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
 
     def end(planner: Any, why: str) -> None:
         ends.append((control.now, why))
 
-    run_heartbeats(parts, control, SimpleNamespace(name="planner"), end)
+    run_heartbeats(launcher, control, SimpleNamespace(name="planner"), end)
     return ends
 
 
