@@ -33,19 +33,19 @@ laws: $(VENV)/.test
 	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/properties
 
 # The scenarios of jobs in several processes (kills, storage faults, scaling) with workers on Ray: half an hour, since a worker takes a second of
-# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs control, runtime, meshes, reshard, kills_everywhere and ray on Ray
-# already. Scenarios without workers are not listed: transport*, constructor_again, journal_kills, journal_store, control_process, demo, examples,
-# image_places, stand_in_jobs.
-ON_RAY := failover failover_constructors real_faults planner_process process images journal_resume stores store_faults storage_faults
-ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo ray_zombies
-ON_RAY += ray_places planner_last_words planner_answers journal_launches vanished
+# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, runtime, meshes, reshard, kills_everywhere and ray on Ray
+# already. Scenarios without workers are not listed: transport*, constructor_restart, journal_kills, journal_store, process_actors, demo, examples,
+# image_placement, simulated_jobs.
+ON_RAY := failover failover_constructors random_faults coordinator_process process images journal_resume stores store_faults storage_faults
+ON_RAY += process_clients process_faults process_hostile serving trainer_restart scaling partition memory_metrics ray_autoscaler ray_train ray_demo ray_suspended_node
+ON_RAY += ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
 ray: $(VENV)/.test
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 
 # Every supported version of Ray, each in an environment of its own, one after another; the table of docs/ray.md is written anew. Ten minutes and
 # 700 MB of disk a version. make ray-versions VERSIONS="2.59.0 2.60.0" tests these alone.
 ray-versions: $(VENV)/.test
-	PYTHONPATH=src:. $(BIN)/python -m tests.rayversions $(VERSIONS)
+	PYTHONPATH=src:. $(BIN)/python -m tests.ray_versions $(VERSIONS)
 
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000. It takes hours; with KEEP=file one that was stopped goes on.
 SEEDS ?= 10000

@@ -141,6 +141,11 @@ def until(what: str, found: Callable[[], Any], trainer: Trainer) -> Any:
     return answer
 
 
+def launcher_of(session: ov.Session) -> Any:
+    """Return the launcher of a session whose coordinator has its own process."""
+    return session.internals.runtime._parts  # type: ignore[union-attr]
+
+
 def parts_of(session: ov.Session) -> dict[str, dict[str, Any]]:
     return {a["name"]: a for a in session.metrics()["actors"] if a["role"] in ("host", "planner")}
 
@@ -153,9 +158,9 @@ def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[
     start = time.monotonic()
     strike()
     if planner:  # while there is none nobody is asked: its absence is what is told
-        until("the planner to be missed", lambda: session.internals.runtime._parts.absent, trainer)  # type: ignore[union-attr]
+        until("the planner to be missed", lambda: launcher_of(session).absent, trainer)
     else:
-        handle = session.internals.runtime._parts.hosts[found.part]  # type: ignore[union-attr]
+        handle = launcher_of(session).hosts[found.part]
         until(f"{found.part} to be missed", lambda: not handle.alive, trainer)
     found.told.append(time.monotonic() - start)
     until(

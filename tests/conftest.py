@@ -38,7 +38,7 @@ if importlib.util.find_spec("dateutil") is None:
     # pytest's import hooks takes a fifth of the time of most properties.
     sys.modules["dateutil"] = None  # type: ignore[assignment]
 
-multiprocessing.set_forkserver_preload(["tests.preloaded"])
+multiprocessing.set_forkserver_preload(["tests.preload"])
 
 # A shell ignores SIGINT in commands that end in "&", and their children would not receive Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

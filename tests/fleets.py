@@ -216,7 +216,7 @@ class Fleet:
 
     # resharding
 
-    def hosts_of(self, source: int) -> list[int]:
+    def workers_of(self, source: int) -> list[int]:
         return sorted({self.placement.worker(k) for k in self._numbers(source)})
 
     def _numbers(self, source: int) -> range:
@@ -232,7 +232,7 @@ class Fleet:
 
     def _spread(self, source: int, n: int) -> None:
         """Scale a source as ``cluster/rebalance.py`` does, with workers that start at once."""
-        now, n = self.hosts_of(source), min(n, self.shares[source])
+        now, n = self.workers_of(source), min(n, self.shares[source])
         others = Counter(
             self.placement.worker(k)
             for k in range(sum(self.shares))
@@ -253,7 +253,7 @@ class Fleet:
         self._change = source, moves
         if (
             self._random.random() < 0.7 and not self.planner.holds_over
-        ):  # a host that follows first; else they are opened there
+        ):  # a worker that follows first; else they are opened there
             self.placement.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)

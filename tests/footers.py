@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from overlord.errors import SourceError
 from overlord.sources.index import build_index
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 ROWS = [{"tokens": list(range(i % 5)), "text": f"row {i}", "s": {"a": i}} for i in range(20)]
 OTHERS = 300  # footers with bytes cut out, and as many with bytes put in

@@ -31,7 +31,7 @@ LAWS = (
     "properties/test_stream.py",
 )
 TESTS = {
-    "plan": ("unit/test_step.py", "properties/test_plan.py"),
+    "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "unit/test_golden.py",
         "unit/test_planner.py",
@@ -42,10 +42,10 @@ TESTS = {
         "properties/test_draw.py",
         "properties/test_merge.py",
         "unit/test_reader.py",
-        "properties/test_cut.py",
+        "properties/test_plan_router.py",
         *LAWS,
         "unit/test_lost_sources.py",
-        "properties/test_leaving.py",
+        "properties/test_lost_sources.py",
     ),
     "sources": (
         "unit/test_retry.py",
@@ -77,6 +77,8 @@ TESTS = {
         "properties/test_memory_budget.py",
         "properties/test_partition.py",
     ),
+    "session": ("unit/test_golden.py", *LAWS),
+    "cluster": ("properties/test_plan_router.py", "properties/test_plan_router_images.py", *LAWS),
     "transforms": (
         "unit/test_image_header.py",
         "unit/test_image_items.py",
@@ -110,7 +112,7 @@ MUTATIONS = [
     *_at(
         "scaling/partition.py",
         (
-            "loaders of a source on one host without bound",
+            "loaders of a source on one worker without bound",
             "if most is None:\n            return True",
             "return True\n        if most is None:\n            return True",
         ),
@@ -140,25 +142,25 @@ MUTATIONS = [
             "for wanted in (self._by_share,)",
         ),
         (
-            "loaders never share a host",
+            "loaders never share a worker",
             "while self.resources.memory_bytes is not None and room > 1",
             "while False",
         ),
         (
-            "on one host per_actor bounds nothing",
+            "on one worker per_actor bounds nothing",
             "here = self.per_actor if self.together else None",
             "here = None",
         ),
     ),
     *_at(
         "scaling/shards.py",
-        ("a crowded host is not spared", "0.5 if h in crowded else 1.0", "1.0"),
+        ("a crowded worker is not spared", "0.5 if h in crowded else 1.0", "1.0"),
         (
-            "hosts of the launch do not stay first",
+            "workers of the launch do not stay first",
             "(not others.get(h), not first(h), h)",
             "(not others.get(h), h)",
         ),
-        ("shares pile up on one host", "mine[k % n]", "mine[min(k, n - 1)]"),
+        ("shards pile up on one worker", "mine[k % n]", "mine[min(k, n - 1)]"),
     ),
     *_at(
         "scaling/scaler.py",
@@ -167,9 +169,9 @@ MUTATIONS = [
             "max(seconds - waited, seconds / 20)",
             "max(seconds - waited, 1e-9)",
         ),
-        ("more hosts though nobody waits", "and self._is_missed(s, need, observed)", ""),
+        ("more workers though no rank waits", "and self._is_missed(s, need, observed)", ""),
         (
-            "full hosts do not count before somebody waits",
+            "full workers do not count before a rank waits",
             "or self.waited > 0.01 or self._is_busy(seen, need, observed)",
             "or self.waited > 0.01",
         ),
@@ -188,7 +190,7 @@ MUTATIONS = [
             "hosts = need.fewest(self.limits.low)\n",
             "hosts = need.fewest(self.limits.target)\n",
         ),
-        ("all of a crowded host are named", "if crowded & set(s.hosts):", "if False:"),
+        ("all sources of a crowded worker are named", "if crowded & set(s.hosts):", "if False:"),
         (
             "two changes at a time",
             "*(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1])",
@@ -208,9 +210,9 @@ MUTATIONS = [
     ),
     *_at(
         "scaling/memory_budget.py",
-        ("constructor hosts cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
+        ("constructor workers cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
         (
-            "each host gets the whole ring",
+            "each worker gets the whole shared-memory pool",
             "return self.shared_bytes // max(1, self.hosts)",
             "return self.shared_bytes",
         ),
@@ -689,18 +691,31 @@ MUTATIONS = [
             "np.array([[cp - 1 - r] for r in ranks])",
         ),
         (
-            "documents cut where the microbatch should be",
+            "documents divided where the microbatch should be",
             'return ends if split == "zigzag" else ends[[0, -1]]',
             "return ends",
         ),
-        ("what does not divide is cut unevenly", "if (size % pieces).any():", "if False:"),
+        ("a remainder is divided unevenly", "if (size % pieces).any():", "if False:"),
+        ("narrowed twice, sliced twice", "array.shape[: len(shape)] == shape", "True"),
+        (
+            "runs across documents lose their tail",
+            "np.minimum((start + length)[run], ends[doc]) - begins",
+            "np.minimum(start[run] + 1, ends[doc]) - begins",
+        ),
+    ),
+    *_at(
+        "plan/rank_view.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",
             "and (self.last or key not in LAST or self.first)",
         ),
-        ("a fetcher gets its own stage only", "np.logical_or.at(last, seats, ", "last |= ("),
-        ("a fetcher along cp gets a slice", "if cut and lowest[rank] == highest[rank]", "if cut"),
+        ("a fetcher gets its own stage only", "np.logical_or.at(last, queue_of, ", "last |= ("),
+        (
+            "a fetcher along cp gets a slice",
+            "if sliced and lowest[rank] == highest[rank]",
+            "if sliced",
+        ),
         (
             "slices where cp ranks have buckets of their own",
             'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
@@ -710,12 +725,6 @@ MUTATIONS = [
             "stages where they have buckets of their own",
             'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
             "place.pp > 1,",
-        ),
-        ("narrowed twice, cut twice", "array.shape[: len(shape)] == shape", "True"),
-        (
-            "runs across documents lose their tail",
-            "np.minimum((start + length)[run], ends[doc]) - begins",
-            "np.minimum(start[run] + 1, ends[doc]) - begins",
         ),
     ),
     *_at(
@@ -739,7 +748,7 @@ MUTATIONS = [
         "loader/service.py",
         ("pieces of a loader in falling order", "pieces += popped", "pieces += popped[::-1]"),
         (
-            "the loader is not told of a pop",
+            "the loader does not receive a pop",
             "commands = self.loader.handle(Pop(step, n))",
             "commands = list[Any]()",
         ),
@@ -781,7 +790,7 @@ MUTATIONS = [
             "constructor_of",
         ),
         (
-            "a constructor without documents is not told",
+            "a constructor without documents receives no plan",
             "np.unique(goes_to[goes_to >= 0])",
             "np.unique(goes_to[bucket])",
         ),
@@ -834,7 +843,7 @@ MUTATIONS = [
         "sources/retry.py",
         ("pauses that do not grow", "2 ** min(len(failures) - 1, 20)", "1"),
         ("retries beyond the deadline", "or took >= limit:", "or took >= 10 * limit:"),
-        ("every try is told", "if len(failures) == 1:", "if failures:"),
+        ("every attempt is logged", "if len(failures) == 1:", "if failures:"),
         (
             "work counts as waiting",
             "return max(0.0, seconds - self.clock.cpu_s(attempt.thread) + attempt.cpu_s)",
@@ -1019,11 +1028,7 @@ def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
             path = copy / "src/overlord" / mutation.file
             text = path.read_text()
             if text.count(mutation.old) != 1:
-                return (
-                    "STALE",
-                    f"{mutation.old!r} stands there {text.count(mutation.old)} times",
-                    0.0,
-                )
+                return ("STALE", f"{mutation.old!r} occurs {text.count(mutation.old)} times", 0.0)
             path.write_text(text.replace(mutation.old, mutation.new))
         tests = (
             sorted({t for ts in TESTS.values() for t in ts})

@@ -24,16 +24,18 @@ from overlord.messages.control import SetMixture, Skip
 
 ROOT = Path(__file__).resolve().parent.parent
 # The runtime of workers in tests that do not choose one: `make ray` runs them on Ray.
-PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")
+WORKER_RUNTIME = os.environ.get("OVERLORD_TEST_RUNTIME", "process")
 # The reported reason of workers that os.kill hit: Ray does not distinguish a signal from a crash.
 KILLED = (
     "killed by signal 9"
-    if PARTS == "process"
+    if WORKER_RUNTIME == "process"
     else "its process died silently: it was killed, crashed or ran out of memory"
 )
-EXITED = "exit code 3" if PARTS == "process" else KILLED
-ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # the reason after session.kill
-RUNTIMES = ["local", PARTS]
+EXITED = "exit code 3" if WORKER_RUNTIME == "process" else KILLED
+ASKED = (
+    "killed by signal 9" if WORKER_RUNTIME == "process" else "killed"
+)  # the reason after session.kill
+RUNTIMES = ["local", WORKER_RUNTIME]
 # The limit of every wait; a test that passes never waits so long. A heavily loaded machine may need
 # more for starts of Ray.
 WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
@@ -129,7 +131,7 @@ def run(
         return play(session, **ways)
 
 
-def launch(job: ov.Job, runtime: str = PARTS, **options: Any) -> ov.Session:
+def launch(job: ov.Job, runtime: str = WORKER_RUNTIME, **options: Any) -> ov.Session:
     only = ("hosts", "constructor_hosts", "sources_per_host")
     if runtime not in ("process", "ray"):
         options = {key: value for key, value in options.items() if key not in only}
@@ -179,16 +181,16 @@ def left_after(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
-def hosts_left(pids: list[int], seconds: float) -> list[int]:
+def workers_left(pids: list[int], seconds: float) -> list[int]:
     """Return the workers of a closed session that still run.
 
     On a shared cluster idle worker processes may wait for a worker of their name, so none are
     returned.
     """
-    return left_after(pids, seconds) if PARTS == "process" else []
+    return left_after(pids, seconds) if WORKER_RUNTIME == "process" else []
 
 
-def hosts_of(session: ov.Session) -> dict[str, int]:
+def workers_of(session: ov.Session) -> dict[str, int]:
     """Return the worker processes of a session by name."""
     return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
 
@@ -226,7 +228,7 @@ def in_shared_memory() -> set[str]:
     }
 
 
-def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
+def workers_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
     """Return the recovered workers, except those that were not killed and were silent for too long:
     a busy machine may block one.
     """

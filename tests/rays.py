@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import PARTS
+from tests.processes import WORKER_RUNTIME
 
 # Settings of docs/ray.md that detect a lost node soon.
 ATTENTIVE = {
@@ -43,7 +43,7 @@ def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.
     return [
         pytest.mark.timeout(seconds),
         pytest.mark.skipif(bool(lacking), reason=lacking or "it is there"),
-        pytest.mark.skipif(PARTS != "ray", reason=f"{why}: make ray"),
+        pytest.mark.skipif(WORKER_RUNTIME != "ray", reason=f"{why}: make ray"),
     ]
 
 

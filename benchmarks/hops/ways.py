@@ -289,7 +289,7 @@ class Flight(Way):
 
             class Serving(flight.FlightServerBase):
                 def do_get(self, context: Any, ticket: Any) -> Any:
-                    return outer._stream()
+                    return outer.stream()
 
             self._server = Serving("grpc://127.0.0.1:0")
             self.address = f"grpc://127.0.0.1:{self._server.port}"
@@ -299,7 +299,7 @@ class Flight(Way):
                 address, generic_options=[("grpc.max_receive_message_length", -1)]
             )
 
-    def _stream(self) -> Any:
+    def stream(self) -> Any:
         self._ready.wait(WAIT_S)
         self._ready.clear()
         pa, (pieces, n) = self._pa, self._work

@@ -23,6 +23,7 @@ from overlord.messages.constructor import (
     Unfinish,
 )
 from overlord.messages.control import Attach, Consumed, EndOfJob, PlannedStep, Rollback
+from tests.internals import has_step
 from tests.laws import examples
 
 BUCKET = 4
@@ -128,7 +129,7 @@ class Job:
             self._stage(step)
         elif self.complete and pick % 3 == 0:
             step = sorted(self.complete)[pick % len(self.complete)]
-            if self.assembler._steps.get(step) is not None:
+            if has_step(self.assembler, step):
                 self._stage(step)
 
     def _stage(self, step: int) -> None:

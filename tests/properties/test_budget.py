@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.dryrun.virtual_run import Delays, VirtualExecutor
 from overlord.loader.reader import SourceReader
-from overlord.loader.sample_buffer import SampleBuffer
 from overlord.messages.client import StepInfo
 from overlord.messages.control import PlannedStep, Refill
 from overlord.messages.loader import Evaluate, Pop, Read
 from overlord.session.local_runtime import Done, LocalRuntime, local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
+from tests.internals import (
+    acked_steps,
+    collection_sizes,
+    planned_and_built,
+    unpopped_bytes,
+    waits_for_samples,
+)
 from tests.laws import examples
 from tests.worlds import Rows
 
@@ -105,22 +111,15 @@ class Held:
         self.blueprint.close()
 
     def bytes_of(self, loader: int) -> int:
-        return exact(self.host.loading.hosted[loader].buffer)
+        return unpopped_bytes(self.host.loading.hosted[loader].buffer)
 
     @property
     def ready(self) -> int:
-        return sum(exact(hosted.buffer) for hosted in self.host.loading.hosted.values())
+        return sum(unpopped_bytes(hosted.buffer) for hosted in self.host.loading.hosted.values())
 
     @property
     def blocks(self) -> int:
         return sum(s.largest for s in self.seen)
-
-
-def exact(buffer: SampleBuffer) -> int:
-    """Bytes of samples not yet popped."""
-    return sum(block.nbytes for block in buffer._blocks) - (
-        buffer._blocks[0].slice(0, buffer._taken).nbytes if buffer._taken else 0
-    )
 
 
 def job_of(
@@ -205,7 +204,7 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
         assert held.ready <= share * sources * loaders + held.blocks + waited_for
 
     def look() -> None:
-        if not held.host.planner._waiting:
+        if not waits_for_samples(held.host.planner):
             assert held.ready <= share * sources * loaders + held.blocks + waited_for
 
     held.executor.ahead = ahead
@@ -249,36 +248,13 @@ def test_no_more_steps_are_planned_than_prefetch_allows(
     planner, ahead = held.host.planner, set[int]()
 
     def look() -> None:
-        ahead.add(planner.next_step - 1 - min(planner._consumed.values()))
-        assert len(held.host.building._staged) <= prefetch
-        assert len(held.host.building._built) <= prefetch * len(held.ranks)
+        ahead.add(planner.next_step - 1 - min(acked_steps(planner).values()))
+        planned, built = planned_and_built(held.host.building)
+        assert planned <= prefetch
+        assert built <= prefetch * len(held.ranks)
 
     held.run(look)
     assert max(ahead) == prefetch
-
-
-def sizes(held: Held) -> dict[str, int]:
-    """Lengths of all that lives as long as the job."""
-    host, planner = held.host, held.host.planner
-    streams = planner._streams
-    return {
-        "staged": len(host.building._staged),
-        "holders": len(host.building._holders),
-        "built": len(host.building._built),
-        "queue": len(host.commands.queue),
-        "plans": len(host.plans),
-        "slabs": len(host.slabs._buffers),
-        "slab bytes": host.slabs.nbytes,
-        "handles": len(held.blueprint.handles._chunks),
-        "outstanding": len(planner._outstanding),
-        "events": len(planner.state().events),
-        "segments": sum(len(s._segments) for s in streams),
-        "shares": sum(len(s._announced) for s in streams),
-        "lasts": sum(len(s._lasts) for s in streams),
-        "shelves": sum(len(h.buffer._blocks) for h in host.loading.hosted.values()),
-        "assembling": sum(len(a._steps) for a in host.assemblers),
-        "timers": len(held.executor._events),
-    }
 
 
 @pytest.mark.parametrize("loaders", [1, 3])
@@ -296,7 +272,7 @@ def test_nothing_grows_over_a_long_run(loaders: int) -> None:
 
     def staged(stage: PlannedStep) -> None:
         half = halves[stage.plan.step >= 250]
-        for name, n in sizes(held).items():
+        for name, n in collection_sizes(held.host, held.blueprint, held.executor).items():
             half[name] = max(half.get(name, 0), n)
 
     held.host.on_stage.append(staged)

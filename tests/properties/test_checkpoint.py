@@ -35,6 +35,7 @@ from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.state_json import state_to_json
+from tests.internals import loop_of, runtime_of
 from tests.journals import Memory
 from tests.laws import examples
 from tests.properties.test_feedback import Chaser, trainer
@@ -168,7 +169,7 @@ class Checked(JobJournal):
     names: tuple[str, ...]
 
     def start(self, post: Any) -> None:
-        """It is read where it is written: in the pump."""
+        """It is read where it is written: in the event loop."""
 
     def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
         super().begin(state, blueprint)
@@ -250,7 +251,7 @@ class Run:
 
     def act(self, action: str, extra: ov.Source, saved: list[dict[str, Any]]) -> None:
         session = self.session
-        first = session.internals.runtime.planner.open_step
+        first = runtime_of(session).planner.open_step
         try:
             if action == "mix":
                 session.set_mixture({"s0": 0.5, session.job.names[-1]: 2.0})
@@ -299,7 +300,7 @@ def test_at_every_moment_the_records_give_the_states_that_the_planner_had(
         run = Run(job, Memory(whole))
         with run.session:
             run.play(script, extra, salt)
-        assert run.session.internals.loop.broken is None
+        assert loop_of(run.session).broken is None
         assert run.journal.wrong == []
         assert len(run.journal.truth) > 1
 
@@ -326,8 +327,8 @@ def test_nobody_acts_on_a_plan_that_is_not_written(world: World, kind: str) -> N
             ):
                 early.append(stage.plan.step)
 
-        session.internals.runtime.on_stage.append(look)
+        runtime_of(session).on_stage.append(look)
         with session:
             steps = list(zip(range(8), session.client(0), strict=False))
             assert early == []
-            assert len(session.internals.runtime.plans) >= len(steps)
+            assert len(runtime_of(session).plans) >= len(steps)

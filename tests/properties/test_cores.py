@@ -41,6 +41,7 @@ from overlord.planning.stream import SourceStream
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.chunk_reader import ChunkReader
+from tests.internals import acked_steps
 from tests.laws import examples
 from tests.properties.test_merge import make_found
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, wanted
@@ -127,7 +128,7 @@ class Channels:
                     self.finish = command
         if self.stages and not self.finish:
             taken = self.stages[-1].plan.step
-            if self.planner._consumed.get(0, -1) < taken:
+            if acked_steps(self.planner).get(0, -1) < taken:
                 self._planned(self.planner.handle(Consumed(0, taken)))
 
     @property
@@ -785,7 +786,7 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
         taken, drawn = np.zeros(len(share), object), 0
         assert len(done.steps[0]) == 12
         for step in done.steps[0]:
-            plan = step._told
+            plan = step.info
             taken, drawn = (
                 taken + np.bincount(plan.source, minlength=len(share)).astype(object),
                 drawn + len(plan),
@@ -841,7 +842,7 @@ def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot
         assert all(len(s) == n for s in done.steps.values())
         for k in range(n):
             places = [(s[k].rank, m, mb) for s in done.steps.values() for m, mb in enumerate(s[k])]
-            plan = done.steps[0][k]._told
+            plan = done.steps[0][k].info
             assert len(places) == job.place.dp * max(batch.microbatches, len(done.steps[0][k]))
             ids = [tuple(p.sample) for _, _, mb in places for p in mb.samples]
             assert sorted(ids) == sorted(in_order(plan))

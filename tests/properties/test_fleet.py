@@ -99,11 +99,11 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
         4,
     )
     found = overlord(fleet, ONES)
-    # hosts, sources, and five steps' samples: three ready and two kept; a link to each of two
-    # constructors and one to the planner
+    # workers, sources, and five steps' samples: three ready and two kept; a connection to each of
+    # two constructors and one to the planner
     assert found.by_role["loaders"] == 2 + 30 + 5 * 4 + 2 * 3
     assert found.by_role["constructors"] == 2 * (1 + 7) + 2 * 4 + 2 * 4
-    assert found.by_role["clients"] == 8 * 2  # its own memory, and a link
+    assert found.by_role["clients"] == 8 * 2  # its own memory, and a connection
     assert found.per_node == found.total / 2
 
 
@@ -139,7 +139,7 @@ def test_more_of_anything_never_takes_less(fleet: ClusterShape) -> None:
 
 @given(FLEETS)
 @examples(60)
-def test_constructors_leave_loader_hosts_no_more_links_than_ranks_would(
+def test_constructors_leave_loader_workers_no_more_connections_than_ranks_would(
     fleet: ClusterShape,
 ) -> None:
     with_them, without = (connections(replace(fleet, constructors=c)) for c in (True, False))

@@ -71,7 +71,7 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
-PARTS: dict[Any, Any] = {
+WORKER_RUNTIME: dict[Any, Any] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats() | st.integers(-99, 99),
     bool: st.booleans(),
@@ -95,8 +95,8 @@ PARTS: dict[Any, Any] = {
 def of(annotation: Any) -> Any:
     """Return a strategy of values that match an annotation."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if annotation in PARTS:
-        return PARTS[annotation]
+    if annotation in WORKER_RUNTIME:
+        return WORKER_RUNTIME[annotation]
     if origin in (Union, types.UnionType):
         return st.one_of(*map(of, args))
     if origin is tuple and args[1:] == (Ellipsis,):
@@ -111,8 +111,8 @@ def of(annotation: Any) -> Any:
 
 
 def record_of(cls: type) -> Any:
-    if cls in PARTS:
-        return PARTS[cls]
+    if cls in WORKER_RUNTIME:
+        return WORKER_RUNTIME[cls]
     hints = get_type_hints(cls, localns={name: kind.cls for name, kind in KINDS.items()})
     return st.deferred(
         lambda: st.builds(cls, **{name: of(hints[name]) for name in KINDS[cls.__name__].names})

@@ -1,4 +1,4 @@
-"""Loaders that go back, in memory or by reading again, and shadows that take the place of others:
+"""Loaders that go back, in memory or by reading again, and standbys that take the place of others:
 nobody may notice.
 
 Refills, work, draws, parts that come late, acknowledgements and Backs come in any order; in the end
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.messages.control import Cursor
 from overlord.setup.prepared_job import Options, PreparedJob
-from tests.backing import Drawing, HostByHand
 from tests.images import IMAGES, parquet
 from tests.laws import examples
+from tests.rollbacks import Drawing, HostByHand
 from tests.worlds import World, folder, only_odd, worlds
 
 MOST = 40  # samples that a source without end gives behind the last deed
@@ -69,7 +69,7 @@ def run_afresh(deed: str, k: int) -> bool:
 
 
 def promote(run: Drawing, dead: int, step: int) -> None:
-    """A host is gone: those that follow its loaders take their place, and a new one follows."""
+    """A worker is gone: those that follow its loaders take their place, and a new one follows."""
     run.hosts[dead] = HostByHand(run.blueprint)
     run.home = dict.fromkeys(run.home, 1 - dead)
     run.back(step)
@@ -103,7 +103,7 @@ def assert_unnoticed(
 
 @given(worlds(), deeds(ONE), st.integers(1, 4))
 @examples(50)
-def test_a_loader_that_goes_back_says_and_gives_what_one_opened_there_would(
+def test_a_loader_that_rolls_back_says_and_gives_what_one_opened_there_would(
     world: World, done: list[Any], loaders: int
 ) -> None:
     with folder() as directory:
@@ -112,7 +112,7 @@ def test_a_loader_that_goes_back_says_and_gives_what_one_opened_there_would(
 
 @given(worlds(), deeds(TWO), st.integers(1, 3))
 @examples(40)
-def test_a_shadow_takes_the_place_of_the_one_it_follows(
+def test_a_standby_takes_the_place_of_the_one_it_follows(
     world: World, done: list[Any], loaders: int
 ) -> None:
     with folder() as directory:
@@ -175,7 +175,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 
 @given(deeds(TWO), st.integers(1, 3))
 @examples(10)
-def test_images_go_back_with_their_documents(
+def test_images_roll_back_with_their_documents(
     pictures: ov.Job, done: list[Any], loaders: int
 ) -> None:
     assert_unnoticed(pictures, loaders, done, hosts=2)

@@ -16,7 +16,7 @@ import overlord as ov
 from overlord.hashing import key64, keyed_hash
 from overlord.messages.control import SetMixture
 from tests.laws import examples
-from tests.properties.test_stream import Sample, _state_after, delivered, fingerprint, in_order, run
+from tests.properties.test_stream import Sample, delivered, fingerprint, in_order, run, state_after
 from tests.reference import reference_stream
 from tests.worlds import Rows, World, folder, some_steps, worlds
 
@@ -97,14 +97,14 @@ def test_no_option_changes_a_byte_and_restored_at_every_step_the_rest_is_identic
         )
         assert (fingerprint(again), type(other), bad_too) == (fingerprint(whole), type(error), bad)
         for k in some_steps(len(whole[0]), seed):
-            state = json.loads(json.dumps(_state_after(job, whole[0][k])))
+            state = json.loads(json.dumps(state_after(job, whole[0][k])))
             rest, last, _, end = run(job, seed + k, resume=state, loaders={"s0": loaders})
             assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
                 f"restored after step {k}"
             )
             assert type(last) is type(error)
             if rest[0]:
-                assert end["counts"] == _state_after(job, whole[0][-1])["counts"]
+                assert end["counts"] == state_after(job, whole[0][-1])["counts"]
 
 
 @given(worlds(batches="samples", endless=False), CHOICES)
@@ -118,8 +118,8 @@ def test_every_sample_is_chosen_exactly_once(world: World, choice: tuple[int, in
         got, error, _, _ = run(job, 1)
         assert (error is None) == (broken is None)
         if error is None:
-            assert sorted(s for step in got[0] for s in in_order(step._told)) == sorted(
-                s for step in plain[0] for s in in_order(step._told)
+            assert sorted(s for step in got[0] for s in in_order(step.info)) == sorted(
+                s for step in plain[0] for s in in_order(step.info)
             )
 
 
@@ -166,7 +166,7 @@ def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(
         again, other, _, _ = run(job, seed + 1, loaders=dict.fromkeys(job.names, loaders))
         assert (fingerprint(again), type(other)) == (fingerprint(whole), type(error))
         for k in some_steps(len(whole[0]), seed):
-            state = json.loads(json.dumps(_state_after(job, whole[0][k])))
+            state = json.loads(json.dumps(state_after(job, whole[0][k])))
             rest, _, _, _ = run(job, seed + k, resume=state, loaders={"s0": loaders})
             assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
                 f"restored after step {k}"
@@ -184,8 +184,8 @@ def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> N
         got, error, _, _ = run(job, seed)
         assert (error is None) == (broken is None)
         if error is None:
-            assert sorted(s for step in got[0] for s in in_order(step._told)) == sorted(
-                s for step in plain[0] for s in in_order(step._told)
+            assert sorted(s for step in got[0] for s in in_order(step.info)) == sorted(
+                s for step in plain[0] for s in in_order(step.info)
             )
 
 
@@ -202,7 +202,7 @@ def test_a_job_that_overflows_at_every_step_owes_no_more_and_follows_a_new_mixtu
     batch = ov.Batch(samples=8, microbatches=2, context=32)  # two of the eight fit
     job = ov.Job(name="full", sources=sources, batch=batch, overflow="defer", until=140)
     got = ov.simulate(job, seed=1, events=[SetMixture(100, {"a": 1.0, "b": 3.0})], check=True)
-    names = [key[0] for step in got.steps[0] for key in in_order(step._told)]
+    names = [key[0] for step in got.steps[0] for key in in_order(step.info)]
     assert len(names) == 280
     assert abs(names[:200].count("a") - 100) <= 8
     assert abs(names[200:].count("a") - 20) <= 8

@@ -23,6 +23,7 @@ from overlord.scaling.memory_budget import (
 )
 from overlord.session.runtime import with_memory_bounds
 from overlord.setup.options import Options
+from tests.internals import pooled_buffers, waits_for_samples
 from tests.laws import examples
 from tests.properties.test_budget import Held, job_of
 
@@ -150,11 +151,11 @@ def test_in_a_run_nothing_is_held_beyond_the_budget(
     def look() -> None:
         nonlocal largest, full
         slabs, handles = held.host.building.slabs, held.blueprint.handles.metrics()
-        largest = max([largest, *(slab.nbytes for slab in slabs._buffers)])
+        largest = max([largest, *(slab.nbytes for slab in pooled_buffers(slabs))])
         assert options.ring_bytes is not None
         assert slabs.nbytes <= max(options.ring_bytes, largest)
         assert handles["bytes"] <= options.open_bytes or handles["open"] == 1
-        if not held.host.planner._waiting:
+        if not waits_for_samples(held.host.planner):
             assert held.ready <= options.buffer_bytes + held.blocks
             full = full or held.ready > options.buffer_bytes // 4
 

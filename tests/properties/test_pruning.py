@@ -23,6 +23,7 @@ from overlord.journal.replay import Recovered
 from overlord.journal.segments import read_segment
 from overlord.messages.control import AddSource, StreamState
 from overlord.planning.events import widened
+from tests.internals import snapshot_every
 from tests.journals import Memory
 from tests.laws import examples
 
@@ -77,7 +78,7 @@ class Writing:
         """Another process opens it. What was planned and not taken comes again, as it was."""
         self.journal.close(self.taken)
         self.journal, found = JobJournal.resumed(self.place, "demo")
-        self.journal._interval = OFTEN
+        snapshot_every(self.journal, OFTEN)
         assert found.acked == self.taken
         self.journal.begin(found.state(found.acked), self.blueprint)
 

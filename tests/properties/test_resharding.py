@@ -1,4 +1,4 @@
-"""Resharding conserves rows: whatever number of hosts and of loaders reads a source, and whenever
+"""Resharding conserves rows: whatever number of workers and of loaders reads a source, and whenever
 that changes, every row is delivered once in an epoch, and the stream is that of the run that nobody
 disturbed. On the real cores, with real files, by hand (``tests/fleets.py``).
 """
@@ -74,7 +74,7 @@ def assert_each_row_once(steps: list[Delivered], ledger: Ledger, world: World) -
     st.integers(1, 4),
 )
 @examples(36)
-def test_however_a_source_is_spread_over_hosts_and_whenever_each_row_comes_once(
+def test_however_a_source_is_spread_over_workers_and_whenever_each_row_comes_once(
     world: World, shares: list[int], changes: list[tuple[int, int, int]], seed: int, prefetch: int
 ) -> None:
     with folder() as directory:

@@ -24,7 +24,7 @@ HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), HOSTS)
 @examples(200)
-def test_every_share_has_one_of_the_hosts_and_none_has_two_more_than_another(
+def test_every_share_has_one_of_the_workers_and_none_has_two_more_than_another(
     where: list[int], hosts: list[int]
 ) -> None:
     to = spread(where, hosts)
@@ -48,7 +48,7 @@ def test_no_share_moves_without_need(where: list[int], hosts: list[int]) -> None
 
 @given(HOSTS, st.integers(1, 8), st.dictionaries(st.integers(0, 12), st.integers(0, 3)))
 @examples(100)
-def test_hosts_that_are_needed_anyway_are_kept_first(
+def test_workers_that_are_needed_anyway_are_kept_first(
     hosts: list[int], n: int, others: dict[int, int]
 ) -> None:
     n = min(n, len(hosts))
@@ -61,7 +61,7 @@ def test_hosts_that_are_needed_anyway_are_kept_first(
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=6), st.data())
 @examples(100)
-def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(
+def test_a_source_that_is_cut_into_more_shares_stays_on_its_workers(
     sources: list[tuple[int, int]], data: Any
 ) -> None:
     loaders = [n for n, _ in sources]
@@ -77,7 +77,7 @@ def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(
 
 @given(st.lists(st.integers(0, 6), min_size=8, max_size=16), HOSTS, st.sets(st.integers(0, 12)))
 @examples(100)
-def test_a_host_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
+def test_a_worker_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
     where: list[int], hosts: list[int], crowded: set[int]
 ) -> None:
     counts = Counter(spread(where, hosts, crowded))
@@ -87,24 +87,24 @@ def test_a_host_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
     assert not free or max((counts[h] for h in hosts if h in crowded), default=0) <= min(free)
 
 
-def test_a_crowded_host_has_half_as_many_shares_as_the_others() -> None:
+def test_a_crowded_worker_has_half_as_many_shares_as_the_others() -> None:
     assert Counter(spread([0] * 6, [0, 1], crowded={0})) == {0: 2, 1: 4}
     assert Counter(spread([0] * 6, [0, 1])) == {0: 3, 1: 3}
 
 
-def test_shares_need_a_host() -> None:
+def test_shares_need_a_worker() -> None:
     with pytest.raises(ValueError, match="expected at least one worker for the shards of a source"):
         spread([0, 1], [])
 
 
-def test_hosts_that_were_there_first_stay_before_those_that_were_added() -> None:
+def test_workers_that_were_there_first_stay_before_those_that_were_added() -> None:
     assert kept([2, 5, 7], 1, {}, lambda h: h == 5) == [5]
     assert kept([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], (
         "but those that read other sources stay anyway"
     )
 
 
-def test_shares_are_cut_over_all_hosts_that_a_source_has() -> None:
+def test_shares_are_cut_over_all_workers_that_a_source_has() -> None:
     assert widened([2, 1], [3, 4, 9], [5, 2]) == ((5, 2), (3, 4, 3, 4, 3, 9, 9))
 
 
@@ -113,7 +113,7 @@ def test_shares_are_cut_over_all_hosts_that_a_source_has() -> None:
 
 
 class World:
-    """Sources of some cost, trainers with a step time, hosts as the scaler says."""
+    """Sources of some cost, trainers with a step time, workers as the scaler says."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class World:
         seed: int = 0,
         first: int = 1,
     ):
-        """``first``: hosts of the launch, which can read every source."""
+        """``first``: workers of the launch, which can read every source."""
         self.costs, self.weights, self.step_s, self.limits, self.most, self.first = (
             costs,
             weights,
@@ -297,10 +297,10 @@ def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: in
 
 # threads and the interpreter lock
 
-PARTS = st.floats(0.0, 1.0)
+WORKER_RUNTIME = st.floats(0.0, 1.0)
 
 
-@given(st.floats(1.0, 64.0), PARTS, PARTS)
+@given(st.floats(1.0, 64.0), WORKER_RUNTIME, WORKER_RUNTIME)
 @examples(100)
 def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_its_code_is_locked(
     lanes: float, a: float, b: float
@@ -328,7 +328,9 @@ def test_more_threads_are_never_worth_less_and_one_is_worth_a_core(threads: int)
 
 DEMANDS = st.lists(
     st.tuples(
-        st.floats(0.0, 5.0), PARTS, st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+        st.floats(0.0, 5.0),
+        WORKER_RUNTIME,
+        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
     ),
     max_size=5,
 )
@@ -336,7 +338,7 @@ DEMANDS = st.lists(
 
 @given(DEMANDS, st.floats(1.0, 8.0))
 @examples(200)
-def test_no_host_has_more_room_than_its_threads_and_its_lock(
+def test_no_worker_has_more_room_than_its_threads_and_its_lock(
     asked: list[tuple[float, float, list[int]]], lanes: float
 ) -> None:
     demands = [

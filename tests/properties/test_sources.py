@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from tests.corpus import FORMATS, SUFFIX, pack, write_rows
-from tests.reading import Everything, read_all
+from tests.source_reads import Everything, read_all
 
 LAW = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -38,7 +38,7 @@ def delivered(steps: dict[int, list[ov.Step]], n: int) -> list[list[Sample]]:
                     tokens = mb["tokens"][piece.offset : piece.offset + piece.length].tolist()
                     assert tuple(piece.sample) not in found, "delivered twice"
                     found[tuple(piece.sample)] = tokens
-        plan = steps[0][k]._told
+        plan = steps[0][k].info
         assert set(found) == set(in_order(plan))
         out.append([(key, found[key]) for key in in_order(plan)])
     return out
@@ -159,7 +159,7 @@ def test_restored_at_every_step_the_rest_is_identical_to_the_byte(
         job = world.job(directory)
         whole, error, _, _ = run(job, seed)
         for k in some_steps(len(whole[0]), seed):
-            state = json.loads(json.dumps(_state_after(job, whole[0][k])))
+            state = json.loads(json.dumps(state_after(job, whole[0][k])))
             rest, again, _, _ = run(job, seed + k, resume=state, loaders={"s0": loaders})
             assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
                 f"restored after step {k}"
@@ -179,7 +179,7 @@ def test_another_mesh_gets_the_same_samples_in_every_step_also_after_a_restore(
         b, _, _, _ = run(other, seed + 1)
         assert delivered(a, len(a[0])) == delivered(b, len(b[0]))
         if len(a[0]) > 1:
-            rest, _, _, _ = run(other, seed, resume=_state_after(job, a[0][0]))
+            rest, _, _, _ = run(other, seed, resume=state_after(job, a[0][0]))
             assert delivered(rest, len(rest[0])) == delivered(a, len(a[0]))[1:]
 
 
@@ -212,10 +212,10 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
                 assert len(mine) + dropped == (n + empty) * (epochs or 0)
 
 
-def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
+def state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
     from overlord.setup.prepared_job import Options, PreparedJob
 
-    return PreparedJob(job, Options()).export(step._told.after)
+    return PreparedJob(job, Options()).export(step.info.after)
 
 
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:

@@ -16,8 +16,8 @@ import pytest
 import overlord as ov
 from overlord.sources.retry import Clock, StorageStats
 from tests.corpus import write_rows
-from tests.processes import PARTS
-from tests.storejobs import BIG, FORMATS, ROWS, in_order
+from tests.processes import WORKER_RUNTIME
+from tests.store_jobs import BIG, FORMATS, ROWS, in_order
 from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
 
 TRIES = 3
@@ -26,7 +26,7 @@ TRIES = 3
 @pytest.fixture(autouse=True)
 def _on_ray(request: pytest.FixtureRequest) -> None:
     """Tests that run on Ray share one cluster, or are skipped with the reason."""
-    if PARTS == "ray" or (
+    if WORKER_RUNTIME == "ray" or (
         "runtime" in request.fixturenames and request.getfixturevalue("runtime") == "ray"
     ):
         request.getfixturevalue("ray_cluster")

@@ -24,21 +24,30 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
-from tests.deadly import Halting, Slow
+from tests.fatal_functions import Halting, Slow
+from tests.internals import (
+    WORKER_RESTARTED,
+    WORKER_RESTARTS,
+    heartbeats_by,
+    loop_of,
+    running_job,
+    runtime_of,
+    starting_workers,
+)
 from tests.processes import (
     EXITED,
     KILLED,
-    PARTS,
     WAIT_S,
+    WORKER_RUNTIME,
     Played,
     halt,
-    hosts_of,
     launch,
     left_after,
     play,
     run,
     runs,
     until,
+    workers_of,
 )
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
@@ -53,7 +62,7 @@ APART = {
     "sources_per_host": 1,
     "hosts": 4,
     "constructor_hosts": 2,
-}  # three loader hosts, two constructor hosts
+}  # three loader workers, two constructor workers
 EVERYONE = (
     "constructor-worker/0",
     "constructor-worker/1",
@@ -69,12 +78,12 @@ def calm() -> Played:
 
 
 def killing(*names: str) -> Callable[[ov.Session], None]:
-    """Kills these of a session's processes that run just then: in the pump, so that none is missed
-    before all of them are gone.
+    """Kills these of a session's processes that run just then: in the event loop, so that none is
+    missed before all of them are gone.
     """
 
     def act(session: ov.Session) -> None:
-        pids = [pid for name, pid in hosts_of(session).items() if name in names and runs(pid)]
+        pids = [pid for name, pid in workers_of(session).items() if name in names and runs(pid)]
 
         def kill() -> None:
             for pid in pids:
@@ -82,7 +91,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
                     os.kill(pid, signal.SIGKILL)
             assert not left_after(pids, WAIT_S)
 
-        session.internals.loop.ask(kill, "the pump", 2 * WAIT_S)
+        loop_of(session).ask(kill, "the event loop", 2 * WAIT_S)
 
     return act
 
@@ -108,9 +117,9 @@ def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) 
                 a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host"
             )
         )
-        pids = list(hosts_of(session).values())
+        pids = list(workers_of(session).values())
     assert got == calm
-    assert PARTS == "ray" or not left_after(
+    assert WORKER_RUNTIME == "ray" or not left_after(
         pids, WAIT_S
     )  # there they wait for the next one of their name
 
@@ -172,31 +181,31 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     """Three times as much as anyone may be silent, tick by tick, each when all have answered the
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
-    engine: Any = session.internals.runtime
+    runtime: Any = runtime_of(session)
     clock = Later()
-    engine.recovery._now = clock.now
+    beat = heartbeats_by(runtime.recovery, clock.now)
 
     def answered() -> bool:
         there = [
             r
-            for r in (*engine.pool.workers(), *engine.pool.restarted.values())
+            for r in (*runtime.pool.workers(), *runtime.pool.restarted.values())
             if not r.lost and r.heartbeat is not None
         ]
         return all(r.heartbeat.done() for r in there if r.handle.pid not in but)
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        session.internals.loop.ask(engine.recovery._beat, "the pump")
+        loop_of(session).ask(beat, "the event loop")
         until(answered)
 
 
-def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
+def test_a_worker_that_hangs_is_killed_and_replaced(calm: Played) -> None:
     """One stopped process wakes only to be killed: SIGKILL needs no consent."""
     stopped: list[int] = []
 
     def stop(session: ov.Session) -> None:
         stopped.extend(
-            hosts_of(session)[name] for name in ("loader-worker/1", "constructor-worker/0")
+            workers_of(session)[name] for name in ("loader-worker/1", "constructor-worker/0")
         )
         for pid in stopped:
             halt(pid)
@@ -211,7 +220,7 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=["a planner here", "a planner elsewhere"])
-def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+def test_a_worker_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
     tmp_path: Path, journaled: bool
 ) -> None:
     flag = tmp_path / "stop"
@@ -234,7 +243,7 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
     calm = run(replace(made, journal=None), "local")
     # Who stands for a moment, others too, is started again: that is no end.
     with launch(
-        made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=20, **APART
+        made, lost_after_s=0.6 if WORKER_RUNTIME == "process" else 4.0, max_restarts=20, **APART
     ) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
@@ -257,18 +266,17 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
-        engine: Any = session.internals.runtime
+        runtime: Any = runtime_of(session)
         flag.touch()
         killing("constructor-worker/0", "loader-worker/0")(session)
         until(
             lambda: (
-                "constructor-worker/0" in engine.pool.restarted
-                and "loader-worker/0"
-                in [handle.name for handle in list(engine.pool._watchdog._there)]
+                "constructor-worker/0" in runtime.pool.restarted
+                and "loader-worker/0" in [handle.name for handle in starting_workers(runtime.pool)]
             )
         )
         time_passes(session)
-        assert list(engine.pool.restarted) == ["constructor-worker/0"], (
+        assert list(runtime.pool.restarted) == ["constructor-worker/0"], (
             "the other one is not there yet"
         )
         flag.unlink()
@@ -280,9 +288,9 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     assert "answered nothing" not in caplog.text
 
 
-def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
+def test_a_worker_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
     def pause(session: ov.Session) -> None:
-        pid = hosts_of(session)["loader-worker/1"]
+        pid = workers_of(session)["loader-worker/1"]
         halt(pid)
         time.sleep(0.3)
         os.kill(pid, signal.SIGCONT)
@@ -328,14 +336,14 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
         assert play(session, act=acts).steps == alone.steps
         found = (
             session.quarantine()
-        )  # a constructor host that was killed may have had no time to tell what it found
+        )  # a constructor worker that was killed may have had no time to tell what it found
         assert found == [row for row in alone.quarantine if row in found], (
             "each once, though steps were built again"
         )
         workers = until(
             lambda: [
                 row["worker_pid"]
-                for row in session.internals.runtime.figures()["loaders"]
+                for row in runtime_of(session).figures()["loaders"]
                 if row["worker_pid"]
             ]
         )
@@ -386,7 +394,7 @@ def _moved(session: ov.Session) -> bool:
     return False
 
 
-def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
+def test_a_worker_that_keeps_dying_ends_the_job_with_what_it_died_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sources = [
@@ -424,7 +432,7 @@ def ends_later(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def test_a_strategy_that_is_no_function_of_its_input_is_told_of() -> None:
+def test_a_strategy_that_is_no_function_of_its_input_is_reported() -> None:
     with launch(job(until=STEPS, strategy=Moody()), **APART) as session:
         got = play(session, act={9: killing("loader-worker/1")})
     assert "PlanError" in got.error
@@ -451,14 +459,14 @@ class Moody:
 def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
     with launch(job(until=STEPS), **APART) as session:
         play(session, act={9: killing("loader-worker/1"), 20: killing("constructor-worker/0")})
-        steps = [stage.plan.step for stage in session.internals.runtime.plans]
+        steps = [stage.plan.step for stage in runtime_of(session).plans]
         assert steps == sorted(set(steps)) == list(range(STEPS))
 
 
-# stand-bys
+# standbys
 
 
-def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
+def test_standbys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
         until(
             lambda: (
@@ -467,7 +475,7 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
         )
 
         def hit(*names: str) -> Callable[[ov.Session], None]:
-            """When all loaders have a stand-by."""
+            """When all loaders have a standby."""
 
             def act(session: ov.Session) -> None:
                 until(lambda: len(session.metrics()["shadows"]) == 3)
@@ -496,7 +504,7 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
     ],
     ids="+".join,
 )
-def test_whoever_dies_with_its_stand_by_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
+def test_whoever_dies_with_its_standby_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
         assert play(session, act={k: killing(*names) for k in (3, 9, 10, 25)}) == calm
 
@@ -506,14 +514,14 @@ def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
         followed = until(
             lambda: {row["source"]: row["pid"] for row in session.metrics()["shadows"]}.get("a")
         )
-        [there] = [name for name, pid in hosts_of(session).items() if pid == followed]
+        [there] = [name for name, pid in workers_of(session).items() if pid == followed]
         session.move("a", there)
         assert until(
             lambda: [r["pid"] for r in session.metrics()["shadows"] if r["source"] == "a"]
         ) != [followed]
 
     with launch(job(until=STEPS), shadows="all", **APART) as session:
-        names = list(hosts_of(session))
+        names = list(workers_of(session))
         assert (
             play(
                 session,
@@ -523,7 +531,7 @@ def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
         )
 
 
-def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
+def test_heavy_sources_alone_have_a_standby(calm: Played) -> None:
     with launch(job(until=STEPS), shadows="heavy", **APART) as session:
         found = {row["source"] for row in until(lambda: session.metrics()["shadows"])}
         assert found < set(session.job.names)
@@ -531,10 +539,10 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
 
 
 def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
-    """Hosts that are started again: who is there, and what those of these names wait for."""
+    """Workers that are started again: who is there, and what those of these names wait for."""
     start, is_there, there, go = (
-        WorkerPool._restart_loader,
-        WorkerPool._is_restarted,
+        WORKER_RESTARTS.real,
+        WORKER_RESTARTED.real,
         list[str](),
         threading.Event(),
     )
@@ -548,25 +556,25 @@ def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], thread
         is_there(pool, worker)
         there.append(worker.name)
 
-    patch.setattr(WorkerPool, "_restart_loader", waits)
-    patch.setattr(WorkerPool, "_is_restarted", notes)
+    WORKER_RESTARTS.replace(patch, waits)
+    WORKER_RESTARTED.replace(patch, notes)
     return there, go
 
 
-def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
+def test_one_with_standbys_that_is_back_before_one_without_waits_for_it(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loaders are still counted as its own: it is told nothing before all go back."""
+    """Its loaders are still counted as its own: it is told nothing before all roll back."""
     with launch(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
         until(lambda: session.metrics()["shadows"])
-        engine = session.internals.runtime
-        assert isinstance(engine, Coordinator)
+        runtime = runtime_of(session)
+        assert isinstance(runtime, Coordinator)
         followers = {
-            h: {engine.standby.worker_of[k] for k in engine.placement.loaders_on(h)}
+            h: {runtime.standby.worker_of[k] for k in runtime.placement.loaders_on(h)}
             for h in range(3)
-            if engine.standby.covers(h, engine.pool.living())
+            if runtime.standby.covers(h, runtime.pool.living())
         }
         alone, covered = next(
             (h, c)
@@ -580,10 +588,12 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
 
         def hit(session: ov.Session) -> None:
             until(
-                lambda: min(len(client.queue) for client in session.internals.clients.values()) == 4
+                lambda: (
+                    min(len(client.queue) for client in running_job(session).clients.values()) == 4
+                )
             )  # all that comes before `on`
             killing(light)(session)
-            until(lambda: engine.pool.loaders[alone].lost)
+            until(lambda: runtime.pool.loaders[alone].lost)
             killing(heavy)(session)
             until(lambda: heavy in there)
 
@@ -595,15 +605,15 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
         assert sorted(there) == sorted([light, heavy]), "nobody died once more"
 
 
-def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
+def test_a_source_that_moves_to_where_it_is_followed_while_a_worker_is_away(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others get stand-bys by that, too, and those are told."""
+    """Others get standbys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
-        engine = session.internals.runtime
-        assert isinstance(engine, Coordinator)
-        homes, where = engine.placement.worker_of.tolist(), dict(engine.standby.worker_of)
+        runtime = runtime_of(session)
+        assert isinstance(runtime, Coordinator)
+        homes, where = runtime.placement.worker_of.tolist(), dict(runtime.standby.worker_of)
         away, moved = next(
             (h, loader)
             for h in homes
@@ -618,8 +628,8 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
                 lambda: f"loader-worker/{away}" in recovered(session)
             )  # its stand-by has taken over
             session.move(session.job.names[moved], f"loader-worker/{where[moved]}")
-            until(lambda: engine.placement.worker(moved) == where[moved])
-            assert len(engine.standby.worker_of) > 1, "others have one since, too"
+            until(lambda: runtime.placement.worker(moved) == where[moved])
+            assert len(runtime.standby.worker_of) > 1, "others have one since, too"
 
         def on(session: ov.Session) -> None:
             go.set()

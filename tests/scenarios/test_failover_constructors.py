@@ -1,4 +1,4 @@
-"""A constructor host dies under its trainers: they go on from the steps they have, wait for the
+"""A constructor worker dies under its trainers: they go on from the steps they have, wait for the
 next with a named reason, and get what they would have got.
 """
 
@@ -19,22 +19,29 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.serving.session_server import ServedAddress
 from tests.images import job as job_with_images
+from tests.internals import (
+    QUEUE_ASKS_AGAIN,
+    drop_connection,
+    forget_control,
+    runtime_of,
+    set_stall,
+    worker_factory_of,
+)
 from tests.processes import (
     KILLED,
     WAIT_S,
     Played,
     halt,
-    hosts_of,
     launch,
     play,
     run,
     runs,
     stalls_for,
     until,
+    workers_of,
     written,
 )
 from tests.scenarios.test_images import BROKEN
@@ -59,7 +66,9 @@ def session() -> Iterator[ov.Session]:
 
 
 def kill(session: ov.Session, name: str) -> None:
-    pid = until(lambda: runs(found := hosts_of(session)[name]) and found)  # it may just be replaced
+    pid = until(
+        lambda: runs(found := workers_of(session)[name]) and found
+    )  # it may just be replaced
     os.kill(pid, signal.SIGKILL)
 
 
@@ -104,10 +113,10 @@ def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(
 
 
 class Gate:
-    """Holds back whoever starts a constructor host."""
+    """Holds back whoever starts a constructor worker."""
 
     def __init__(self, session: ov.Session, monkeypatch: pytest.MonkeyPatch):
-        starter: Any = session.internals.runtime._starter  # type: ignore[attr-defined]
+        starter: Any = worker_factory_of(session)
         self._start, self._open = starter.constructor, threading.Event()
         monkeypatch.setattr(starter, "constructor", self._wait)
 
@@ -126,16 +135,14 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
     said: list[str] = []
     clients = [session.client(rank) for rank in range(2)] if inside else connected(session.serve())
     for client in clients:
-        client._warn_s, client._limit_s, client._on_stall = (
-            0.05,
-            30.0,
-            lambda words, seconds: said.append(words),
+        set_stall(
+            client, warn_s=0.05, limit_s=30.0, on_stall=lambda words, seconds: said.append(words)
         )
     got = {client.rank: [written(next(client))] for client in clients}
-    until(lambda: min(len(client._inbox) for client in clients) == 4)
+    until(lambda: min(len(client.queue) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
     kill(session, "constructor-worker/0")
-    until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: runtime_of(session).pool.constructors[0].lost)  # type: ignore[attr-defined]
     for client in clients:
         got[client.rank] += [written(next(client)) for _ in range(4)]
     waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
@@ -159,19 +166,19 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
 ) -> None:
     served, gate = session.serve(), Gate(session, monkeypatch)
     kill(session, "constructor-worker/0")
-    until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: runtime_of(session).pool.constructors[0].lost)  # type: ignore[attr-defined]
     clients = connected(served)
-    clients[0]._limit_s = 0.2
+    set_stall(clients[0], limit_s=0.2)
     stalls_for(clients[0], "constructor-worker/0 to be started again")
-    clients[0]._limit_s = WAIT_S
+    set_stall(clients[0], limit_s=WAIT_S)
     gate.open()
     assert side_by_side(clients, {}) == calm.steps
 
 
 def taken_by(session: ov.Session, rank: int) -> int | None:
-    """None while the host of its constructor does not say so."""
+    """None while the worker of its constructor does not say so."""
     with contextlib.suppress(DataStall):
-        return session.internals.runtime.taken_by(rank)  # type: ignore[attr-defined,no-any-return]
+        return runtime_of(session).taken_by(rank)  # type: ignore[attr-defined,no-any-return]
     return None
 
 
@@ -180,8 +187,8 @@ def test_a_trainer_and_its_constructor_that_die_together(session: ov.Session, ca
     first, other = connected(served)
     got = {0: [written(next(first)) for _ in range(3)], 1: [written(next(other)) for _ in range(2)]}
     until(lambda: taken_by(session, 0) == 2)
-    first._inbox._drop_link("it died")  # type: ignore[attr-defined]
-    first._asking = None  # type: ignore[attr-defined]
+    drop_connection(first.queue)
+    forget_control(first)
     kill(session, "constructor-worker/0")
     again = ov.connect(served, 0, served.token, stall_limit_s=30.0)
     rest = side_by_side([again, other], {})
@@ -197,7 +204,7 @@ def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(cal
         stopped: list[int] = []
 
         def stop() -> None:
-            stopped.append(hosts_of(session)["constructor-worker/1"])
+            stopped.append(workers_of(session)["constructor-worker/1"])
             halt(stopped[0])
 
         got = side_by_side(connected(session.serve()), {5: stop})
@@ -219,7 +226,7 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
                 with contextlib.suppress(
                     ProcessLookupError, OverlordError
                 ):  # it may just be replaced
-                    os.kill(hosts_of(session)["constructor-worker/0"], signal.SIGKILL)
+                    os.kill(workers_of(session)["constructor-worker/0"], signal.SIGKILL)
                 gave_up.wait(0.05)
 
         killer = threading.Thread(target=act)
@@ -241,15 +248,15 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
     with launch(made, constructor_hosts=1) as session:
         got = play(session, act={k: lambda s: kill(s, "constructor-worker/0") for k in (2, 5)})
         assert got.steps == alone.steps
-        # What a host had built and not told of when it died is told by nobody, if trainers have
+        # What a worker had built and not told of when it died is told by nobody, if trainers have
         # taken it: it is for the record only.
         listed = session.quarantine()
         assert [q for q in alone.quarantine if q in listed] == listed
 
 
-def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> None:
+def test_serving_waits_for_a_worker_that_does_not_answer_and_holds_up_nobody() -> None:
     with launch(job(until=STEPS), lost_after_s=2 * WAIT_S) as session:
-        pid = hosts_of(session)["constructor-worker/0"]
+        pid = workers_of(session)["constructor-worker/0"]
         halt(pid)
         served: list[ServedAddress] = []
         thread = threading.Thread(target=lambda: served.append(session.serve()))
@@ -280,9 +287,9 @@ def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all
     ) as session:
         clients = [session.client(rank) for rank in range(3)]
         got = {rank: [written(next(client))] for rank, client in enumerate(clients)}
-        until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
+        until(lambda: [len(client.queue) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
+            QUEUE_ASKS_AGAIN.replace(patch, lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]

@@ -18,7 +18,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.transforms.image_header import header
 from overlord.transforms.image_items import fill, item_grid, item_shape
 from tests.images import IMAGES, PLACEHOLDER, job, picture, sources, text, tokens
-from tests.processes import PARTS, launch, play, run, until, written
+from tests.processes import WORKER_RUNTIME, launch, play, run, until, written
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(200)
@@ -81,7 +81,7 @@ def test_a_job_with_images_is_the_same_on_every_runtime(name: str, tmp_path: Pat
     )
     assert in_simulation(made, 3) == alone.steps
     assert in_simulation(made, 4, loaders={"photos": 2}) == alone.steps
-    apart = run(made, PARTS, **APART)
+    apart = run(made, WORKER_RUNTIME, **APART)
     assert apart.steps == alone.steps
     assert apart.states == alone.states
 
@@ -314,7 +314,7 @@ def test_a_rank_that_is_served_by_a_broadcast_encodes_its_own_images(tmp_path: P
 def test_a_step_of_text_has_the_same_keys_with_nothing_in_them(tmp_path: Path) -> None:
     made = job(tmp_path, mixture={"photos": 0.0, "drawings": 0.0, "text": 1.0}, until=2)
     full = job(tmp_path, until=2)
-    for runtime in ("local", PARTS):
+    for runtime in ("local", WORKER_RUNTIME):
         shapes = [
             [
                 {k: (d, s[1:]) for k, d, s, _ in e}
@@ -335,7 +335,7 @@ def test_a_step_of_text_has_the_same_keys_with_nothing_in_them(tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_a_run_with_images_goes_on_from_a_state_in_the_middle_of_an_epoch(
     runtime: str, tmp_path: Path
 ) -> None:
@@ -349,7 +349,7 @@ def test_a_run_with_images_goes_on_from_a_state_in_the_middle_of_an_epoch(
     assert run(made, runtime, resume=whole.states[2]).steps == whole.behind(2)
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_clients_that_connect_get_the_same_images(runtime: str, tmp_path: Path) -> None:
     made = job(tmp_path)
     with launch(made, runtime) as session:
@@ -367,7 +367,7 @@ def test_images_that_find_no_room_in_shared_memory_go_another_way(
 ) -> None:
     large = {"min_pixels": 150 * 150, "max_pixels": 200 * 200, "place": place}
     made = job(tmp_path, images=large, batch=ov.Batch(samples=12, context=1024), until=4)
-    assert run(made, PARTS, ring_bytes=2**16, **APART).steps == run(made, "local").steps
+    assert run(made, WORKER_RUNTIME, ring_bytes=2**16, **APART).steps == run(made, "local").steps
 
 
 def marked(samples: ov.Popped) -> ov.Ragged:
@@ -396,7 +396,7 @@ def test_hooks_and_processes_of_transforms_leave_images_where_they_belong(tmp_pa
     )
     alone = run(made, "local")
     assert alone.error == ""
-    assert run(made, PARTS, **APART).steps == alone.steps
+    assert run(made, WORKER_RUNTIME, **APART).steps == alone.steps
     assert run(other, "local").steps == alone.steps
 
 

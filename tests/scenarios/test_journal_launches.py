@@ -16,9 +16,10 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import JournalError, JournalTaken
 from overlord.session.cluster_runtime import ClusterRuntime
-from tests.journaled import recovered
-from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
-from tests.scenarios.test_planner_process import planner_of
+from tests.internals import COORDINATOR_RESTARTS
+from tests.journal_faults import recovered
+from tests.processes import WAIT_S, WORKER_RUNTIME, Played, launch, play, run, until, workers_of
+from tests.scenarios.test_coordinator_process import planner_of
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job
 from tests.stores import BUCKET, Proxy
@@ -77,7 +78,7 @@ def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(
             assert new.resumed is not None
             first = new.resumed.step
             before = play(new, steps=4)
-            for pid in [planner_of(old), *(hosts_of(old)[name] for name in lost)]:
+            for pid in [planner_of(old), *(workers_of(old)[name] for name in lost)]:
                 os.kill(pid, signal.SIGKILL)
             got, ends = rest(old)
             assert [type(end) for end in ends] == [JournalTaken] * 2, ends
@@ -135,10 +136,10 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
     made, others = job(until=STEPS, journal=store), list[ov.Session]()
     write = ClusterRuntime.write_beginning
 
-    def late(engine: ClusterRuntime, beginning: Any) -> None:
+    def late(runtime: ClusterRuntime, beginning: Any) -> None:
         monkeypatch.setattr(ClusterRuntime, "write_beginning", write)
         others.append(launch(made, **APART))
-        write(engine, beginning)
+        write(runtime, beginning)
 
     monkeypatch.setattr(ClusterRuntime, "write_beginning", late)
     with pytest.raises(JournalTaken, match=TAKEN):
@@ -148,19 +149,19 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 
 
 def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
-    """Done when a planner is gone, and before another is started."""
-    again, todo = Launcher._start_again, [what]
+    """Done when a coordinator is gone, and before another is started."""
+    again, todo = COORDINATOR_RESTARTS.real, [what]
 
-    def start(parts: Launcher, reason: str) -> None:
+    def start(launcher: Launcher, reason: str) -> None:
         while todo:
             todo.pop()()
-        again(parts, reason)
+        again(launcher, reason)
 
-    patch.setattr(Launcher, "_start_again", start)
+    COORDINATOR_RESTARTS.replace(patch, start)
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])
-def test_a_launch_that_takes_the_lock_when_a_planner_is_lost_keeps_the_journal(
+def test_a_launch_that_takes_the_lock_when_a_coordinator_is_lost_keeps_the_journal(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     made, others = job(until=STEPS, journal=str(tmp_path)), list[ov.Session]()
@@ -195,7 +196,7 @@ def test_launches_one_after_the_other_go_on_and_so_do_their_planners(
 ) -> None:
     made, first = job(until=STEPS, journal=store), 0
     for n in (4, 9, None):
-        with launch(made, PARTS, resume="auto", **APART) as session:
+        with launch(made, WORKER_RUNTIME, resume="auto", **APART) as session:
             assert session.resumed is not None
             first = session.resumed.step
             played = play(

@@ -15,8 +15,8 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal.directory import DirectoryStorage
-from tests.journaled import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
-from tests.processes import PARTS, Program, program, until
+from tests.journal_faults import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
+from tests.processes import WORKER_RUNTIME, Program, program, until
 from tests.stores import BUCKET, Proxy
 from tests.unit.test_journal_disks import tiny
 
@@ -41,7 +41,9 @@ def undisturbed(corpus: Path) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    with program(tmp_path_factory.mktemp("trainer"), "from tests.journaled import main") as running:
+    with program(
+        tmp_path_factory.mktemp("trainer"), "from tests.journal_faults import main"
+    ) as running:
         assert running.line() == "ready"
         yield running
 
@@ -99,7 +101,7 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
             "delivered, and not in the journal"
         )
         said = ["said"] in first
-        runtime = PARTS if number == 5 else "local"
+        runtime = WORKER_RUNTIME if number == 5 else "local"
         code, then = play(trainer, corpus, at, "then", resume="auto", runtime=runtime, said=said)
         assert code == 0
         check(first, then, undisturbed, acked)
@@ -107,11 +109,11 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
     assert kills > 9
 
 
-def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
+def test_a_coordinator_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:
-    """All in one run: whoever comes in the place of a planner is killed at the next write, or at
-    the same one in another moment of it.
+    """All in one run: whoever comes in the place of a coordinator is killed at the next write, or
+    at the same one in another moment of it.
     """
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)
@@ -131,7 +133,9 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     assert {how for _, how in tried} == {*MOMENTS, "whole"}
 
 
-@pytest.mark.parametrize(("runtime", "other"), [("local", PARTS), (PARTS, "local")])
+@pytest.mark.parametrize(
+    ("runtime", "other"), [("local", WORKER_RUNTIME), (WORKER_RUNTIME, "local")]
+)
 def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
     runtime: str,
     other: str,
@@ -171,7 +175,7 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
     pytest.importorskip("obstore")
     uri = f"s3://{BUCKET}/journaled"
     with program(
-        tmp_path, "from tests.journaled import main"
+        tmp_path, "from tests.journal_faults import main"
     ) as trainer:  # it has the store's keys
         assert trainer.line() == "ready"
         code, first = play(trainer, corpus, tmp_path, "first", journal=uri, last=4)
@@ -189,7 +193,7 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
     assert recovered(uri).acked == STEPS - 1
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_on(
     runtime: str, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:

@@ -225,7 +225,7 @@ def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, statu
 
 
 @pytest.mark.parametrize("kind", [403, "kept"])
-def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the_same(
+def test_a_bucket_that_lets_nothing_be_removed_is_reported_and_written_to_all_the_same(
     uri, proxy, caplog, kind
 ):
     """Keys without DeleteObject: the journal grows, and what was pruned is not read."""

@@ -1,4 +1,4 @@
-"""One job and one script of losses on every runtime: a loader host, a constructor host and the
+"""One job and one script of losses on every runtime: a loader worker, a constructor worker and the
 planner are lost one after another, then all at once, and each rank is handed, to the byte, what it
 is handed where nothing is lost.
 
@@ -23,8 +23,8 @@ from overlord.drill.run import worker_pids
 from tests.processes import launch
 from tests.simulation.world.faults import Fault
 from tests.simulation.world.history import Seen
-from tests.simulation.world.running import run_scenario, undisturbed
 from tests.simulation.world.scenario import STEPS, Scenario, draw
+from tests.simulation.world.seed_run import run_scenario, undisturbed
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -47,7 +47,7 @@ Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
 
 
 def scenario() -> Scenario:
-    """Two loader hosts, one constructor host, a mesh with dp=2 and tp=2, and a journal: else a
+    """Two loader workers, one constructor worker, a mesh with dp=2 and tp=2, and a journal: else a
     planner that is lost ends the job.
     """
     plain = draw(5)

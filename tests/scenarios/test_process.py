@@ -20,7 +20,17 @@ import overlord as ov
 from overlord.constructor.compact import IDS
 from overlord.hashing import digest
 from tests.golden.jobs import FILE, jobs
-from tests.processes import PARTS, Played, heard, hosts_of, launch, play, run, until, written
+from tests.processes import (
+    WORKER_RUNTIME,
+    Played,
+    heard,
+    launch,
+    play,
+    run,
+    until,
+    workers_of,
+    written,
+)
 from tests.properties.test_combined import LAG, Scene
 from tests.properties.test_feedback import Chaser, trainer
 from tests.worlds import Rows, World, folder
@@ -31,7 +41,7 @@ APART = {
     "sources_per_host": 1,
     "hosts": 4,
     "constructor_hosts": 2,
-}  # every source in a host of its own, two hosts of constructors
+}  # every source in a worker of its own, two workers of constructors
 
 
 def world(
@@ -135,7 +145,7 @@ def test_a_small_world_is_the_same_in_processes(name: str) -> None:
             "loaders": dict.fromkeys(job.names, 1 + scene.salt % 2),
         }
         alone = run(job, "local", said=said, report=trainer(scene.salt), **options)
-        apart = run(job, PARTS, said=said, report=trainer(scene.salt), **options, **APART)
+        apart = run(job, WORKER_RUNTIME, said=said, report=trainer(scene.salt), **options, **APART)
     assert len(alone.states) > 2
     assert apart == alone
 
@@ -244,15 +254,15 @@ def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None
     with launch(made, constructor_hosts=2, broadcast=False) as session:
         clients = [session.client(rank) for rank in range(4)]
         for steps in zip(*clients, strict=True):
-            where = [shared_memory_at(step._bucket.wide.arrays[IDS]) for step in steps]
+            where = [shared_memory_at(step.bucket.wide.arrays[IDS]) for step in steps]
             assert where[0] == where[1] != where[2] == where[3]
-            assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), (
+            assert all(step.bucket.wide.arrays[IDS].itemsize == 2 for step in steps), (
                 "as narrow as ids allow"
             )
             assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), (
                 "widened by each rank for itself"
             )
-    apart = run(made, PARTS, constructor_hosts=2, broadcast=False)
+    apart = run(made, WORKER_RUNTIME, constructor_hosts=2, broadcast=False)
     assert apart == run(made, "local", broadcast=False)
     assert apart.steps[0] == apart.steps[1] != apart.steps[2] == apart.steps[3]
 
@@ -279,13 +289,13 @@ def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
     ) as session:
         rows = [a for a in session.metrics()["actors"] if a["role"] == "loader"]
         assert len({a["pid"] for a in rows if a["name"].startswith("loader/b/")}) == 3
-        assert len(hosts_of(session)) == len(set(hosts_of(session).values())) == 5 + 2
+        assert len(workers_of(session)) == len(set(workers_of(session).values())) == 5 + 2
         assert play(session) == run(made, "local")
 
 
-def test_links_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
+def test_connections_and_bytes_do_not_grow_with_the_ranks_of_a_group() -> None:
     def all_of(transfer: dict[str, dict[str, int]]) -> dict[str, dict[str, int]] | None:
-        """Every row, once all hosts have answered: the row of a host that blocks is empty."""
+        """Every row, once all workers have answered: the row of a worker that blocks is empty."""
         return transfer if all("links" in row for row in transfer.values()) else None
 
     def cost(tp: int) -> tuple[list[int], int]:
@@ -306,7 +316,7 @@ def test_hooks_see_in_processes_what_they_see_in_one() -> None:
     made = job(
         hooks=[ov.loader_do_plan(marked), ov.constructor_do_plan(counted)], until=6, look_ahead=3
     )
-    apart = run(made, PARTS, loaders={"b": 2}, **APART)
+    apart = run(made, WORKER_RUNTIME, loaders={"b": 2}, **APART)
     assert apart == run(made, "local")
     assert apart.states
 
@@ -320,10 +330,10 @@ def typed(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
 def test_a_hook_is_given_ids_of_one_type_wherever_it_runs() -> None:
     made = job(hooks=[ov.constructor_do_plan(typed)], until=4)
     kinds = {}
-    for runtime in ("local", PARTS):
+    for runtime in ("local", WORKER_RUNTIME):
         with ov.launch(made, runtime=runtime) as session:
             kinds[runtime] = {int(mb["kind"][0]) for step in session.client(0) for mb in step}
-    assert kinds[PARTS] == kinds["local"]
+    assert kinds[WORKER_RUNTIME] == kinds["local"]
     assert len(kinds["local"]) == 1
 
 
@@ -346,15 +356,15 @@ def test_whatever_is_said_in_mid_run_means_the_same(tmp_path: Path) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG)
     more, wide = source("d", 50, 3000), (*made.sources, source("d", 50, 3000))
     days = {}
-    for runtime in ("local", PARTS):
+    for runtime in ("local", WORKER_RUNTIME):
         days[runtime] = run(
             made, runtime, act=busy_day(more), report=trainer(4), prefetch=3, **APART
         )
-    assert days[PARTS] == days["local"]
+    assert days[WORKER_RUNTIME] == days["local"]
     assert "d" in {
         sample[0][0] for step in days["local"].steps[0] for mb in step[4] for sample in mb
     }
-    state = days[PARTS].states[12]
+    state = days[WORKER_RUNTIME].states[12]
     there = run(
         replace(made, sources=wide, mixture=Chaser(("a", "b", "c"))),
         "local",
@@ -370,9 +380,9 @@ def test_whatever_is_said_in_mid_run_means_the_same(tmp_path: Path) -> None:
 def test_a_state_goes_from_one_runtime_to_another_and_back() -> None:
     made = job(look_ahead=2)
     whole = run(made, "local")
-    first = run(made, PARTS, steps=5)
+    first = run(made, WORKER_RUNTIME, steps=5)
     then = run(made, "local", resume=first.states[-1], steps=5)
-    last = run(made, PARTS, resume=then.states[-1], loaders={"a": 2})
+    last = run(made, WORKER_RUNTIME, resume=then.states[-1], loaders={"a": 2})
     for rank in whole.steps:
         assert first.steps[rank] + then.steps[rank] + last.steps[rank] == whole.steps[rank]
     assert last.states == whole.states[10:]
@@ -383,18 +393,18 @@ def undisturbed() -> Played:
     return run(job(), "local")
 
 
-def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(
+def test_ranks_rewind_to_a_state_together_also_to_one_before_a_source_joined(
     undisturbed: Played,
 ) -> None:
     with launch(job(), constructor_hosts=2) as session:
         assert play(session, steps=6).steps == {r: s[:6] for r, s in undisturbed.steps.items()}
-        old, before = hosts_of(session), undisturbed.states[2]
+        old, before = workers_of(session), undisturbed.states[2]
         session.add_source(source("d", 20, 5000))
         clients = [session.client(rank) for rank in range(2)]
         for client in clients:
             client.load_state_dict(before)
-        if PARTS != "ray":  # there processes wait for the next of their name
-            assert not set(old.values()) & set(hosts_of(session).values()), (
+        if WORKER_RUNTIME != "ray":  # there processes wait for the next of their name
+            assert not set(old.values()) & set(workers_of(session).values()), (
                 "new cores, in new processes"
             )
         again = play(session)
@@ -414,7 +424,7 @@ def moves(*where: tuple[int, str, tuple[str, ...]]) -> dict[int, Callable[[ov.Se
 
 
 @pytest.mark.parametrize("look_ahead", [1, 3])
-def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
+def test_sources_move_between_workers_and_nobody_notices(look_ahead: int) -> None:
     made = job(look_ahead=look_ahead)
     elsewhere = moves(
         (0, "a", ("loader-worker/1",)),
@@ -428,7 +438,7 @@ def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
     with launch(made, loaders={"b": 3}, sources_per_host=2, hosts=3) as session:
         done = play(session, act=elsewhere)
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-        hosts = hosts_of(session)
+        hosts = workers_of(session)
     assert done == run(made, "local")
     assert [where[f"loader/b/{k}"] for k in (1, 2, 3)] == [
         hosts[f"loader-worker/{h}"] for h in (0, 1, 2)
@@ -442,7 +452,7 @@ def test_sources_move_at_any_moment_while_everyone_trains() -> None:
     with launch(
         made, loaders={"b": 2}, sources_per_host=2, hosts=3, constructor_hosts=2
     ) as session:
-        hosts = [name for name in hosts_of(session) if name.startswith("loader-worker/")]
+        hosts = [name for name in workers_of(session) if name.startswith("loader-worker/")]
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
         threads = [

@@ -16,18 +16,19 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, OverlordError
+from tests.internals import running_job, set_stall
 from tests.processes import (
     RUNTIMES,
     WAIT_S,
     Played,
     halt,
     heard,
-    hosts_left,
-    hosts_of,
     launch,
     play,
     run,
     until,
+    workers_left,
+    workers_of,
     written,
 )
 from tests.scenarios.test_process import job, rows, source
@@ -66,11 +67,11 @@ def test_a_client_that_leaves_in_mid_run_is_waited_for_no_more() -> None:
 
 def stalls(session: ov.Session, client: ov.Client, words: str) -> None:
     """It gets nothing and can say why; who is asked for that may be late in saying it."""
-    client._limit_s = 0.5
+    set_stall(client, limit_s=0.5)
     with pytest.raises(DataStall):
         next(client)
-    client._limit_s = WAIT_S
-    until(lambda: re.search(words, session.internals.waiting_for(client.rank)))
+    set_stall(client, limit_s=WAIT_S)
+    until(lambda: re.search(words, running_job(session).waiting_for(client.rank)))
 
 
 @pytest.mark.parametrize(
@@ -147,14 +148,16 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         with pytest.raises(DataStall) as stall:
             next(client)
         where = next(a["pid"] for a in session.metrics()["actors"] if a["name"] == "loader/slow/1")
-        host = next(name for name, pid in hosts_of(session).items() if pid == where)
+        host = next(name for name, pid in workers_of(session).items() if pid == where)
         inside = r"loader/slow/1 is in Map\(Gate\) for \d+ s, with rows 0 to 7 "
         now = until(
-            lambda: found if re.search(inside, found := session.internals.waiting_for(0)) else None
+            lambda: (
+                found if re.search(inside, found := running_job(session).waiting_for(0)) else None
+            )
         )
         asked = [
             words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words
-        ]  # its host had answered in time
+        ]  # its worker had answered in time
         for words in (now, *asked):
             assert "samples that step 0 draws" in words
             assert "source 'slow'" in words
@@ -165,7 +168,7 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         assert (stall.value.step, stall.value.rank) == (0, 0)
         assert said
         gate.touch()
-        client._limit_s = WAIT_S
+        set_stall(client, limit_s=WAIT_S)
         assert next(client).step == 0, "a stall is no end"
 
 
@@ -186,7 +189,7 @@ def test_questions_are_answered_while_a_trainer_waits(tmp_path: Path) -> None:
             )
         )
         before = time.monotonic()
-        assert [len(client._inbox) for client in clients] == [0, 0]
+        assert [len(client.queue) for client in clients] == [0, 0]
         for _ in range(20):
             session.metrics()
             session.summary_buffer()
@@ -235,21 +238,21 @@ def test_metrics_tell_of_every_process() -> None:
         assert {r: c["steps"] for r, c in found["clients"].items()} == {0: 6, 1: 6}
 
 
-def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
+def test_a_worker_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone: Played) -> None:
     with launch(job(until=200), sources_per_host=1, hosts=4) as session:
         session.move("b", "loader-worker/0")
-        first, hosts = play(session, steps=2), hosts_of(session)
+        first, hosts = play(session, steps=2), workers_of(session)
         halt(hosts["loader-worker/0"])
         clients = [session.client(rank) for rank in range(2)]
         try:
             for client in clients:
-                client._limit_s = 1.5
+                set_stall(client, limit_s=1.5)
             then = play(session)
             assert "DataStall" in then.error
             until(
                 lambda: re.search(
                     "more of source 'b'|payload of loader-worker/0",
-                    session.internals.waiting_for(0) + session.internals.waiting_for(1),
+                    running_job(session).waiting_for(0) + running_job(session).waiting_for(1),
                 )
             )
             loaders = {
@@ -261,7 +264,7 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
         finally:
             os.kill(hosts["loader-worker/0"], signal.SIGCONT)
         for client in clients:
-            client._limit_s = WAIT_S
+            set_stall(client, limit_s=WAIT_S)
         done = play(session, steps=3)
         for rank, steps in alone.steps.items():
             got = first.steps[rank] + then.steps[rank] + done.steps[rank]
@@ -317,23 +320,23 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
     thread = threading.Thread(target=third)
     with launch(made) as one, launch(other) as two:
         thread.start()
-        assert hosts_of(one).keys() == hosts_of(two).keys()
-        assert not set(hosts_of(one).values()) & set(hosts_of(two).values())
+        assert workers_of(one).keys() == workers_of(two).keys()
+        assert not set(workers_of(one).values()) & set(workers_of(two).values())
         clients = [s.client(rank) for s in (one, two) for rank in range(2)]
         got = [[written(step) for step in steps] for steps in zip(*clients, strict=True)]
-        left = [*hosts_of(one).values(), *hosts_of(two).values()]
+        left = [*workers_of(one).values(), *workers_of(two).values()]
     thread.join(30)
     wanted = [run(made, "local"), run(other, "local")]
     assert [[g[i] for g in got] for i in range(4)] == [
         steps for w in wanted for steps in w.steps.values()
     ]
     assert outcome == [wanted[1]]
-    assert not hosts_left(left, 2.0)
+    assert not workers_left(left, 2.0)
 
 
 def test_a_long_run_uses_the_memory_of_a_short_one() -> None:
     made = job(until=120, batch=ov.Batch(samples=60, context=32))
-    with launch(made, hosts=1) as session:  # each host has a window of its own
+    with launch(made, hosts=1) as session:  # each worker has a window of its own
         clients = [session.client(rank) for rank in range(2)]
         seen = []
         for k, steps in enumerate(zip(*clients, strict=True)):

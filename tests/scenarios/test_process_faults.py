@@ -21,22 +21,23 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, JobError, OverlordError, SourceError
+from tests.internals import running_job
 from tests.processes import (
     ASKED,
     EXITED,
     KILLED,
-    PARTS,
+    WORKER_RUNTIME,
     Played,
     but_for_late,
     heard,
-    hosts_left,
-    hosts_of,
     launch,
     left_after,
     play,
     program,
     run,
     until,
+    workers_left,
+    workers_of,
     written,
 )
 from tests.scenarios.test_process import job, rows, source
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.timeout(200)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
 OPENED_NOT = (
-    ActorLost if PARTS == "process" else ImportError
+    ActorLost if WORKER_RUNTIME == "process" else ImportError
 )  # Ray opens code in our hands, and what it raises comes here
 SOON_S = 20.0  # a death is told in tens of milliseconds; machines are noisy
 
@@ -84,7 +85,7 @@ def ends_of(session: ov.Session) -> dict[int, tuple[list[Any], Exception | None]
 
 
 @pytest.mark.parametrize("constructor_hosts", [1, 2])
-def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
+def test_a_loader_worker_that_is_killed_ends_the_job_at_the_same_step_for_all(
     alone: Played, constructor_hosts: int
 ) -> None:
     with launch(
@@ -95,8 +96,8 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
         build_ahead=4,
         **ENDS,
     ) as session:
-        before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        before, hosts = play(session, steps=5), workers_of(session)
+        until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         os.kill(hosts["loader-worker/1"], signal.SIGKILL)
         start = time.monotonic()
         ends = ends_of(session)
@@ -113,15 +114,15 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
         }
         assert states.pop("loader-worker/1") == KILLED
         assert set(states.values()) == {"running"}
-    assert not hosts_left(list(hosts.values()), SOON_S)
+    assert not workers_left(list(hosts.values()), SOON_S)
 
 
 @pytest.mark.parametrize("victim", ["loader-worker/0", "constructor-worker/1"])
-def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
+def test_a_worker_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
     with launch(
         job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS
     ) as session:
-        hosts, clients = hosts_of(session), [session.client(rank) for rank in range(2)]
+        hosts, clients = workers_of(session), [session.client(rank) for rank in range(2)]
         ends: dict[int, Any] = {}
         threads = [
             threading.Thread(target=lambda r=r: ends.update({r: rest_of(clients[r])}))
@@ -141,12 +142,12 @@ def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str)
             assert steps[:40] == alone.steps[rank][: len(steps)]
 
 
-def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_and_all_others_end(
+def test_clients_of_a_constructor_worker_that_is_killed_hand_out_what_they_have_and_all_others_end(
     alone: Played,
 ) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
-        before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        before, hosts = play(session, steps=5), workers_of(session)
+        until(lambda: min(len(session.client(rank).queue) for rank in range(2)) == 4)
         session.kill("constructor-worker/1")
         start = time.monotonic()
         ends = ends_of(session)
@@ -160,19 +161,19 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
             JobError, match="no process of this job is called 'x'; there are loader-worker/0"
         ):
             session.kill("x")
-    assert not hosts_left(list(hosts.values()), SOON_S)
+    assert not workers_left(list(hosts.values()), SOON_S)
 
 
 SERVED = """
     import sys, time
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
-        session = ov.launch(job(until=200), runtime=PARTS, constructor_hosts=2, build_ahead=4)
+        session = ov.launch(job(until=200), runtime=WORKER_RUNTIME, constructor_hosts=2, build_ahead=4)
         served = session.serve()
-        print(served.address, served.token, *hosts_of(session).values(), flush=True)
+        print(served.address, served.token, *workers_of(session).values(), flush=True)
         sys.stdin.readline()
         session.close()
         print("closed", flush=True)
@@ -197,7 +198,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
             for rank in range(2)
         ]
         got = [[written(next(client)) for client in clients] for _ in range(5)]
-        until(lambda: min(len(client._inbox) for client in clients) == 4)
+        until(lambda: min(len(client.queue) for client in clients) == 4)
         server.process.kill()
         start = time.monotonic()
         assert not left_after(list(map(int, pids)), SOON_S), (
@@ -225,7 +226,7 @@ def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
         address, token, *pids = server.line().split()
         with ov.connect(address, 0, token, reconnect_s=5.0) as client:
             assert next(client).step == 0
-            until(lambda: len(client._inbox) == 3)
+            until(lambda: len(client.queue) == 3)
             server.say("")
             assert server.line() == "closed"
             steps, error = rest_of(client)
@@ -239,11 +240,11 @@ TRAINS = """
     import sys
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
         {launch}
-        print(*hosts_of(session).values(), flush=True)
+        print(*workers_of(session).values(), flush=True)
         for step in session.client(0):
             if step.step == {stop}:
                 {then}
@@ -254,7 +255,7 @@ def trains(launch: str, then: str, stop: int = 3) -> str:
     return TRAINS.format(launch=launch, stop=stop, then=then)
 
 
-PLAIN = "session = ov.launch(job(until=10**6), runtime=PARTS)"
+PLAIN = "session = ov.launch(job(until=10**6), runtime=WORKER_RUNTIME)"
 
 
 def test_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
@@ -275,11 +276,11 @@ def scoped() -> str:
     return """
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import PARTS, hosts_of
+    from tests.processes import WORKER_RUNTIME, workers_of
 
     def main():
-        with ov.launch(job(until=10**6), runtime=PARTS) as session:
-            print(*hosts_of(session).values(), flush=True)
+        with ov.launch(job(until=10**6), runtime=WORKER_RUNTIME) as session:
+            print(*workers_of(session).values(), flush=True)
             for step in session.client(0):
                 if step.step == 3:
                     print("trains", flush=True)
@@ -315,8 +316,8 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
         target=lambda: ended.append(rest_of(clients[0]))
     )  # rank 1 takes nothing
     waiting.start()
-    until(lambda: "rank 1" in session.internals.waiting_for(0))
-    hosts = list(hosts_of(session).values())
+    until(lambda: "rank 1" in running_job(session).waiting_for(0))
+    hosts = list(workers_of(session).values())
     start = time.monotonic()
     session.close()
     session.close()
@@ -325,7 +326,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     [(steps, error)] = ended
     assert steps == []
     assert str(error) == "the session is closed"
-    assert not hosts_left(hosts, SOON_S)
+    assert not workers_left(hosts, SOON_S)
 
 
 def test_sessions_leave_no_open_file_and_no_thread() -> None:
@@ -392,7 +393,7 @@ def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(
         f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, "
         "transforms=[ov.Map(mine), ov.Tokens()])\n"
         "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
-        f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as "
+        f"try:\n    ov.launch(job, runtime='{WORKER_RUNTIME}').close()\nexcept ov.JobError as "
         "error:\n    print(error)\n"
     )
     said = subprocess.run(
@@ -414,7 +415,7 @@ def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
 
 
 def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path: Path) -> None:
-    """Only one that sends something defined in it: else its hosts never import it."""
+    """Only one that sends something defined in it: else its workers never import it."""
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
         assert trainer.end()[0] == 0
     hooked = PLAIN.replace("until=10**6", "until=10**6, hooks=(ov.constructor_do_plan(mine),)")
@@ -424,7 +425,7 @@ def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path:
     )
     with program(tmp_path, body, guarded=False) as trainer:
         code, _, err = trainer.end()
-        assert (code == 0) == (PARTS == "ray"), (
+        assert (code == 0) == (WORKER_RUNTIME == "ray"), (
             "there what is defined in a program travels with what is sent, and nobody imports it"
         )
         assert code == 0 or 'if __name__ == "__main__":' in err.splitlines()[-1]

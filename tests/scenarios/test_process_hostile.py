@@ -1,4 +1,4 @@
-"""Peers that have the token and say what they like: a host refuses or ignores it, lives on, and
+"""Peers that have the token and say what they like: a worker refuses or ignores it, lives on, and
 delivers what it should.
 """
 
@@ -19,10 +19,10 @@ from overlord.messages.client import StepAck, StepMessage
 from overlord.messages.control import STRIDE, Attach, EndOfJob
 from overlord.messages.loader import StepPayload
 from overlord.sample import Ragged
-from overlord.transport import value_codec
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import dial
-from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
+from tests.internals import RAGGED_CHECK, runtime_of
+from tests.processes import Played, launch, play, run, until, workers_left, workers_of
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(200)
@@ -42,13 +42,13 @@ def session(caplog: pytest.LogCaptureFixture) -> Iterator[ov.Session]:
 
 
 def peer(session: ov.Session, **hello: Any) -> Connection:
-    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
+    address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
     link, _ = dial(address, token, hello, timeout_s=10)
     return link
 
 
 def end_of(link: Connection) -> str:
-    """Why a link was ended; what came before that is let go."""
+    """Why a connection was ended; what came before that is let go."""
     try:
         while link.recv(10.0) is not TIMEOUT:
             pass
@@ -62,7 +62,7 @@ class Course:
 
     def __init__(self, session: ov.Session, alone: Played):
         self.session, self._alone, self._at = session, alone, 0
-        self._hosts = hosts_of(session)
+        self._hosts = workers_of(session)
 
     def go_on(self, steps: int = 3) -> None:
         got = play(self.session, steps=steps)
@@ -71,7 +71,7 @@ class Course:
             rank: s[self._at : self._at + steps] for rank, s in self._alone.steps.items()
         }
         self._at += steps
-        assert hosts_of(self.session) == self._hosts, "no host has died"
+        assert workers_of(self.session) == self._hosts, "no host has died"
 
 
 HELLOS: list[dict[str, Any]] = [
@@ -128,7 +128,7 @@ NO_PAYLOAD: list[Any] = [
 ]
 
 
-def test_a_loader_host_that_sends_anything_but_its_payload_is_cut_off(
+def test_a_loader_worker_that_sends_anything_but_its_payload_is_cut_off(
     session: ov.Session, alone: Played
 ) -> None:
     course = Course(session, alone)
@@ -183,13 +183,13 @@ def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(
     assert got == [0, 1, 2, 3], "its client comes back and misses nothing"
 
 
-def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(
+def test_who_has_the_place_of_a_worker_that_joins_loses_it_and_spoils_nothing(
     session: ov.Session, alone: Played
 ) -> None:
     course = Course(session, alone)
     course.go_on()
     host = 1 + max(
-        int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-worker/")
+        int(name.split("/")[1]) for name in workers_of(session) if name.startswith("loader-worker/")
     )
     with peer(session, role="loader", host=host) as link:
         link.send(StepPayload(20, host, DOCUMENTS))
@@ -238,7 +238,7 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
         with (
             peer(session, role="loader", host=9) as link,
             contextlib.suppress(ActorLost),
-        ):  # what is no payload ends the link
+        ):  # what is no payload ends the connection
             for _ in range(200):
                 origin = 9 if chance.random() < 0.98 else chance.choice(NUMBERS)
                 wild = chance.random() < 0.05
@@ -250,10 +250,10 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
     course.go_on()
 
 
-def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
+def test_a_stranger_that_has_the_place_of_a_loader_worker_is_driven_out(
     session: ov.Session, alone: Played
 ) -> None:
-    """Whoever has the token can take a place. The host whose place it was is missed, and the job
+    """Whoever has the token can take a place. The worker whose place it was is missed, and the job
     goes back; nothing is repeated.
     """
     before = play(session, steps=3)
@@ -268,27 +268,27 @@ def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
 def test_a_wrong_token_opens_nothing(
     session: ov.Session, alone: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address, token = session.internals.runtime.address_for(0)  # type: ignore[attr-defined]
+    address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
     with pytest.raises(LinkRefused):
         dial(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
     Course(session, alone).go_on()
     with caplog.at_level(logging.DEBUG, "overlord"):
         session.metrics()
     assert token not in caplog.text
-    hosts = list(hosts_of(session).values())
+    hosts = list(workers_of(session).values())
     session.close()
-    assert not hosts_left(hosts, 3.0)
+    assert not workers_left(hosts, 3.0)
 
 
 def sent_as_it_is(link: Connection, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look that our own sender takes at a value."""
     with monkeypatch.context() as patch:
-        patch.setattr(value_codec, "_ragged_problem", lambda *_: "")
+        RAGGED_CHECK.replace(patch, lambda *_: "")
         link.send(value)
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 2], [0, 11], [-3, 4], [2**62, -(2**62)]])
-def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_link(
+def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_connection(
     session: ov.Session, alone: Played, offsets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with peer(session, role="loader", host=9) as link:

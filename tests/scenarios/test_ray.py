@@ -24,19 +24,20 @@ import pytest
 
 import overlord as ov
 from tests import rays
+from tests.internals import cluster_lock, cluster_users, without_users
 from tests.processes import (
     ROOT,
     WAIT_S,
     Played,
     command_of,
     halt,
-    hosts_of,
     launch,
     left_after,
     play,
     program,
     run,
     runs,
+    workers_of,
 )
 from tests.scenarios.test_process import job
 
@@ -73,7 +74,7 @@ def pids_of(session: ov.Session) -> dict[str, int]:
 # lost workers
 
 
-def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(
+def test_a_coordinator_that_hangs_is_killed_for_good_before_another_writes(
     calm: Played, tmp_path: Path, ray_cluster: None
 ) -> None:
     with launch(
@@ -96,7 +97,7 @@ class Crashes:
         os._exit(9)
 
 
-def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_with_the_cluster(
+def test_the_last_words_of_a_worker_that_died_are_said_here_since_their_file_goes_with_the_cluster(
     ray_cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rays.control() as control:
@@ -108,13 +109,13 @@ def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_
     ]
 
 
-def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
+def test_two_jobs_side_by_side_have_workers_of_their_own(calm: Played, ray_cluster: None) -> None:
     few = {**FEW, "hosts": 1, "sources_per_host": 3}
     with (
         launch(job(until=STEPS), "ray", **few) as one,
         launch(job(until=STEPS), "ray", **few) as other,
     ):
-        assert not set(hosts_of(one).values()) & set(hosts_of(other).values())
+        assert not set(workers_of(one).values()) & set(workers_of(other).values())
         one.kill("loader-worker/0")
         assert play(other) == calm
         assert other.metrics()["recoveries"] == []
@@ -152,13 +153,13 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
 ) -> None:
     from overlord.ray import cluster as cluster
 
-    before = cluster.CLUSTER._users
+    before = cluster_users(cluster.CLUSTER)
     cluster.CLUSTER.hold(None)
     monkeypatch.setattr(cluster, "TIMEOUTS", replace(cluster.TIMEOUTS, release_s=0.05, hold_s=0.05))
     hangs, ends = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with cluster.CLUSTER._lock:
+        with cluster_lock(cluster.CLUSTER):
             hangs.set()
             ends.wait(WAIT_S)
 
@@ -171,7 +172,7 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
     ends.set()
     thread.join()
     cluster.CLUSTER.hold(None)
-    assert cluster.CLUSTER._users == before + 1
+    assert cluster_users(cluster.CLUSTER) == before + 1
     cluster.CLUSTER.release()
 
 
@@ -184,7 +185,7 @@ def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_anothe
     from overlord.ray import cluster as cluster
 
     known = cluster.CLUSTER.nodes()
-    monkeypatch.setattr(cluster.CLUSTER, "_users", 0)
+    without_users(cluster.CLUSTER, monkeypatch)
     monkeypatch.setattr(cluster, "living_nodes", lambda: pytest.fail("Ray was asked"))
     assert cluster.CLUSTER.nodes() == known != []
 
@@ -196,7 +197,7 @@ OWN = """
     from pathlib import Path
     import overlord as ov
     from overlord.cluster import worker_pool
-    from tests.processes import WAIT_S, hosts_of, launch, written
+    from tests.processes import WAIT_S, workers_of, launch, written
     from tests.scenarios.test_process import job
 
 
@@ -243,7 +244,7 @@ OWN = """
         before, worker_pool.CLOSE_S = dict(os.environ), WAIT_S  # a host that takes long to leave on a busy machine is not to be told of
         signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
-        hosts = hosts_of(session)
+        hosts = workers_of(session)
         print(
             json.dumps(
                 [
@@ -319,7 +320,7 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> 
         assert left_after([*tree, *hosts.values()], GONE_S) == []
 
 
-def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
+def test_a_cluster_that_is_not_there_is_reported_with_its_address() -> None:
     code = (
         "import overlord as ov; from tests.scenarios.test_process import job; "
         "ov.launch(job(), 'ray', address='127.0.0.1:9')"
@@ -573,10 +574,11 @@ NODES = """
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
+    from tests.internals import runtime_of
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import head as ray_head
     from overlord.cli import detached_jobs as ray_jobs
-    from tests.processes import hosts_of, launch, play, run, runs, until, written
+    from tests.processes import workers_of, launch, play, run, runs, until, written
     from tests.scenarios.test_process import job
 
 
@@ -614,8 +616,8 @@ NODES = """
         }
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
-            print(session.internals.runtime.actor_system.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in session.internals.runtime.pool.addresses.values()], flush=True)
+            print(runtime_of(session).actor_system.asked(), flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in runtime_of(session).pool.addresses.values()], flush=True)
             took = []
 
             def remove(session):
@@ -702,7 +704,7 @@ NODES = """
             hosts=1,
             sources_per_host=3,
         )
-        clients, pids = [session.client(rank) for rank in range(2)], hosts_of(session)
+        clients, pids = [session.client(rank) for rank in range(2)], workers_of(session)
 
         def take(steps):
             for _ in range(steps):
@@ -717,7 +719,7 @@ NODES = """
             cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
         print([r["part"] for r in session.metrics()["recoveries"]], flush=True)
-        pids = hosts_of(session)
+        pids = workers_of(session)
         ray_head.TIMEOUTS = replace(ray_head.TIMEOUTS, head_s=2.0)
         cluster.head_node.kill_gcs_server()
         take(5)
@@ -738,7 +740,7 @@ NODES = """
 
 
 @pytest.mark.timeout(300)
-def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(
+def test_workers_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(
     calm: Played, tmp_path: Path
 ) -> None:
     with program(tmp_path, NODES) as there:

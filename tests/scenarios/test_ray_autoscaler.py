@@ -27,6 +27,7 @@ GROWS = """
     }
     os.environ.update(rays.of_a_cluster(**quick))
     import overlord as ov
+    from tests.internals import runtime_of
     from tests.processes import WAIT_S, launch, play, run, until
     from tests.scenarios.test_scaling import ONE, job, loaders_apart
 
@@ -37,7 +38,7 @@ GROWS = """
 
     def head():
         from ray.util import get_node_ip_address
-        from tests.autoscaled import config
+        from tests.autoscaler_nodes import config
 
         with socket.socket() as free:
             free.bind(("", 0))
@@ -118,7 +119,7 @@ GROWS = """
                 same = play(session, act={6: grow}) == calm
                 cores = [
                     asked["cores"]
-                    for name, asked in session.internals.runtime.actor_system.asked().items()
+                    for name, asked in runtime_of(session).actor_system.asked().items()
                     if name.startswith("loader-worker")
                 ]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)
@@ -131,7 +132,7 @@ GROWS = """
 """
 
 
-def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(
+def test_workers_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, GROWS) as there:

@@ -17,7 +17,7 @@ from tests.scenarios.test_demo import STEPS, TINY
 pytestmark = rays.by_make_ray("half a minute")
 
 
-def test_the_demonstration_on_ray_loses_parts_and_no_sample(tmp_path: Path) -> None:
+def test_the_demonstration_on_ray_loses_workers_and_no_sample(tmp_path: Path) -> None:
     screen = io.StringIO()
     run_demo(
         tmp_path,

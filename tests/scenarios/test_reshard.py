@@ -18,6 +18,7 @@ from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from overlord.session import reshard
 from overlord.session.reshard import paused_at_one_step
 from overlord.session.rewind import begin_generation
+from tests.internals import generation_of, running_job
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
@@ -215,17 +216,17 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
     with launch(made, "local", prefetch=1) as session:
         clients = {r: session.client(r) for r in range(2)}
         of_all(clients)
-        until(lambda: len(clients[0]._inbox))
+        until(lambda: len(clients[0].queue))
         box: list[ov.Step] = []
         with (
-            session.internals.switching,
-            paused_at_one_step(session.internals, None, WAIT_S) as state,
+            running_job(session).switching,
+            paused_at_one_step(running_job(session), None, WAIT_S) as state,
         ):
             thread = threading.Thread(target=lambda: box.append(next(clients[0])))
             thread.start()
-            until(lambda: not len(clients[0]._inbox))
-            blueprint = session.internals.generation.prepared.placed(place)
-            begin_generation(session.internals, blueprint, state, "", together=True)
+            until(lambda: not len(clients[0].queue))
+            blueprint = generation_of(session).prepared.placed(place)
+            begin_generation(running_job(session), blueprint, state, "", together=True)
         thread.join(WAIT_S)
         assert samples(box[0]) == wanted[1]
         assert samples(next(clients[0])) == wanted[2]
@@ -237,7 +238,7 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
 ) -> None:
     monkeypatch.setattr(
         worker_pool, "CLOSE_S", WAIT_S
-    )  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
+    )  # the workers of each mesh end; one that takes long on a busy machine is no alarm
     monkeypatch.setattr(reshard, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")
     made = job()

@@ -18,7 +18,18 @@ import pytest
 import overlord as ov
 from overlord.observe.tables import scaling_facts
 from tests.corpus import write_rows
-from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
+from tests.internals import has_launcher, launcher_of, loop_of, runtime_of
+from tests.processes import (
+    WAIT_S,
+    WORKER_RUNTIME,
+    Played,
+    launch,
+    play,
+    run,
+    runs,
+    until,
+    workers_of,
+)
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(180)
@@ -61,7 +72,7 @@ def alone() -> Played:
 
 
 def has(session: ov.Session, n: int) -> bool:
-    return sum(name.startswith("loader-worker/") for name in hosts_of(session)) == n
+    return sum(name.startswith("loader-worker/") for name in workers_of(session)) == n
 
 
 def loaders_apart(session: ov.Session) -> int:
@@ -71,11 +82,11 @@ def loaders_apart(session: ov.Session) -> int:
 
 
 def kill_scaled(session: ov.Session) -> None:
-    """Ends a host that scaling has started, as soon as one is there."""
+    """Ends a worker that scaling has started, as soon as one is there."""
 
     def struck() -> bool:
         for pid in [
-            pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])
+            pid for name, pid in workers_of(session).items() if name.startswith(FIRST_SCALED[:-1])
         ]:
             if pid and runs(pid):
                 with suppress(ProcessLookupError):  # it has just left by itself: another comes
@@ -87,7 +98,7 @@ def kill_scaled(session: ov.Session) -> None:
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
-def test_hosts_are_added_and_taken_away_and_the_stream_is_the_same(
+def test_workers_are_added_and_taken_away_and_the_stream_is_the_same(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
     made = job(journal=str(tmp_path / "journal")) if journal else job()
@@ -112,7 +123,7 @@ def test_hosts_are_added_and_taken_away_and_the_stream_is_the_same(
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
-def test_a_new_host_that_is_killed_while_it_takes_over_changes_nothing(
+def test_a_new_worker_that_is_killed_while_it_takes_over_changes_nothing(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
     made = job(journal=str(tmp_path / "journal")) if journal else job()
@@ -130,7 +141,7 @@ def test_a_new_host_that_is_killed_while_it_takes_over_changes_nothing(
         assert play(session, act={8: grow, 18: kill_again}) == alone
 
 
-def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(
+def test_a_coordinator_that_is_killed_takes_over_workers_that_were_added(
     alone: Played, tmp_path: Path
 ) -> None:
     def grow(session: ov.Session) -> None:
@@ -150,23 +161,21 @@ def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(
 
 
 def readers(session: ov.Session) -> set[str]:
-    """The hosts that have loaders."""
+    """The workers that have loaders."""
     pids = {a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-    return {name for name, pid in hosts_of(session).items() if pid in pids}
+    return {name for name, pid in workers_of(session).items() if pid in pids}
 
 
 def relocate(session: ov.Session, *hosts: int) -> bool:
     """As a review of the nodes does, when one with room joins."""
-    engine: Any = session.internals.runtime
-    if hasattr(engine, "_parts"):
-        return bool(engine._parts.ask("relocate", list(hosts)))
-    return bool(
-        session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner")
-    )
+    engine: Any = runtime_of(session)
+    if has_launcher(session):
+        return bool(launcher_of(session).ask("relocate", list(hosts)))
+    return bool(loop_of(session).ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
-def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_the_same(
+def test_a_worker_is_replaced_by_another_with_all_its_sources_and_the_stream_is_the_same(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
     made = job(journal=str(tmp_path / "journal")) if journal else job()
@@ -180,11 +189,12 @@ def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_th
     def replaced(session: ov.Session) -> None:
         until(
             lambda: (
-                {name for name in hosts_of(session) if name.startswith("loader")} == {FIRST_SCALED}
+                {name for name in workers_of(session) if name.startswith("loader")}
+                == {FIRST_SCALED}
             )
         )
         session.add_source(source("late", 60, 5000), at=39)
-        assert "loader-worker/1" in hosts_of(session), "those that join have numbers of their own"
+        assert "loader-worker/1" in workers_of(session), "those that join have numbers of their own"
 
     with launch(made, **ONE) as session:
         found = play(session, act={6: replace_it, 20: replaced, 30: lambda s: s.kill(FIRST_SCALED)})
@@ -196,7 +206,7 @@ def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_th
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
 @pytest.mark.parametrize("dies", ["the old one", "the new one"])
-def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(
+def test_a_worker_that_is_killed_while_it_is_replaced_changes_nothing(
     alone: Played, journal: bool, dies: str, tmp_path: Path
 ) -> None:
     def replace_it(session: ov.Session) -> None:
@@ -219,7 +229,9 @@ HURRIED = {
 }
 
 
-def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alone: Played) -> None:
+def test_a_heavy_source_gets_workers_by_itself_when_the_mixture_gives_it_more(
+    alone: Played,
+) -> None:
     """The scaler's own decisions, hurried: who gets what depends on how fast this machine is, the
     stream does not.
     """
@@ -232,7 +244,7 @@ def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alon
     assert all(d["words"] for d in told["decisions"])
 
 
-def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
+def test_no_worker_is_added_for_which_there_is_no_memory(alone: Played) -> None:
     with launch(job(), autoscale={**HURRIED, "memory_bytes": 2**20}, **ONE) as session:
         found = play(
             session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["host_bytes"])}
@@ -307,7 +319,7 @@ def locked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def locked_job(folder: Path, workers: str = "threads") -> ov.Job:
-    """The mixture begins with so little of the locked source that one host is enough for all."""
+    """The mixture begins with so little of the locked source that one worker is enough for all."""
     for name, first in (("light", 0), ("heavy", 1000)):
         rows = [{"n": first + k, "tokens": [first + k] * (1 + k % 7)} for k in range(240)]
         write_rows(folder / name, "parquet", rows, row_group_size=16)
@@ -334,7 +346,7 @@ def locked_job(folder: Path, workers: str = "threads") -> ov.Job:
 def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(
     workers: str, tmp_path: Path
 ) -> None:
-    """With default threads: one host with as many threads as cores is not as many cores for such
+    """With default threads: one worker with as many threads as cores is not as many cores for such
     code.
     """
     made = locked_job(tmp_path / "data", workers)
@@ -366,11 +378,11 @@ def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(
         )
 
 
-def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(
+def test_where_every_core_has_a_worker_a_heavy_source_is_read_on_workers_of_others_that_have_room(
     tmp_path: Path,
 ) -> None:
-    """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of
-    them.
+    """Two locked sources begin with a worker each, on two cores; then nearly all is drawn from one
+    of them.
     """
     made = locked_job(tmp_path / "data")
     other = replace(made.sources[1], name="light", uri=made.sources[0].uri)
@@ -401,7 +413,7 @@ def busy(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_though_nobody_asked_for_scaling(
     runtime: str,
 ) -> None:
@@ -441,7 +453,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
     )
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME])
 def test_whoever_looks_changes_nothing(alone: Played, runtime: str) -> None:
     options = {} if runtime == "local" else ONE
     assert run(job(), runtime, **{**options, "watch_s": 0.005}) == alone

@@ -39,7 +39,15 @@ from overlord.serving.step_publisher import StepPublisher
 from overlord.transport.connect import dial
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import Server
-from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
+from tests.internals import (
+    connection_of,
+    control_connection_of,
+    receive,
+    running_job,
+    set_stall,
+    sever,
+)
+from tests.processes import RUNTIMES, WAIT_S, WORKER_RUNTIME, halt
 from tests.unit import test_session as stories
 from tests.unit.test_session import (
     content,
@@ -193,7 +201,7 @@ def test_a_seat_may_be_taken_when_planning_has_begun_and_nothing_has_come() -> N
         served = session.serve()
         with ov.connect(served, 1, served.token) as there:
             thread, got = in_thread(lambda: rest(there))
-            while not session.internals.begun:
+            while not running_job(session).begun:
                 time.sleep(0.01)
             here = session.client(0)
             gate.set()
@@ -206,7 +214,7 @@ def test_ranks_of_one_group_share_one_assembly() -> None:
     made = job(n=60, place=ov.ClientPlaceTree(dp=2, tp=2))
     with launch(made, broadcast=False) as session:
         served = session.serve()
-        delivery = session.internals.remote_ranks.server.publisher  # type: ignore[union-attr]
+        delivery = running_job(session).remote_ranks.server.publisher  # type: ignore[union-attr]
         assert isinstance(delivery, StepPublisher)
         clients = join_all(served, 4)
         first = [content(next(c)) for c in clients]
@@ -225,7 +233,7 @@ def test_what_a_client_gets_is_the_memory_its_constructor_wrote(runtime: str) ->
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
             steps = [next(client) for _ in range(4)]
-            link = client._inbox._link  # type: ignore[attr-defined]
+            link = connection_of(client.queue)
             assert link.remote_mapped >= 1
             assert link.remote_held >= 1
             assert link.copied == 0
@@ -297,7 +305,7 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
             assert dead.wait(30) == -signal.SIGKILL
             dead.communicate()
             take(client, 5)
-            wait_until(lambda: not session.internals.clients[1].there)  # type: ignore[attr-defined]
+            wait_until(lambda: not running_job(session).clients[1].there)  # type: ignore[attr-defined]
             with (
                 impatient(client),
                 pytest.raises(
@@ -329,7 +337,7 @@ def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again
             with pytest.raises(ZeroDivisionError):
                 train_until(served, ZeroDivisionError(), 0)
             take(client, 5)
-            wait_until(lambda: not session.internals.clients[1].there)  # type: ignore[attr-defined]
+            wait_until(lambda: not running_job(session).clients[1].there)  # type: ignore[attr-defined]
             with impatient(client), pytest.raises(DataStall, match="rank 1, whose client"):
                 next(client)
             with pytest.raises(SystemExit):
@@ -456,7 +464,7 @@ def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(
     made: dict[tuple[int, int], ov.Client] = {}
 
     def client(session: ov.Session, rank: int = 0) -> ov.Client:
-        if session.internals.closed or session.job.place.rank_problem(rank):
+        if running_job(session).closed or session.job.place.rank_problem(rank):
             return own(session, rank)
         if (id(session), rank) not in made:
             served = session.serve()
@@ -509,19 +517,19 @@ def test_a_session_that_is_moved_moves_its_connected_clients_too() -> None:
 
 
 @runtimes
-def test_a_step_of_before_the_session_was_moved_is_not_handed_out_after_it(runtime: str) -> None:
+def test_a_step_of_before_the_session_was_rewound_is_not_delivered_after_it(runtime: str) -> None:
     with launch(job(n=60), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         start = session.state_dict()
         wanted = [take(c, 3) for c in clients]
-        wait_until(lambda: all(len(client._inbox) for client in clients))
+        wait_until(lambda: all(len(client.queue) for client in clients))
         session.load_state_dict(start)
         assert [take(c, 3) for c in clients] == wanted
         closing(clients)
 
 
 @runtimes
-def test_clients_that_came_to_the_end_go_on_when_the_session_is_moved_back(runtime: str) -> None:
+def test_clients_that_came_to_the_end_go_on_when_the_session_is_rewound(runtime: str) -> None:
     with launch(job(n=60), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         take(clients[0], 2), take(clients[1], 2)
@@ -613,7 +621,9 @@ def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(
 # The end
 
 
-@pytest.mark.parametrize(("runtime", "tcp"), [("local", False), ("local", True), (PARTS, False)])
+@pytest.mark.parametrize(
+    ("runtime", "tcp"), [("local", False), ("local", True), (WORKER_RUNTIME, False)]
+)
 def test_closing_the_session_ends_its_clients_with_that_reason(runtime: str, tcp: bool) -> None:
     session = launch(job(dp=1), prefetch=2, runtime=runtime)
     clients = join_all(session.serve(), 1, tcp)
@@ -662,7 +672,7 @@ def test_a_client_of_a_forked_process_says_so_and_its_end_harms_nobody() -> None
 # Cuts
 
 
-def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(
+def test_a_connection_that_is_cut_loses_nothing_and_repeats_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = whole_run(job(n=60, dp=1))
@@ -673,8 +683,8 @@ def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(
         with caplog.at_level(logging.WARNING, "overlord"):
             for step in client:
                 got.append(content(step))
-                if (link := client._inbox._link) is not None:  # type: ignore[attr-defined]
-                    link._sock.shutdown(socket.SHUT_RDWR)
+                if (link := connection_of(client.queue)) is not None:
+                    sever(link)
                 if step.step % 3 == 0:
                     assert client.state_dict()["step"] == step.step + 1
                     cut_control(client)
@@ -683,12 +693,11 @@ def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(
 
 
 def cut_control(client: ov.Client) -> None:
-    asking = client._waiting_for.__self__._asking  # type: ignore[attr-defined]
-    asking._link._sock.shutdown(socket.SHUT_RDWR)
+    sever(control_connection_of(client))
 
 
 def raw(served: ServedAddress, **hello: Any) -> Connection:
-    """A data link without a client."""
+    """A data connection without a client."""
     return dial(
         served.address,
         served.token,
@@ -704,7 +713,7 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
             raw(served, generation=5)
         with pytest.raises(LinkRefused, match="next: expected a whole number"):
             raw(served, next="soon")
-        ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
+        ov.connect(served, 0, served.token).queue.end(None)  # it begins
         link = raw(served)
         link.send(StepAck(10**6))
         handed = [link.recv(10) for _ in range(3)]
@@ -732,10 +741,10 @@ def test_no_token_travels_to_a_client_which_has_one(runtime: str) -> None:
         assert next(ov.connect(served, 0, served.token)).step == 0
 
 
-def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it() -> None:
+def test_a_step_taken_before_the_session_was_rewound_counts_for_nothing_after_it() -> None:
     with launch(job(n=60, dp=1), prefetch=3) as session:
         served, start = session.serve(), session.state_dict()
-        ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
+        ov.connect(served, 0, served.token).queue.end(None)  # it begins
         link = raw(served)
         assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
         session.load_state_dict(start)
@@ -753,7 +762,7 @@ def test_a_step_that_comes_twice_is_taken_once() -> None:
     with launch(job(n=60, dp=1), prefetch=3) as session:
         served = session.serve()
         client = ov.connect(served, 0, served.token)
-        client._inbox.end(None)
+        client.queue.end(None)
         link = raw(served)
         handed = [link.recv(10) for _ in range(3)]
 
@@ -774,7 +783,7 @@ def test_a_step_that_comes_twice_is_taken_once() -> None:
             assert [box.get(10)[0].step for _ in range(3)] == [0, 1, 2]  # type: ignore[index]
             with pytest.raises(StopIteration):
                 box.get(10)
-            box._take_in(handed[2])
+            receive(box, handed[2])
             assert len(box) == 0, "not even when all that came before was handed out"
             box.end(None)
         link.close()
@@ -818,7 +827,7 @@ def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_name
     wanted = whole_run(job(n=60, dp=1))
     [client] = join_all(served, 1, tcp, reconnect_s=0.5)
     assert take(client, 2) == wanted[:2]
-    wait_until(lambda: len(client._inbox) == 4)
+    wait_until(lambda: len(client.queue) == 4)
     process.kill()
     process.wait(20)
     assert take(client, 4) == wanted[2:6], "what was prefetched stays readable"
@@ -834,18 +843,18 @@ def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_name
     client.close()
 
 
-def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_session: Any) -> None:
+def test_a_stall_is_explained_though_the_control_server_does_not_answer(other_session: Any) -> None:
     process, served = other_session
     heard: list[tuple[str, float]] = []
 
     def on_stall(words: str, seconds: float) -> None:
         heard.append((words, seconds))
-        client._limit_s = 0.0  # it has been told of once, and is not waited for any longer
+        set_stall(client, limit_s=0.0)  # it has been told of once, and is not waited for any longer
 
     client = ov.connect(served, 0, served.token, on_stall=on_stall)
     take(client, 1)
     halt(process.pid)
-    client._warn_s = 0.2  # and not before: the first step may take long on a busy machine
+    set_stall(client, warn_s=0.2)  # and not before: the first step may take long on a busy machine
     try:
         with pytest.raises(DataStall) as stalled:
             rest(client)
@@ -873,15 +882,17 @@ def test_a_trainer_may_end_a_stall_by_itself() -> None:
     with launch(job(), prefetch=2, on_stall=on_stall) as session:
         here, behind = session.client(0), session.client(1)
         take(here, 2)
-        wait_until(lambda: len(behind._inbox) == 2)
-        here._warn_s = 0.1  # and not before: steps that come may take longer on a busy machine
+        wait_until(lambda: len(behind.queue) == 2)
+        set_stall(
+            here, warn_s=0.1
+        )  # and not before: steps that come may take longer on a busy machine
         with pytest.raises(Enough, match="rank 1, which holds 2 steps"):
             next(here)
     with launch(job(), prefetch=2) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token, on_stall=on_stall) as there:
             take(there, 2)
-            there._warn_s = 0.1
+            set_stall(there, warn_s=0.1)
             with pytest.raises(Enough, match="rank 1, which has not connected yet"):
                 next(there)
 

@@ -21,9 +21,10 @@ import overlord as ov
 from overlord.errors import StorageError
 from overlord.messages.control import Refill, SourceLost
 from tests.corpus import write_rows
+from tests.internals import LOCAL_FILES, loop_of, runtime_of
 from tests.mounts import fail, hang, let_go, mounted
-from tests.processes import PARTS, RUNTIMES, hosts_of, until
-from tests.storejobs import BIG, FORMATS, delivered, in_order, source
+from tests.processes import RUNTIMES, WORKER_RUNTIME, until, workers_of
+from tests.store_jobs import BIG, FORMATS, delivered, in_order, source
 
 pytestmark = pytest.mark.timeout(200)
 SET_ASIDE = ".aside"
@@ -143,7 +144,7 @@ FAULTS: dict[str, tuple[Break, str]] = {
 
 
 def trouble(session: ov.Session) -> dict[str, Any]:
-    """At nothing while the host that reads does not answer."""
+    """At nothing while the worker that reads does not answer."""
     found: dict[str, Any] = session.metrics()["sources"]["web"]["storage"]
     return found
 
@@ -179,7 +180,7 @@ def mended_later(
 
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
 RUNS += [
-    (fault, format, PARTS)
+    (fault, format, WORKER_RUNTIME)
     for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)
 ]
 
@@ -233,13 +234,13 @@ MOUNT_FAULTS = ("EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EACCES", "short")
 def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All files are on a mount that fails as these say."""
     mount = mounted(tmp_path / "switches")
-    monkeypatch.setattr("overlord.sources.files._local", lambda: mount)
+    LOCAL_FILES.replace(monkeypatch, lambda: mount)
     return tmp_path / "switches"
 
 
 MOUNTED = [(fault, format, "local") for fault in ("EIO", "short") for format in FORMATS]
 MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [
-    ("ESTALE", "tar", PARTS)
+    ("ESTALE", "tar", WORKER_RUNTIME)
 ]
 
 
@@ -314,7 +315,7 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
     assert any(re.search(named, words) for words in said), said
 
 
-def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_of_the_file(
+def test_when_the_worker_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_of_the_file(
     files: Callable[[str], Path], undisturbed: dict[str, list[Any]]
 ) -> None:
     said, where = list[str](), files("parquet")
@@ -324,7 +325,7 @@ def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_
         "on_stall": lambda words, seconds: said.append(words),
     }
     with ov.launch(
-        in_order(str(where), "parquet"), runtime=PARTS, prefetch=4, read_ahead=1, **options
+        in_order(str(where), "parquet"), runtime=WORKER_RUNTIME, prefetch=4, read_ahead=1, **options
     ) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
@@ -462,8 +463,8 @@ def test_mounts_that_hang_hold_up_their_own_sources_only(
         hang(switches, tmp_path)
         try:
             for k in range(4):
-                session.internals.loop.ask(
-                    lambda k=k: session.internals.runtime.run([Refill(1 + k, 1, 1)]), "refill"
+                loop_of(session).ask(
+                    lambda k=k: runtime_of(session).run([Refill(1 + k, 1, 1)]), "refill"
                 )  # type: ignore[misc]
             until(
                 lambda: (
@@ -512,7 +513,8 @@ def take_until_left(
 
 
 @pytest.mark.parametrize(
-    ("runtime", "journal"), [("local", False), ("local", True), (PARTS, False), (PARTS, True)]
+    ("runtime", "journal"),
+    [("local", False), ("local", True), (WORKER_RUNTIME, False), (WORKER_RUNTIME, True)],
 )
 def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
     files: Callable[[str], Path],
@@ -601,7 +603,7 @@ def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_nee
 
 
 @pytest.mark.parametrize("journal", [False, True])
-def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
+def test_a_source_that_left_stays_away_when_workers_are_lost_and_all_rolls_back(
     files: Callable[[str], Path],
     corpora: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -611,7 +613,7 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
-    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
+    with ov.launch(made, runtime=WORKER_RUNTIME, stall_limit_s=60) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         lost = 10**6
@@ -620,7 +622,7 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
         ):  # the steps with samples of it are taken, or their files would be needed again
             got.append(next(client))
             lost = session.metrics()["sources"]["web"].get("lost", {}).get("step", lost)
-        victims = [name for name in hosts_of(session) if name.startswith("loader-worker/")] + (
+        victims = [name for name in workers_of(session) if name.startswith("loader-worker/")] + (
             ["planner"] if journal else []
         )
         for name in victims:
@@ -635,13 +637,13 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
 def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has taken a step of after it left when all goes back; loaders that live have its last
+    """Nobody has taken a step of after it left when all rolls back; loaders that live have its last
     samples in memory.
     """
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora)
-    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
+    with ov.launch(made, runtime=WORKER_RUNTIME, stall_limit_s=60) as session:
         got, told, mend = take_until_left(session, where)
         session.kill("constructor-worker/0")
         got += list(session.client(0))

@@ -17,8 +17,8 @@ import overlord as ov
 from overlord.errors import SourceError
 from overlord.sources.index import build_index
 from tests.corpus import SUFFIX
-from tests.processes import PARTS, halt
-from tests.storejobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
+from tests.processes import WORKER_RUNTIME, halt
+from tests.store_jobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
 from tests.stores import BUCKET, Fault, S3Server
 
 pytest.importorskip("obstore")
@@ -126,7 +126,7 @@ def test_an_object_that_goes_away_in_mid_run_is_named(proxy, server, far, impati
 @pytest.mark.parametrize("far", ["parquet"], indirect=True)
 def test_an_error_of_a_store_crosses_processes_as_it_is(proxy, server, far, monkeypatch):
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "3")  # which ends what goes well, too
-    error = lasting(far, lambda: delete_second(server, far), runtime=PARTS)
+    error = lasting(far, lambda: delete_second(server, far), runtime=WORKER_RUNTIME)
     assert (error.source, error.path) == ("web", f"s3://{BUCKET}/far/parquet/part-00001.parquet")
     assert "the object is gone" in error.problem
 

@@ -22,16 +22,16 @@ from overlord.errors import SourceError
 from overlord.sources.files import Files
 from overlord.sources.index import build_index
 from tests.corpus import SUFFIX, write_rows
-from tests.processes import PARTS
-from tests.reading import read_all
-from tests.storejobs import FORMATS, ROWS, S3, delivered, job, stream
+from tests.processes import WORKER_RUNTIME
+from tests.source_reads import read_all
+from tests.store_jobs import FORMATS, ROWS, S3, delivered, job, stream
 from tests.stores import BUCKET, Fault
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize("runtime", ["local", PARTS, "simulated"])
+@pytest.mark.parametrize("runtime", ["local", WORKER_RUNTIME, "simulated"])
 def test_the_stream_from_a_store_is_the_stream_from_the_disk(proxy, corpus, runtime):
     assert stream(job(S3), runtime) == stream(job(str(corpus)))
 

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.connections import (
     serve_echo,
     wait_until,
 )
+from tests.internals import replace_receiver
 
 TRANSPORTS = ("unix", "tcp")
 
@@ -160,7 +162,7 @@ def test_an_address_without_a_port_is_shown_as_its_local_socket():
         assert shown(other) == other
 
 
-def test_an_array_of_the_ring_is_sent_without_a_copy():
+def test_an_array_of_the_pool_is_sent_without_a_copy():
     """Both sides see the same memory: a later write of the sender, which is not allowed, is
     visible.
     """
@@ -176,7 +178,7 @@ def test_an_array_of_the_ring_is_sent_without_a_copy():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_threads_may_send_on_one_link(transport: str):
+def test_many_threads_may_send_on_one_connection(transport: str):
     with Story() as story, dialled(story.address, transport) as link:
         threads = [
             threading.Thread(
@@ -198,7 +200,7 @@ def test_many_threads_may_send_on_one_link(transport: str):
 # segments
 
 
-def test_a_thousand_messages_need_a_handful_of_slots():
+def test_a_thousand_messages_need_a_handful_of_segments():
     with child(serve_echo, f"a-thousand-{os.getpid()}") as server, dialled(server.hears()) as link:
         for k in range(1000):
             link.send(message(k, 200_000))
@@ -208,7 +210,7 @@ def test_a_thousand_messages_need_a_handful_of_slots():
         assert link.remote_held == 0
 
 
-def test_a_ring_of_two_slots_is_enough_when_the_reader_lets_go():
+def test_a_pool_of_two_segments_is_enough_when_the_reader_lets_go():
     with Story() as story:
         story.keep = False
         with child(send_messages, story.address, 300, MB, "auto", 2) as sender:
@@ -224,7 +226,7 @@ VIEWS = {
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("kind", VIEWS)
-def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
+def test_a_peers_segment_is_free_when_the_last_view_dies(kind: str):
     ring = SharedMemoryPool(max_slots=3, name="server", wait_s=0.05)
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
@@ -241,7 +243,7 @@ def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
         assert ring.segments_made == 3
 
 
-def test_a_reader_that_keeps_everything_gets_copies_and_the_ring_goes_on():
+def test_a_reader_that_keeps_everything_gets_copies_and_the_pool_goes_on():
     ring = SharedMemoryPool(max_slots=4, name="server")
     with Story(ring=ring) as story, dialled(story.address) as link:
         link.max_held = 2
@@ -261,7 +263,7 @@ def test_how_much_a_reader_may_hold_is_said_by_the_server():
         assert link.max_held == 13
 
 
-def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
+def test_the_peer_unmaps_segments_that_the_pool_has_dropped():
     ring = SharedMemoryPool(max_bytes=8 * MB, name="server")
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
@@ -273,7 +275,7 @@ def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
         assert ring.nbytes <= 8 * MB
 
 
-def test_a_message_larger_than_the_ring_goes_through_the_socket():
+def test_a_message_larger_than_the_pool_goes_through_the_socket():
     with (
         Story(echo=True) as story,
         dialled(story.address, ring=SharedMemoryPool(max_bytes=MB)) as link,
@@ -350,7 +352,7 @@ def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: 
         link.close()
 
 
-def test_one_slow_link_holds_up_no_other():
+def test_one_slow_connection_holds_up_no_other():
     with Story(echo=True) as story:
         slow, quick = dialled(story.address, "tcp"), dialled(story.address)
         story.keep = False
@@ -370,7 +372,7 @@ def test_one_slow_link_holds_up_no_other():
         quick.close()
 
 
-def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_queued_when_a_connection_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
     # The reader may be suspended for longer than a connection lingers.
     patient = replace(server_connection.TIMEOUTS, linger_s=SOON_S)
     monkeypatch.setattr(server_connection, "TIMEOUTS", patient)
@@ -399,7 +401,7 @@ def test_of_several_ports_the_first_that_is_free_is_taken_and_when_all_are_taken
             Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 1))
 
 
-def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with_its_name(
+def test_a_host_that_the_environment_names_and_this_machine_has_not_is_reported_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("OVERLORD_INTERFACE", "192.0.2.1")
@@ -416,15 +418,17 @@ def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
     """The sender may be dead by then, so it cannot be queried again."""
     stands, goes_on = threading.Event(), threading.Event()
     with Story() as story:
-        hears = story.server._on_message
 
-        def stand(link: Any, value: Any) -> None:
-            hears(link, value)
-            if value == "stand":
-                stands.set()
-                goes_on.wait(SOON_S)
+        def standing(receive: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+            def stand(link: Any, value: Any) -> None:
+                receive(link, value)
+                if value == "stand":
+                    stands.set()
+                    goes_on.wait(SOON_S)
 
-        story.server._on_message = stand
+            return stand
+
+        replace_receiver(story.server, standing)
         with dialled(story.address) as other:
             link = dialled(story.address, transport)
             story.wait(lambda s: len(s.opened) == 2)

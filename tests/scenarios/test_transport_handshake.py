@@ -38,6 +38,7 @@ from tests.connections import (
     wait_until,
     watched_story,
 )
+from tests.internals import pending_handshakes
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(
             while True:
                 answer = yield step
                 if len(tries) == 1 and not isinstance(step, bytes):
-                    wait_until(lambda: not story.server._pending)
+                    wait_until(lambda: not pending_handshakes(story.server))
                 try:
                     step = inner.send(answer)
                 except StopIteration as done:
@@ -239,7 +240,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(
         assert len(tries) == 2
 
 
-def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
+def test_a_server_that_takes_nobody_for_now_is_reported_when_time_is_over():
     def full(listener: socket.socket) -> None:
         while True:
             try:
@@ -268,11 +269,11 @@ def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
         with dialled(story.address) as link:
             link.send("through")
             story.wait(lambda s: "through" in s.got)
-        assert len(story.server._pending) <= MAX_PENDING
+        assert pending_handshakes(story.server) <= MAX_PENDING
         assert "too many connections" in _refusal(crowd[0], LATER)
         for sock in crowd:
             sock.close()
-        wait_until(lambda: not story.server._pending)
+        wait_until(lambda: not pending_handshakes(story.server))
 
 
 def test_who_is_not_wanted_gets_the_reason():

@@ -231,7 +231,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 
 
 @pytest.mark.parametrize("what", ATTACKS)
-def test_a_link_that_lies_ends_with_its_reason_and_no_other(story: Story, what: str):
+def test_a_connection_that_lies_ends_with_its_reason_and_no_other(story: Story, what: str):
     attack, text = ATTACKS[what]
     with raw(story.address) as sock:
         attack(sock)
@@ -259,7 +259,7 @@ def test_files_over_tcp_are_no_files(story: Story):
         assert "at most 0 open files" in story.closed[0][1]
 
 
-def test_a_slot_passed_as_it_should_be_is_read(story: Story):
+def test_a_segment_passed_as_it_should_be_is_read(story: Story):
     """The counter-test of the attacks above: the same message without a fault."""
     fd, memory = sealed_memfd("x", 4096, others_write=False)
     memory[:10] = b"0123456789"
@@ -271,7 +271,7 @@ def test_a_slot_passed_as_it_should_be_is_read(story: Story):
     story.wait(lambda s: s.closed)
 
 
-def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
+def test_garbage_from_a_server_ends_the_clients_connection_with_its_reason():
     """A client checks as carefully as a server."""
     with Story() as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
@@ -284,7 +284,7 @@ def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
         assert "expected a message" in story.closed[0][1]
 
 
-def test_a_callback_that_fails_ends_only_its_link():
+def test_a_callback_that_fails_ends_only_its_connection():
     from overlord.transport.server import Server
 
     def on_message(link: Any, value: Any) -> None:

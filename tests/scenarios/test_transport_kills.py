@@ -48,7 +48,7 @@ def test_what_a_killed_sender_had_sent_stays_readable():
             link.send(1)
 
 
-def test_what_was_received_stays_readable_when_sender_and_link_are_gone():
+def test_what_was_received_stays_readable_when_sender_and_connection_are_gone():
     with child(serve_messages, 3, MB) as sender:
         link = dialled(sender.hears())
         link.send("go")
@@ -58,7 +58,7 @@ def test_what_was_received_stays_readable_when_sender_and_link_are_gone():
         assert all(is_message(value, k) for k, value in enumerate(held))
 
 
-def test_views_of_a_closed_link_are_not_filled_by_a_sender_that_lives_on():
+def test_views_of_a_closed_connection_are_not_filled_by_a_sender_that_lives_on():
     ring = SharedMemoryPool(max_slots=2, name="server")
     with Story(ring=ring) as story:
         link = dialled(story.address)
@@ -108,7 +108,7 @@ def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
         assert not waiter.is_alive()
 
 
-def test_a_client_that_read_the_end_of_its_link_has_its_slots_back_at_once():
+def test_a_client_that_read_the_end_of_its_connection_has_its_segments_back_at_once():
     with child(serve_echo, f"holds-and-ends-{os.getpid()}") as server:
         ring = SharedMemoryPool(max_slots=2, name="client")
         link = dialled(server.hears(), ring=ring)

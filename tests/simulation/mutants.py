@@ -37,8 +37,8 @@ from overlord.serving.step_publisher import PublishedQueue
 from overlord.session import resume
 from overlord.session.events import UserEvents
 from overlord.setup.prepared_job import PreparedJob
-from tests.simulation.world.running import Verdict, run_seed
 from tests.simulation.world.scenario import Scenario, draw
+from tests.simulation.world.seed_run import Verdict, run_seed
 
 Patch = tuple[
     Any, str, Callable[[Any], Any]
@@ -206,7 +206,7 @@ def _want_one_more(real: Any) -> Any:
 
 
 def _half_a_step(real: Any) -> Any:
-    """A constructor takes a step for complete when one of its loader hosts has sent."""
+    """A constructor takes a step for complete when one of its loader workers has sent."""
 
     def plan(self: PayloadGatherer, placed: Any) -> Any:
         return real(

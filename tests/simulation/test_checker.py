@@ -17,8 +17,8 @@ from tests.simulation.world.checker import Checker, References
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.faults import Fault
 from tests.simulation.world.history import Event, History, Seen
-from tests.simulation.world.running import facts_of, references, undisturbed
 from tests.simulation.world.scenario import Scenario, draw
+from tests.simulation.world.seed_run import facts_of, references, undisturbed
 
 SEED = 5
 
@@ -163,7 +163,7 @@ def test_what_people_said_in_time_must_not_be_refused() -> None:
     ]
 
 
-def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_handed_out_all_the_same_is_found() -> (
+def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_delivered_all_the_same_is_found() -> (
     None
 ):
     events, ours = recorded()

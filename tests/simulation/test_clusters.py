@@ -22,8 +22,8 @@ from tests.processes import runs, until
 from tests.simulation.world import soak as soaking
 from tests.simulation.world.faults import KINDS
 from tests.simulation.world.layout import placement_of
-from tests.simulation.world.running import run_seed
 from tests.simulation.world.scenario import SAYINGS, STEPS, draw
+from tests.simulation.world.seed_run import run_seed
 from tests.simulation.world.soak import Tally, outcome_of, past_failures, soak
 from tests.simulation.world.world import Killed
 
@@ -86,7 +86,7 @@ def test_whatever_dies_every_rank_gets_the_stream_of_the_undisturbed_run(block: 
 def test_a_seed_replays_exactly_in_another_process() -> None:
     seeds = [7, 25, 41]
     code = (
-        "import sys, logging; logging.disable(50); from tests.simulation.world.running "
+        "import sys, logging; logging.disable(50); from tests.simulation.world.seed_run "
         "import run_seed\n"
     )
     code += "print(*(run_seed(int(s)).history.digest() for s in sys.argv[1:]))"

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant, first_found
-from tests.simulation.world.running import run_seed
+from tests.simulation.world.seed_run import run_seed
 
 ENOUGH = 150
 

@@ -18,8 +18,8 @@ from tests.simulation.world.checker import Checker
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.faults import LEAST, Fault
 from tests.simulation.world.history import History
-from tests.simulation.world.running import facts_of, references
 from tests.simulation.world.scenario import STEPS, Saying, Scenario, draw
+from tests.simulation.world.seed_run import facts_of, references
 from tests.simulation.world.world import Killed, Process
 
 
@@ -31,7 +31,7 @@ def quiet() -> Iterator[None]:
 
 
 def scenario(*faults: Fault) -> Scenario:
-    """One loader host and one constructor host, and no fault but these."""
+    """One loader worker and one constructor worker, and no fault but these."""
     plain = draw(5)
     one = {
         "loaders": dict.fromkeys(plain.names, 1),
@@ -66,11 +66,11 @@ def violations(of: Scenario, history: History) -> list[str]:
     return Checker(facts_of(of), references(of, history)).check(history)
 
 
-def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_is_linked_in_the_end() -> (
+def test_a_loader_worker_that_cannot_reach_a_constructor_worker_before_all_are_back_is_linked_in_the_end() -> (
     None
 ):
-    """Both are lost; the constructor host is there again, and waits; the loader host is started,
-    and cannot reach it for a second.
+    """Both are lost; the constructor worker is there again, and waits; the loader worker is
+    started, and cannot reach it for a second.
     """
     made = scenario()
     cluster = Cluster(made)
@@ -127,7 +127,7 @@ def test_a_fault_that_finds_nobody_strikes_when_there_is_somebody() -> None:
 def test_a_fault_without_patience_strikes_too_where_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No loader host is there when links of one are to be slow, and nothing else could strike
+    """No loader worker is there when links of one are to be slow, and nothing else could strike
     instead.
     """
     monkeypatch.setattr(striking, "TRIES", 0)
@@ -144,7 +144,7 @@ NAMES = {"loader": "loader-worker/0", "constructor": "constructor-worker/0", "pl
 
 
 @pytest.mark.parametrize("role", NAMES)
-def test_a_part_whose_successors_die_while_they_start_is_there_in_the_end(role: str) -> None:
+def test_a_worker_whose_successors_die_while_they_start_is_there_in_the_end(role: str) -> None:
     made = scenario(replace(fault("bad start", role, 5), which=2))
     cluster = Cluster(made)
     history = cluster.run()
@@ -153,7 +153,7 @@ def test_a_part_whose_successors_die_while_they_start_is_there_in_the_end(role: 
 
 
 @pytest.mark.parametrize("role", NAMES)
-def test_a_part_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: str) -> None:
+def test_a_worker_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: str) -> None:
     made = scenario(fault("slow start", role, 5, seconds=10.0))
     cluster = Cluster(made)
     history = cluster.run()
@@ -162,7 +162,7 @@ def test_a_part_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: st
     assert violations(made, history) == []
 
 
-def test_a_session_that_is_moved_while_its_parts_die_in_starting_is_moved() -> None:
+def test_a_session_that_is_moved_while_its_workers_die_in_starting_is_moved() -> None:
     """What is killed is not missed any more when all are started for the state that was loaded; of
     those the first two die.
     """
@@ -232,11 +232,11 @@ class Chosen:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(
+def test_a_coordinator_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written or not, whoever says it was not answered: the next planner is asked first whether it
-    has it.
+    """Written or not, whoever says it was not answered: the next coordinator is asked first whether
+    it has it.
     """
     made = told(scenario(), event := mixture(scenario()))
     cluster = Cluster(made)
@@ -287,7 +287,7 @@ def test_what_was_said_when_the_disk_was_full_happens_when_there_is_room() -> No
     assert violations(made, history) == []
 
 
-def test_what_a_planner_took_when_nobody_waited_for_it_any_more_has_happened() -> None:
+def test_what_a_coordinator_took_when_nobody_waited_for_it_any_more_has_happened() -> None:
     """It stands still for longer than who says it waits; that is told by itself, and noted."""
     patient = scenario(fault("stop", "planner", SAID, seconds=2.0))
     made = told(replace(patient, seed=6), mixture(patient))

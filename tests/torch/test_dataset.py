@@ -187,9 +187,7 @@ def ending(job: ov.Job) -> ov.Job:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(
-    tmp_path: Path, ahead: bool
-):
+def test_a_step_that_grows_is_refused_where_microbatches_are_delivered(tmp_path: Path, ahead: bool):
     job = text_job(
         tmp_path, microbatches=1, context=128
     )  # 12 documents of 20 tokens in the mean do not fit in

@@ -17,6 +17,7 @@ import pytest
 
 import overlord as ov
 import overlord.torch as ot
+from tests.internals import connection_of, pretend_fork
 from tests.processes import plain
 from tests.processes import written as written_whole
 from tests.torch.jobs import text_job
@@ -243,7 +244,7 @@ def test_closing_wakes_a_thread_that_waits_for_a_step_and_one_that_waits_for_roo
     assert threads() == []
 
 
-def test_the_time_the_trainer_waited_is_told(tmp_path: Path):
+def test_the_time_the_trainer_waited_is_reported(tmp_path: Path):
     with (
         ov.launch(text_job(tmp_path)) as session,
         ot.DevicePrefetcher(session.client(0), "cpu") as steps,
@@ -275,12 +276,12 @@ def test_a_fork_is_told_to_make_its_own(tmp_path: Path):
         ot.DevicePrefetcher(session.client(0), "cpu") as steps,
     ):
         next(steps)
-        steps._pid += 1  # as in a copy of this process
+        pretend_fork(steps, +1)  # as in a copy of this process
         with pytest.raises(
             ov.OverlordError, match=f"got process {os.getpid()}; a fork does not copy its thread"
         ):
             next(steps)
-        steps._pid -= 1
+        pretend_fork(steps, -1)
 
 
 def test_a_depth_of_nothing_is_refused(tmp_path: Path):
@@ -365,14 +366,14 @@ def test_memory_on_the_device_is_not_used_again_before_the_trainer_is_through_wi
 
 
 @cuda
-def test_slots_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Path):
+def test_segments_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Path):
     with ov.launch(text_job(tmp_path, until=3), runtime="process") as session:
         client = session.client(0)
         steps = ot.DevicePrefetcher(client, "cuda", depth=3)
         kept = [next(steps)]
-        link = client._inbox._remote._link
+        link = connection_of(client.queue)
         kept += list(steps)
-        client._state = client.mark()[1]
+        client.move_to(client.queue, client.mark()[1])
         gc.collect()
         assert link.remote_held == 0
         assert [len(mb.samples) > 0 for step in kept for mb in step] == [True] * sum(

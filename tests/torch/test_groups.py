@@ -15,6 +15,7 @@ from overlord.mesh import BROADCASTS, ClientPlaceTree
 from overlord.torch import broadcast_frames
 from overlord.torch.broadcast_frames import FrameBroadcast
 from overlord.torch.process_groups import make_group, service_of
+from tests.internals import broadcast_error, wait_for_broadcast
 
 degrees = st.integers(1, 3)
 SUBSETS = [axes for n in range(len(BROADCASTS) + 1) for axes in combinations(BROADCASTS, n)]
@@ -74,16 +75,16 @@ def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: 
     wire = FrameBroadcast(
         service_of(ClientPlaceTree(tp=degree), rank, "DP", ("TP",)), None, torch.device("cpu"), 1.0
     )
-    said = str(wire._lost(RuntimeError(BROKEN), 0))
+    said = str(broadcast_error(wire, RuntimeError(BROKEN), 0))
     assert said.startswith(
         f"{whom} is lost: its process has exited, or the network to it has failed; torch "
         "reports: Connection closed by"
     )
     assert ".cc" not in said
     assert said.endswith(" word ...")
-    assert str(wire._lost(RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)).endswith(
-        "torch reports: Reset by peer"
-    )
+    assert str(
+        broadcast_error(wire, RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)
+    ).endswith("torch reports: Reset by peer")
 
 
 class Late:
@@ -120,6 +121,6 @@ def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(
         on_stall=lambda words, seconds: said.append((words, seconds)),
     )
     with pytest.raises(DataStall, match="rank 0 to broadcast"):
-        wire._wait(late, "rank 0 to broadcast")
+        wait_for_broadcast(wire, late, "rank 0 to broadcast")
     assert [words for words, _ in said] == ["rank 0 to broadcast"]
     assert 0.01 <= said[0][1] < 0.02

@@ -20,6 +20,7 @@ import overlord.torch as ot
 from overlord.torch.microbatch_info import MicrobatchInfo
 from overlord.torch.pinned_memory import fill, layout, views
 from overlord.transport.connection import SocketConnection
+from tests.internals import connection_of
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")
@@ -81,10 +82,9 @@ def test_a_tensor_of_a_step_of_another_process_keeps_its_values_and_not_the_step
     with ov.launch(text_job(tmp_path, until=4), runtime="process") as session:
         client = session.client(0)
         step = next(client)
-        link = client._inbox._remote._link
-        client._state = client.mark()[
-            1
-        ]  # else the client itself keeps the bytes of the state beside the arrays
+        link = connection_of(client.queue)
+        # else the client itself keeps the bytes of the state beside the arrays
+        client.move_to(client.queue, client.mark()[1])
         assert held(link) == 1
         wanted = np.array(step[0]["labels"])
         part = ot.tensors(step[0])["labels"][3:9]
@@ -101,8 +101,8 @@ def test_memory_of_another_process_lives_as_long_as_the_last_tensor_of_it(tmp_pa
     with ov.launch(job, runtime="process") as session:
         client = session.client(0)
         step = next(client)
-        link = client._inbox._remote._link
-        client._state = client.mark()[1]
+        link = connection_of(client.queue)
+        client.move_to(client.queue, client.mark()[1])
         assert held(link) == 1
         wanted = np.array(step[0]["labels"])
         labels = ot.tensors(step[0])["labels"]
@@ -118,11 +118,11 @@ def test_a_mark_keeps_no_memory_of_the_channel(tmp_path: Path):
     with ov.launch(text_job(tmp_path, until=3), runtime="process") as session:
         client = session.client(0)
         next(client)
-        link = client._inbox._remote._link
+        link = connection_of(client.queue)
         mark, state = client.mark(), client.state_dict()
-        assert not np.shares_memory(mark[1].data, client._state.data)
+        assert not np.shares_memory(mark[1].data, client.position.data)
         list(client)
-        client._state = client.mark()[1]
+        client.move_to(client.queue, client.mark()[1])
         assert held(link) == 0
         assert client.state_dict(mark) == state
 

@@ -16,6 +16,7 @@ import overlord as ov
 import overlord.torch as ot
 from overlord.client.world import World, world_here
 from overlord.session.rendezvous import _Board, serving_host
+from tests.internals import RENDEZVOUS_STORE
 from tests.torch.jobs import text_job
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -101,7 +102,7 @@ def test_a_size_of_the_node_that_is_no_number_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, said: str
 ):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr("overlord.session.rendezvous._store", lambda *_: store)
+    RENDEZVOUS_STORE.replace(monkeypatch, lambda *_: store)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     with pytest.raises(
         ov.JobError,

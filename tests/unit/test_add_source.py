@@ -26,6 +26,7 @@ from overlord.errors import (
 from overlord.messages.control import AddSource, Cursor, SetMixture
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
+from tests.internals import loader_budget, running_job, runtime_of
 from tests.processes import until
 from tests.worlds import Rows
 
@@ -55,11 +56,11 @@ def launch(made: ov.Job, **options: Any) -> ov.Session:
 
 
 def drawn(step: ov.Step) -> Counter[str]:
-    return Counter(step._told.sample_id(i).source for i in range(len(step._told.row)))
+    return Counter(step.info.sample_id(i).source for i in range(len(step.info.row)))
 
 
 def samples(steps: list[ov.Step], name: str) -> list[Any]:
-    plans = [s._told for s in steps]
+    plans = [s.info for s in steps]
     return [
         p.sample_id(i) for p in plans for i in range(len(p.row)) if p.sample_id(i).source == name
     ]
@@ -256,8 +257,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
         )
         seen.add(
             tuple(
-                (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
-                for s in run.steps[0]
+                (s.plan_digest, s.info.after.mix_step, s.info.after.mix_epoch) for s in run.steps[0]
             )
         )
     assert len(seen) == 1
@@ -269,10 +269,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
     run = ov.simulate(
         made, events=[Add(source("c", weight=0.001), 15)]
     )  # not drawn at once, so that the draw waits for nothing
-    assert (run.steps[0][15]._told.after.mix_step, run.steps[0][15]._told.after.mix_epoch) == (
-        15,
-        0,
-    )
+    assert (run.steps[0][15].info.after.mix_step, run.steps[0][15].info.after.mix_epoch) == (15, 0)
 
 
 def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worker_process(
@@ -312,7 +309,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 def test_sources_share_one_budget_of_what_is_held_ready() -> None:
     with launch(job(), buffer_bytes=900) as session:
         session.add_source(source("c"))
-        assert [loader._budget for loader in session.internals.runtime.loaders] == [300, 300, 300]
+        assert [loader_budget(loader) for loader in runtime_of(session).loaders] == [300, 300, 300]
 
 
 def test_training_goes_on_while_a_source_is_indexed() -> None:
@@ -489,7 +486,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
         made, seed=3, events=[SetMixture(4, {"a": 1.0, "b": 2.0}), Add(joining, 7, 2)], check=True
     )
     assert [s.plan_digest for s in run.steps[0]] == [pair[0] for pair in local]
-    assert isinstance(run.steps[0][-1]._told.after.events[0], AddSource)
+    assert isinstance(run.steps[0][-1].info.after.events[0], AddSource)
 
 
 # What is refused
@@ -540,7 +537,7 @@ def test_a_step_that_is_planned_or_none_and_a_job_that_ended_are_refused() -> No
     with launch(job(), prefetch=2) as session:
         client = session.client(0)
         take(client, 4)
-        until(lambda: session.internals.runtime.planner.open_step == 6)
+        until(lambda: runtime_of(session).planner.open_step == 6)
         with pytest.raises(
             PlanError, match="step 3 is planned already; the first step that can still change is 6"
         ):
@@ -566,7 +563,7 @@ def test_all_that_is_wrong_with_a_source_is_said_at_once() -> None:
 def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_or_neither() -> None:
     made, joining = job(), source("c", weight=3.0)
     with launch(made) as session:
-        client, note, states = session.client(0), session.internals.events.note, []
+        client, note, states = session.client(0), running_job(session).events.note, []
         take(client, 2)
 
         def watched(event: Any) -> None:
@@ -574,7 +571,7 @@ def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_o
             note(event)
             states.append(client.state_dict())
 
-        session.internals.events.note = watched  # type: ignore[method-assign]
+        running_job(session).events.note = watched  # type: ignore[method-assign]
         session.add_source(joining, at=9)
         states.append(client.state_dict())
     assert [("c" in s["cursors"], len(s["events"])) for s in states] == [

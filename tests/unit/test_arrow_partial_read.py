@@ -26,7 +26,7 @@ from overlord.sources.base import ReadOptions
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 LAW = settings(max_examples=60, deadline=None)
 KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [

@@ -71,14 +71,15 @@ def figures(**given: Any) -> Figures:
 def test_connected_clients_get_the_tokens_and_every_process_counts(tiny: Corpus, peer: str) -> None:
     found = run_cell(work(tiny, peer), LIMIT_S)
     assert found.tokens >= 300_000
-    assert found.processes >= 2 + 1 + 2  # clients, launcher, a loader host and a constructor host
+    # clients, launcher, a loader worker and a constructor worker
+    assert found.processes >= 2 + 1 + 2
     assert 0 < found.clients_idle_mb == found.idle_pss_mb, "only what ranks import is left out"
     assert found.clients_pss_mb < found.pss_mb
     assert 0 < found.first_step_s < found.wall_s
     assert 0 < found.startup_cpu_s < found.cpu_s
 
 
-def test_a_cell_has_as_many_loader_hosts_as_were_asked_for(tiny: Corpus) -> None:
+def test_a_cell_has_as_many_loader_workers_as_were_asked_for(tiny: Corpus) -> None:
     one, three = (
         run_cell(work(tiny, "overlord-process", equal=True, hosts=n), LIMIT_S) for n in (1, 3)
     )
@@ -175,7 +176,7 @@ def test_the_price_of_a_rank_is_the_slope_over_idle() -> None:
     )
 
 
-def test_efficiency_is_speed_over_what_so_many_hosts_would_give() -> None:
+def test_efficiency_is_speed_over_what_so_many_workers_would_give() -> None:
     def point(peer: str, n: int, wall_s: float) -> scaling.Point:
         return scaling.Point(
             peer, n, [figures(peer=peer, ranks=8, steady_wall_s=wall_s, steady_cpu_s=2.0)]

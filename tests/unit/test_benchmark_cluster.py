@@ -66,7 +66,7 @@ def test_what_lost_its_parent_is_found_and_ended_by_its_id() -> None:
     )
 
 
-def test_one_source_a_host_is_measured_with_few_sources_and_left_out_with_a_reason() -> None:
+def test_one_source_a_worker_is_measured_with_few_sources_and_left_out_with_a_reason() -> None:
     made = cluster.settings_of(
         ["null", "tokenized"], [5, 100, 300], [2, 8], ["bare", "overlord-ray", "overlord-ray-one"]
     )

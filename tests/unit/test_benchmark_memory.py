@@ -134,7 +134,7 @@ def test_more_workers_are_tried_only_until_the_pace_is_kept() -> None:
     assert not needless(replace(middle, shuffle=False), [kept], EXTENT)
 
 
-def test_a_second_loader_host_that_takes_more_memory_is_called_opposite_to_the_paper() -> None:
+def test_a_second_loader_worker_that_takes_more_memory_is_called_opposite_to_the_paper() -> None:
     one = Case(
         kind=PROCESS,
         folder="",

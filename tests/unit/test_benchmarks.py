@@ -373,7 +373,7 @@ def test_faults_are_felt_in_no_byte_and_the_page_has_every_run_its_targets_and_f
     saved: dict[str, Any] = {}
     monkeypatch.setattr(
         "overlord.drill.run.LOST_AFTER_S", 30.0
-    )  # a part that stands still for seconds is not to be killed, too
+    )  # a worker that stands still for seconds is not to be killed, too
     monkeypatch.setattr(
         faults, "save", lambda name, text, plots: saved.update(text=text, plots=plots) or "a page"
     )

@@ -15,6 +15,7 @@ import pytest
 
 import overlord as ov
 from overlord.buffer_pool import BufferPool
+from tests.internals import pooled_buffers, runtime_of
 from tests.worlds import Rows
 
 MB = 2**20
@@ -142,7 +143,7 @@ def test_a_trainer_that_keeps_everything_does_not_make_the_search_long() -> None
     pool = BufferPool()
     kept = [pool(1000) for _ in range(500)]
     assert len({address(a) for a in kept}) == 500
-    assert len(pool._buffers) <= 64
+    assert len(pooled_buffers(pool)) <= 64
 
 
 @pytest.mark.filterwarnings(
@@ -178,7 +179,7 @@ def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
                     view = rng.choice(ways)(mb[name])
                     kept.append((view, np.array(np.asarray(view))))
             del mb, step
-        reused = session.internals.runtime.slabs.nbytes
+        reused = runtime_of(session).slabs.nbytes
     assert len(kept) > 50
     assert reused > 0
     for view, copy in kept:

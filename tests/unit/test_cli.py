@@ -125,7 +125,9 @@ def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_pat
     ],
 )
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_an_option_that_is_none_is_told(tmp_path: Path, command: str, word: str, said: str) -> None:
+def test_an_option_that_is_none_is_reported(
+    tmp_path: Path, command: str, word: str, said: str
+) -> None:
     result = overlord(command, job_file(tmp_path), "-o", word)
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
@@ -143,7 +145,7 @@ def test_whoever_launches_on_a_cluster_names_it(tmp_path: Path, command: str) ->
 
 @pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1"])
-def test_an_address_that_is_none_is_told(address: str) -> None:
+def test_an_address_that_is_none_is_reported(address: str) -> None:
     for command in (["status"], ["status", "--token", "small"], ["stop", "small"]):
         result = overlord(*command, "--address", address)
         assert result.exit_code == 2, result.output
@@ -154,7 +156,7 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
         assert said in " ".join(result.stderr.split())
 
 
-def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
+def test_workers_without_cores_are_told_of_what_may_have_kept_them() -> None:
     said = (
         "no node had a spare core that they may use (on nodes with ranks, sidecar= sets how "
         "many): loader-worker/1"

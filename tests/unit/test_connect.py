@@ -12,7 +12,7 @@ from overlord.errors import DataStall
 
 
 class StalledServer:
-    """Answer every question at once with a stall, as a session does while one of its hosts is
+    """Answer every question at once with a stall, as a session does while one of its workers is
     stopped.
     """
 

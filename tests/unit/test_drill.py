@@ -82,7 +82,7 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
     assert line(0, 2.0) == "wait per step: median 2000.0 ms, longest 2000 ms (step 0); 1 steps"
 
 
-def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told():
+def test_a_worker_is_restored_when_another_process_is_there_and_its_recovery_is_reported():
     last = {
         "loader-worker/0": Strike(
             Fault("stop", "loader-worker", 3), "loader-worker/0", 11, 3, recovered=1
@@ -107,7 +107,7 @@ def test_a_drill_of_nothing_is_refused():
         parse_faults(" , ")
 
 
-def test_a_role_hits_the_first_of_its_parts_by_number():
+def test_a_role_hits_the_first_of_its_workers_by_number():
     assert Fault("kill", "loader-worker", 0, count=2).choose(PARTS) == [
         "loader-worker/0",
         "loader-worker/2",

@@ -118,7 +118,7 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
     assert found.why(1.0) == words
 
 
-def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
+def test_loader_workers_are_as_many_as_reading_takes(job: ov.Job) -> None:
     asked = DryRunRequest(gpus=[64], cp=2)
     few, many = (
         fleet_of(job, asked, 64, replace(LIKELY, read_s=s), True).loader_hosts for s in (1e-4, 1.0)

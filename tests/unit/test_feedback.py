@@ -22,6 +22,7 @@ from overlord.messages.control import Report, SetMixture, Skip
 from overlord.planning.events import EventLog
 from overlord.planning.feedback import promised
 from overlord.planning.schedule.base import learns
+from tests.internals import generation_of, loop_of, runtime_of
 from tests.processes import until
 from tests.worlds import Rows
 
@@ -254,7 +255,7 @@ def test_weights_by_epoch_do_not_depend_on_a_draw_that_is_tried_again() -> None:
         states.add(
             json.dumps(
                 [
-                    (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
+                    (s.plan_digest, s.info.after.mix_step, s.info.after.mix_epoch)
                     for s in run.steps[0]
                 ]
             )
@@ -267,10 +268,10 @@ def test_weights_by_epoch_learn_at_every_step_and_change_when_the_epoch_rises() 
     made = job(Listener(heard), mix_every="epoch", feedback_lag=6)
     whole = ov.simulate(made, seed=1, report=lambda r, s: loss(s), save=True)
     assert dict(heard) == {t: {} if t < 6 else loss(t - 6) for t in range(24)}
-    mixed = {s.step: s._told.after.weights for s in whole.steps[0]}
+    mixed = {s.step: s.info.after.weights for s in whole.steps[0]}
     changes = [t for t in range(1, 24) if mixed[t] != mixed[t - 1]]
     assert changes
-    assert set(changes) <= {s._told.after.mix_step for s in whole.steps[0]}
+    assert set(changes) <= {s.info.after.mix_step for s in whole.steps[0]}
     assert len(changes) < 8
     for t in changes:
         assert mixed[t][0] == 1.0 + sum(1.0 + s for s in range(t - 6 + 1))
@@ -424,7 +425,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert heard[6] == (6, {"loss/a": 0.5, "loss/b": 2.5, "n": 3.0, "m": 4.0})
 
 
-def test_a_step_that_was_not_handed_out_cannot_be_reported() -> None:
+def test_a_step_that_was_not_delivered_cannot_be_reported() -> None:
     with launch(job(Listener([]))) as session:
         client = session.client(0)
         with pytest.raises(
@@ -502,9 +503,9 @@ def test_a_state_holds_no_report_of_a_step_behind_it() -> None:
 def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it() -> None:
     with launch(job(Listener([]), feedback_lag=6), prefetch=4) as session:
         client, held, done = session.client(0), threading.Event(), threading.Event()
-        bare = [next(client) and client._state for _ in range(3)][-1]
-        until(lambda: session.internals.runtime.planner.next_step == 7)
-        session.internals.loop.post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
+        bare = [next(client) and client.position for _ in range(3)][-1]
+        until(lambda: runtime_of(session).planner.next_step == 7)
+        loop_of(session).post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
         assert held.wait(10)
         client.report(0, loss(0))  # late for the promise: what becomes of it is the planner's word
         client.report(1, loss(7))
@@ -513,7 +514,7 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
         names = session.job.names
         assert [
             (r.step, r.metrics)
-            for r in session.internals.generation.events.completed(bare, names).reports
+            for r in generation_of(session).events.completed(bare, names).reports
         ] == [(1, loss(1)), (2, loss(2))]  # type: ignore[arg-type]
         done.set()
         assert session.state_dict()["reports"] == {str(s): {"0": loss(s)} for s in (1, 2)}
@@ -521,7 +522,7 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
 
 def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() -> None:
     with launch(job(Listener([]))) as session:
-        state = replace(session.internals.generation.start, step=4)
+        state = replace(generation_of(session).start, step=4)
     first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), EventLog(6)
 
     def held() -> list[Report]:

@@ -24,7 +24,7 @@ from overlord.planning.graph import page_data
 from overlord.planning.graph.lineage import Binding, planned_graph
 from overlord.planning.graph.mermaid import escaped
 from overlord.planning.graph.page import SCRIPTS, page
-from overlord.planning.graph.page_data import PageStep, column, facts, spans
+from overlord.planning.graph.page_data import PageStep, _module, column, facts, spans
 from overlord.planning.strategies import llm_balance, vlm_hybrid
 from tests.worlds import Rows
 
@@ -482,7 +482,7 @@ def test_loads_on_the_page_sum_to_those_of_the_plan(
     graph = planned(sources, dp, len(tokens), microbatches=5)
     assert graph.bound is not None
     plan, step = graph.bound.plan, step_of(graph)
-    modules = [page_data._module(step, "backbone", most, most)]
+    modules = [_module(step, "backbone", most, most)]
     conserved({"modules": modules}, plan)
 
 

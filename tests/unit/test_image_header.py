@@ -40,7 +40,7 @@ def test_a_header_is_the_same_from_bytes_an_array_and_a_view_inside_another_arra
     )
 
 
-def test_modes_bits_and_scans_are_told() -> None:
+def test_modes_bits_and_scans_are_reported() -> None:
     kinds = {name: header(FILES[name]) for name in FILES}
     assert {kinds[n].mode for n in ("jpeg", "png", "webp", "png 16 bit 2")} == {"RGB"}
     assert [

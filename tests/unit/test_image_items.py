@@ -277,7 +277,7 @@ def test_a_prefix_that_makes_no_sense_is_refused(change: Any, reason: str) -> No
 def test_what_a_program_set_for_its_own_images_changes_nothing_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Packages that people import tell Pillow to take files that are cut short; hosts of the
+    """Packages that people import tell Pillow to take files that are cut short; workers of the
     process runtime do not import them.
     """
     whole = png(40, 60)

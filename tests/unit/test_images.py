@@ -32,7 +32,7 @@ from overlord.transforms.images import Images
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 from tests.pictures import BAD, FILES, jpeg, moving, photo, png, saved, turned
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 P = 900  # the placeholder
 SPEC = Images(placeholder=P, patch=7, merge=2, min_pixels=14 * 14, max_pixels=14 * 14 * 64)
@@ -93,7 +93,7 @@ def test_an_image_is_a_run_of_placeholders_three_numbers_and_an_item() -> None:
     assert block.meta["bytes"].tolist() == [8 * 4 + len(A) + 96, 10 * 4 + len(B) + len(C) + 192]  # type: ignore[union-attr]
 
 
-def test_a_source_in_which_no_row_has_an_image_is_told_of_once(
+def test_a_source_in_which_no_row_has_an_image_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     some, none = pipeline(Tokens(), SPEC), pipeline(Tokens(), SPEC)

@@ -15,13 +15,13 @@ import overlord as ov
 from overlord.batch import CP_SPLITS, LABELS, LAYOUTS, Batch
 from overlord.errors import JobError
 from overlord.job.job import DRAWS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Job, Source
-from overlord.jobfile import yaml_file
 from overlord.jobfile.yaml_file import read_job, register_function, write_job
 from overlord.mesh import ClientPlaceTree
 from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
+from tests.internals import JOB_FILE_FUNCTIONS
 
 EXAMPLE = """
 name: demo
@@ -48,7 +48,7 @@ def random_row(row: dict[str, Any], rng: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_file, "_functions", {})
+    JOB_FILE_FUNCTIONS.replace(monkeypatch, {})
     register_function("clean", clean)
     register_function("random row", random_row)
 

@@ -80,7 +80,7 @@ def test_a_journal_is_opened_again_and_again_and_by_any_name_of_its_place(tmp_pa
             log.append([plan(k)])
 
 
-def test_a_directory_with_other_things_in_it_is_told_of_once(tmp_path, caplog):
+def test_a_directory_with_other_things_in_it_is_reported_once(tmp_path, caplog):
     (tmp_path / "web").mkdir()
     (tmp_path / "a.parquet").write_bytes(b"")
     JournalLog.create(tmp_path, JOB).close()

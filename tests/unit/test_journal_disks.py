@@ -19,25 +19,26 @@ from overlord.journal import directory
 from overlord.journal.log import JournalLog, read
 from overlord.journal.segment import name_of
 from overlord.journal.verify import verify
+from tests.internals import JOURNAL_SYNCS
 from tests.journals import JOB, numbers, plan
 
 
 @pytest.mark.parametrize("call", ["append", "create"])
 def test_a_sync_that_fails_gives_the_segment_up_for_good(tmp_path, monkeypatch, call):
     """The kernel may have thrown the bytes away and say nothing the second time."""
-    real = directory._sync_data
+    real = JOURNAL_SYNCS.real
     with JournalLog.create(tmp_path, JOB) as log:
         log.append([plan(0)])
         if call == "create":
             log.roll()
         size = (tmp_path / name_of(0)).stat().st_size
-        monkeypatch.setattr(directory, "_sync_data", _failing(errno.EIO))
+        JOURNAL_SYNCS.replace(monkeypatch, _failing(errno.EIO))
         with pytest.raises(
             JournalError,
             match=r"make them durable: Input/output error \(EIO\); the disk fails.*not written again",
         ):
             log.append([plan(1)])
-        monkeypatch.setattr(directory, "_sync_data", real)
+        JOURNAL_SYNCS.replace(monkeypatch, real)
         after = (tmp_path / name_of(0)).stat().st_size
         assert (after > size) == (call == "append")
         log.append([plan(2)])
@@ -143,7 +144,7 @@ def test_a_directory_without_permission_is_told_at_once(tmp_path):
         JournalLog.create(tmp_path / "j", JOB)
 
 
-def test_a_file_where_the_directory_should_be_is_told(tmp_path):
+def test_a_file_where_the_directory_should_be_is_reported(tmp_path):
     (tmp_path / "j").write_text("")
     with pytest.raises(JournalError, match=r"\(EEXIST\); name a directory"):
         JournalLog.create(tmp_path / "j", JOB)

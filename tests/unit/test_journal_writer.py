@@ -16,6 +16,7 @@ from overlord.errors import JournalError
 from overlord.journal import directory, log
 from overlord.journal.append_thread import AppendThread
 from overlord.journal.log import JournalLog
+from tests.internals import JOURNAL_SYNCS, join_writer
 from tests.journals import JOB, Memory, numbers, plan
 
 pytestmark = pytest.mark.timeout(200)
@@ -101,7 +102,7 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
 def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    under_way, gate, real = threading.Event(), threading.Event(), directory._sync_data
+    under_way, gate, real = threading.Event(), threading.Event(), JOURNAL_SYNCS.real
 
     def slow(fd: int) -> None:
         under_way.set()
@@ -110,7 +111,7 @@ def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
 
     writer = AppendThread(JournalLog.create(tmp_path, JOB), lambda: None)
     writer.wait(writer.put([plan(0)]))
-    monkeypatch.setattr(directory, "_sync_data", slow)
+    JOURNAL_SYNCS.replace(monkeypatch, slow)
     writer.put([plan(1)])
     assert under_way.wait(30)
     writer.put([plan(2)])
@@ -118,8 +119,7 @@ def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
     with pytest.raises(JournalError, match="writes to it"):
         JournalLog.open(tmp_path, JOB)
     gate.set()
-    assert writer._thread is not None
-    writer._thread.join(30)
+    join_writer(writer, 30)
     assert writer.close(30), "a second time"
     monkeypatch.undo()
     again, found = JournalLog.open(tmp_path, JOB)

@@ -20,6 +20,7 @@ import overlord as ov
 from overlord.cli.common import read_options
 from overlord.errors import JobError, StateMismatch
 from overlord.setup.options import Options
+from tests.internals import SESSION_STARTS
 from tests.processes import WAIT_S, left_after
 from tests.worlds import Rows
 
@@ -266,7 +267,7 @@ def launched_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Options:
     def begin(*args: Any) -> Any:
         found.append(args[-1])
 
-    monkeypatch.setattr("overlord.session.launch._start", begin)
+    SESSION_STARTS.replace(monkeypatch, begin)
     ov.launch(job(), **options)
     return found[0]
 

@@ -1,4 +1,4 @@
-"""Stories of loaders that go back in memory, and of shadows that follow others."""
+"""Stories of loaders that go back in memory, and of standbys that follow others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from overlord.messages.loader import (
 from overlord.sample import Content, Ragged
 from overlord.setup.prepared_job import Options, PreparedJob, open_loader
 from overlord.transport.server import Server
-from tests.backing import STRIDE, Drawing, payload_rows
+from tests.internals import kept_announcements, kept_blocks, loader_service_of, worker_loop_of
+from tests.rollbacks import STRIDE, Drawing, payload_rows
 
 NONE = np.zeros(0, np.int64)
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
@@ -101,11 +102,16 @@ def test_what_was_popped_stays_before_the_front_until_it_is_released() -> None:
         buffer.restore(9)
 
 
-def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
+def test_a_sample_buffer_that_keeps_nothing_lets_popped_blocks_go() -> None:
     buffer = SampleBuffer()
     buffer.put(block(0, 5))
     buffer.pop(5)
-    assert (buffer.kept_rows, buffer.kept_bytes, buffer.nbytes, list(buffer._kept)) == (0, 0, 0, [])
+    assert (buffer.kept_rows, buffer.kept_bytes, buffer.nbytes, kept_blocks(buffer)) == (
+        0,
+        0,
+        0,
+        [],
+    )
 
 
 # announcements
@@ -164,7 +170,7 @@ def test_rows_that_filters_dropped_are_announced_again_after_their_block_was_rel
     kept.add(Announce(0, 0, 0, 0, found([5, 6]), True, False))
     kept.add(Announce(0, 0, 0, 1, found([9], dropped=2), True, True))
     kept.release(4)
-    assert len(kept._announcements) == 3, (
+    assert kept_announcements(kept) == 3, (
         "the block with the last sample released stays: failures may stand behind it"
     )
     assert again(kept, 0, 0, 0, 0, 3, 0) == (
@@ -233,7 +239,7 @@ def test_announcements_without_a_sample_are_not_kept_for_ever(
     kept = ReplayBuffer(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
-    assert len(kept._announcements) == 4
+    assert kept_announcements(kept) == 4
     assert again(kept, 0, 0, 45, 0, 1, 0) is None
     assert again(kept, 0, 0, 46, 0, 1, 0) == (
         0,
@@ -250,7 +256,7 @@ def test_announcements_without_a_sample_are_not_kept_for_ever(
 # going back
 
 
-def test_a_loader_goes_back_in_memory_and_no_file_is_read_again() -> None:
+def test_a_loader_rolls_back_in_memory_and_no_file_is_read_again() -> None:
     run = drawing()
     for n in (4, 5, 6):
         run.go_on(n)
@@ -297,7 +303,7 @@ def test_work_under_way_goes_on_and_is_heard_in_the_new_generation() -> None:
     assert run.stream.ready >= 3
 
 
-def test_a_part_that_never_came_is_no_reason_to_read_again() -> None:
+def test_a_loader_plan_that_never_came_is_no_reason_to_read_again() -> None:
     run = drawing()
     run.go_on(4)
     run.hear()
@@ -321,7 +327,7 @@ def test_what_is_kept_is_told_apart_and_does_not_count_for_reading_ahead() -> No
     assert run.hosts[0].loading.held_bytes()["kept"] == 0
 
 
-def test_a_host_that_does_not_keep_has_nothing_to_pay_and_reads_again() -> None:
+def test_a_worker_that_does_not_keep_has_nothing_to_pay_and_reads_again() -> None:
     run = drawing(keeps=False)
     run.go_on(6)
     hosted = run.hosts[0].loading.hosted[0]
@@ -384,7 +390,7 @@ def test_a_loader_that_failed_says_it_again() -> None:
     assert rows_of(run) == list(range(20)), "up to the window that cannot be read"
 
 
-# shadows
+# standbys
 
 
 def with_shadow() -> Drawing:
@@ -394,7 +400,7 @@ def with_shadow() -> Drawing:
     return run
 
 
-def test_a_shadow_reads_and_is_popped_as_the_other_is_and_says_nothing() -> None:
+def test_a_standby_reads_and_is_popped_as_the_other_is_and_says_nothing() -> None:
     run = with_shadow()
     run.go_on(4)
     run.go_on(5)
@@ -417,7 +423,7 @@ def test_a_shadow_reads_and_is_popped_as_the_other_is_and_says_nothing() -> None
     assert run.hosts[1].loading.busy() == []
 
 
-def test_a_shadow_that_is_behind_owes_what_is_popped_and_reads_it_at_once() -> None:
+def test_a_standby_that_is_behind_owes_what_is_popped_and_reads_it_at_once() -> None:
     run = with_shadow()
     run.refill(6, 6)
     for _ in range(3):
@@ -435,7 +441,7 @@ def test_a_shadow_that_is_behind_owes_what_is_popped_and_reads_it_at_once() -> N
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_a_promoted_shadow_goes_on_from_memory(behind: bool) -> None:
+def test_a_promoted_standby_goes_on_from_memory(behind: bool) -> None:
     run = with_shadow()
     if behind:
         run.refill(9, 9)
@@ -459,7 +465,7 @@ def test_a_promoted_shadow_goes_on_from_memory(behind: bool) -> None:
     assert all(len(set(rows)) == 1 for rows in run.payload.values())
 
 
-def test_what_a_shadow_could_not_read_is_read_again_when_it_takes_over() -> None:
+def test_what_a_standby_could_not_read_is_read_again_when_it_takes_over() -> None:
     run = with_shadow()
     run.go_on(4)
     follower = run.hosts[1].loading.hosted[0]
@@ -476,7 +482,7 @@ def test_what_a_shadow_could_not_read_is_read_again_when_it_takes_over() -> None
     assert rows_of(run) == list(range(30))
 
 
-def test_a_shadow_is_not_popped_behind_a_back_before_it_is_told_where_it_stands() -> None:
+def test_a_standby_is_not_popped_behind_a_rollback_before_it_is_told_where_it_stands() -> None:
     run = with_shadow()
     run.go_on(4)
     shadow = run.hosts[1].loading.hosted[0]
@@ -515,7 +521,7 @@ def test_one_that_is_far_behind_the_place_it_goes_to_reads_up_to_it_without_bein
     ]
 
 
-# the host's process
+# the worker's process
 
 
 class Constructor:
@@ -553,7 +559,7 @@ class Constructor:
 
 
 class Told:
-    """A loader host, told by a planner that is this test."""
+    """A loader worker, told by a planner that is this test."""
 
     def __init__(self, **settings: Any) -> None:
         self.blueprint = PreparedJob(job_of([{"tokens": [k]} for k in range(30)]), Options())
@@ -618,7 +624,7 @@ def tokens(*rows: int) -> list[bytes]:
     return payload_rows([Content(Ragged.from_rows([[k] for k in rows]))])
 
 
-def test_a_loader_host_goes_back_and_parts_of_before_or_said_twice_lead_to_nothing() -> None:
+def test_a_loader_worker_rolls_back_and_parts_of_before_or_said_twice_lead_to_nothing() -> None:
     with Told(failover=True) as told:
         told.announced(6)
         told.part(0, 2)
@@ -662,10 +668,10 @@ def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_
         assert told.host.figures()["links"] == 1
 
 
-def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end() -> None:
+def test_without_failover_a_constructor_worker_that_is_lost_is_told_of_as_the_end() -> None:
     with Told() as told:
         told.announced(2)
-        assert told.host._loading.hosted[0].loader.replay_buffer is None
+        assert loader_service_of(told.host).hosted[0].loader.replay_buffer is None
         told.constructor.server.close()
         told.part(0, 2)
         [finish] = [
@@ -676,7 +682,7 @@ def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end(
         assert (finish.step, type(finish.error).__name__) == (0, "ActorLost")
 
 
-def test_a_loader_host_follows_and_is_quiet_until_it_is_made_the_primary() -> None:
+def test_a_loader_worker_follows_and_is_quiet_until_it_is_made_the_primary() -> None:
     with Told(failover=True) as told:
         told.announced(3)
         told.host.do(
@@ -690,7 +696,7 @@ def test_a_loader_host_follows_and_is_quiet_until_it_is_made_the_primary() -> No
         assert told.constructor.wait(1) == [(0, STRIDE, tokens(0, 1))]
 
 
-def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(
+def test_a_worker_whose_event_loop_opens_a_source_for_long_is_heard_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opens, may = threading.Event(), threading.Event()
@@ -702,7 +708,7 @@ def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(
 
     with Told(failover=True) as told:
         asked = threading.Event()
-        told.host._event_loop.post(lambda: asked.wait(20.0))
+        worker_loop_of(told.host).post(lambda: asked.wait(20.0))
         before = told.host.beat()  # on its way when the opening begins
         monkeypatch.setattr(loader_worker, "open_loader", slow)
         told.host.do([replace(told.back(0, 1, STRIDE), afresh=True)])

@@ -168,7 +168,7 @@ class Arenas:
     not GNU or cores() < 2,
     reason="needs the GNU C library, and cores for threads to run at the same time",
 )
-def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_of_a_worker_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """The C library assigns arenas to threads in order of their start. With one arena per worker,
     service threads had taken them.
     """
@@ -192,9 +192,11 @@ class Noted(Platform):
 
 
 @pytest.mark.parametrize("links", [0, 40])
-def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(links: int) -> None:
-    """One thread serves all links of a server: more links need no more arenas. The planner is in
-    another process here.
+def test_a_constructor_worker_counts_all_its_threads_however_many_connections_it_has(
+    links: int,
+) -> None:
+    """One thread serves all connections of a server: more connections need no more arenas. The
+    planner is in another process here.
     """
     machine, peers = Noted(), RpcServer()
     before = set(threading.enumerate())
@@ -216,7 +218,7 @@ def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(lin
 
 @examples(100)
 @given(st.integers(1, 64), st.integers(1, 256), st.integers(0, 64), st.integers(1, 40))
-def test_a_host_has_an_arena_for_each_thread_but_no_more_than_the_c_library_would_give(
+def test_a_worker_has_an_arena_for_each_thread_but_no_more_than_the_c_library_would_give(
     workers: int, n_cores: int, links: int, running: int
 ) -> None:
     limit = arena_limit(workers, n_cores, links=links, running=running)
@@ -233,7 +235,7 @@ def test_a_host_has_an_arena_for_each_thread_but_no_more_than_the_c_library_woul
     [(1, 1, 8), (1, 2, 11), (2, 2, 12), (4, 16, 28), (16, 16, 40)],
     ids=lambda value: str(value),
 )
-def test_arenas_of_hosts_of_some_machines(workers: int, n_cores: int, limit: int) -> None:
+def test_arenas_of_workers_of_some_machines(workers: int, n_cores: int, limit: int) -> None:
     assert arena_limit(workers, n_cores, links=1, running=3) == limit
 
 

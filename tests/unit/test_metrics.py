@@ -14,6 +14,7 @@ import pytest
 import overlord as ov
 from overlord.cluster.placement import Placement
 from overlord.cluster.status import StatusReporter
+from tests.internals import running_job, runtime_of, unanswered_row
 from tests.worlds import Rows
 
 
@@ -42,21 +43,21 @@ def running(tmp_path: Path) -> ov.Session:
 
 
 def silent(loader: int, source: str) -> dict[str, Any]:
-    """The row of a loader whose host does not answer."""
+    """The row of a loader whose worker does not answer."""
     worker = SimpleNamespace(name="loader-worker/0", handle=SimpleNamespace(pid=1), lost="")
     pool: Any = SimpleNamespace(loaders={0: worker})
     placement = Placement([1] * (loader + 1), [0] * (loader + 1))
     nothing: Any = None
     reporter = StatusReporter(pool, placement, nothing, nothing, lambda: [source] * (loader + 1))
-    return reporter._unanswered(loader)
+    return unanswered_row(reporter, loader)
 
 
-def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(
+def test_a_loader_whose_worker_does_not_answer_has_every_figure_that_others_have(
     running: ov.Session,
 ) -> None:
     with running:
         next(running.client(0))
-        for row in running.internals.figures()["loaders"]:
+        for row in running_job(running).figures()["loaders"]:
             assert set(silent(row["loader"], row["source"])) == set(row)
 
 
@@ -65,7 +66,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
 ) -> None:
     with running:
         next(running.client(0))
-        told, figures = running.metrics()["sources"], running.internals.runtime.figures
+        told, figures = running.metrics()["sources"], runtime_of(running).figures
         assert {name: {"storage", "store"} & set(row) for name, row in told.items()} == {
             "web": {"storage"},
             "list": set(),
@@ -77,7 +78,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
                 "loaders": [silent(row["loader"], row["source"]) for row in found["loaders"]]
             }
 
-        monkeypatch.setattr(running.internals.runtime, "figures", untold)
+        monkeypatch.setattr(runtime_of(running), "figures", untold)
         found = running.metrics()["sources"]
     assert {name: set(row) for name, row in found.items()} == {
         name: set(row) for name, row in told.items()

@@ -106,3 +106,10 @@ def test_the_metadata_names_the_distribution_its_licence_and_its_paper() -> None
     assert (ROOT / "SECURITY.md").is_file()
     assert PROJECT["dynamic"] == ["version"], "the version is written once, in overlord/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", overlord.__version__)
+
+
+def test_make_ray_runs_scenarios_that_exist() -> None:
+    rows = re.findall(r"^ON_RAY \S+ (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    names = " ".join(rows).split()
+    assert len(names) > 20
+    assert [n for n in names if not (ROOT / f"tests/scenarios/test_{n}.py").is_file()] == []

@@ -19,7 +19,7 @@ from overlord.sources.index import build_index
 from overlord.sources.parquet_footer import BrokenFooter, parse
 from tests.footers import OTHERS, ROWS, footer_of, with_footer, write_encrypted, write_valid
 from tests.processes import ROOT, WAIT_S
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -34,6 +34,7 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
 from overlord.transforms.image_items import Prefix
 from overlord.transport.codec import decode, encode
+from tests.internals import early_payload
 
 AFTER = EncodedState(0, np.zeros(1, np.uint8))
 
@@ -124,7 +125,7 @@ class Here:
             self.building.carry_out(self._queue.popleft(), self._queue)
 
 
-def test_payload_of_several_hosts_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
+def test_payload_of_several_workers_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
     here = Here()
     here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=20))))
     assert here.gathering.waiting() == ""
@@ -176,7 +177,7 @@ def test_a_plan_for_hooks_is_whole_and_its_payload_is_not() -> None:
     assert here.finished == []
 
 
-def test_a_host_that_sends_no_more_ends_the_job_before_the_first_step_that_misses_it() -> None:
+def test_a_worker_that_sends_no_more_ends_the_job_before_the_first_step_that_misses_it() -> None:
     here = Here()
     for step in (1, 2, 3):
         here.run(here.gathering.plan(placed(step, [2, 3], (3, 7))))
@@ -198,12 +199,12 @@ def test_what_nobody_wants_is_not_kept() -> None:
         assert here.gathering.payload(StepPayload(step, 3, documents(2))) == []
     for step in range(10, 10 + 2 * MAX_EARLY):
         here.gathering.payload(StepPayload(step, 3, documents(2)))
-    assert len(here.gathering._early[3]) == MAX_EARLY
+    assert len(early_payload(here.gathering)[3]) == MAX_EARLY
     here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=1))))
     here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=9))))
     assert here.box.steps == {5: [1, 1]}, "the first counts, and there is no second"
     here.run(here.gathering.finish(EndOfJob(6)))
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 THINGS = st.one_of(
@@ -288,7 +289,7 @@ def with_images(placed: ConstructorPlan, n: int) -> ConstructorPlan:
 
 
 def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
-    """A step with two images, one from each of two hosts; None: the host sends none."""
+    """A step with two images, one from each of two workers; None: the worker sends none."""
     here = Here(PixelForm(3, "uint8"))
     here.run(here.gathering.plan(with_images(placed(0, [2, 3], (3, 7)), wanted)))
     for host, tokens, found in zip((3, 7), (documents(2), documents(3)), images, strict=True):
@@ -300,7 +301,7 @@ def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
     return here
 
 
-def test_images_of_several_hosts_are_one_column() -> None:
+def test_images_of_several_workers_are_one_column() -> None:
     here = gathered(image(value=4), image(value=9))
     assert not here.finished
     assert here.box.steps == {0: [0, 0, 0, 0, 0]}

@@ -18,6 +18,7 @@ from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
 from overlord.messages.loader import StepPayload
+from tests.internals import built_bucket, early_payload, payload_holders
 from tests.laws import examples
 from tests.unit.test_payload_gather import Box, Here, documents, placed
 
@@ -101,7 +102,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
         here.plan(step)
     for step in (5, 7):
         here.send(step, 3), here.send(step, 7)
-    here.send(6, 3, value=90)  # the other half is lost with its host
+    here.send(6, 3, value=90)  # the other half is lost with its worker
     assert here.boxes[0].order == [5], "7 is built, and waits for 6"
     here.back(5, G)
     assert here.gathering.complete_until == 6
@@ -120,7 +121,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
     )
     here.send(8, 3, G), here.send(8, 7, G)
     assert here.boxes[0].order == [5, 6, 7, 8]
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 def test_payload_of_a_generation_may_come_before_the_word_of_it() -> None:
@@ -164,7 +165,7 @@ def test_what_was_said_before_and_what_is_over_changes_nothing() -> None:
     assert here.gathering.waiting() == "", "step 1 was planned in a time that is over"
 
 
-def test_a_host_that_is_started_anew_begins_behind_what_all_have() -> None:
+def test_a_worker_that_is_started_anew_begins_behind_what_all_have() -> None:
     for told in (True, False):
         here = Later()
         if told:
@@ -174,7 +175,7 @@ def test_a_host_that_is_started_anew_begins_behind_what_all_have() -> None:
         assert here.boxes[0].order == [41]
 
 
-def test_a_loader_host_that_is_lost_is_waited_for_and_named() -> None:
+def test_a_loader_worker_that_is_lost_is_waited_for_and_named() -> None:
     here = Later()
     here.plan(0), here.plan(1)
     here.send(0, 3)
@@ -217,7 +218,7 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
     assert here.boxes[0].heard == [0, fault]
     assert (
         here.building.held_bytes()["staged"]
-        == here.building.held_bytes()["assembled"] - here.building._built[0, 0][1].nbytes
+        == here.building.held_bytes()["assembled"] - built_bucket(here.building, 0, 0).nbytes
         == 0
     )
     here.back(0, G)
@@ -228,7 +229,7 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
     assert here.boxes[0].heard == [0, fault, "resumed", 1, 2, 3, None]
 
 
-def test_an_end_that_is_true_is_told_again_after_going_back() -> None:
+def test_an_end_that_is_true_is_told_again_after_a_rollback() -> None:
     here = Later()
     here.plan(0)
     here.run(here.gathering.finish(EndOfJob(1)))
@@ -256,7 +257,7 @@ def test_a_step_that_was_being_built_when_the_job_ended_and_went_on_is_built_onc
     assert here.boxes[0].order == [0, 1]
     here.run(here.building.consumed([0], 1))
     assert here.building.held_bytes()["staged"] == here.building.held_bytes()["assembled"] == 0
-    assert here.building._holders == {}
+    assert payload_holders(here.building) == {}
 
 
 def test_a_step_that_could_not_be_built_is_tried_again_when_it_comes_again() -> None:
@@ -279,7 +280,7 @@ def test_a_step_that_could_not_be_built_is_tried_again_when_it_comes_again() -> 
     assert here.boxes[0].order == [0, 1]
 
 
-def test_a_host_that_floods_us_keeps_out_no_other() -> None:
+def test_a_worker_that_floods_us_keeps_out_no_other() -> None:
     here = Later()
     for step in range(2 * MAX_EARLY):
         here.send(step, 9, step * G)
@@ -299,7 +300,7 @@ def test_payload_of_no_generation_is_refused(generation: Any) -> None:
 def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(
     data: st.DataObject,
 ) -> None:
-    """Loader hosts lose what is on its way, in any step; late words of each generation come in
+    """Loader workers lose what is on its way, in any step; late words of each generation come in
     between.
     """
     n, here = data.draw(st.integers(1, 6)), Later()
@@ -341,9 +342,9 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
     assert here.boxes[0].order == list(range(n))
     assert here.steps == {s: [10 * s + 3] * 2 + [10 * s + 7] * 2 for s in range(n)}
     here.run(here.building.consumed([0], n - 1))
-    assert here.building._holders == {}
+    assert payload_holders(here.building) == {}
     assert not here.finished
-    assert here.gathering._early == {}
+    assert early_payload(here.gathering) == {}
 
 
 def _mix(here: Later, said: list[Any], sent: list[Any], data: st.DataObject) -> None:

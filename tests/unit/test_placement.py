@@ -1,5 +1,5 @@
-"""The hosts of a job by node: what is reported while a share is exceeded, and which hosts move when
-a node joins.
+"""The workers of a job by node: what is reported while a share is exceeded, and which workers move
+when a node joins.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def crowded(*nodes: Node) -> tuple[Nodes, NodePlacement]:
-    """Four hosts on a node that may have two."""
+    """Four workers on a node that may have two."""
     control: Any = Nodes(*nodes)
     made = NodePlacement(control, lambda: LAYOUT)
     for name in HOSTS:
@@ -96,7 +96,7 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     )
 
 
-def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_there_with_the_same_memory(
+def test_workers_are_proposed_when_a_node_with_room_joins_and_their_successors_go_there_with_the_same_memory(
     now: list[float],
 ) -> None:
     control, made = crowded(TRAINER)
@@ -137,7 +137,7 @@ class Beats(Platform):
 
 
 def joined(now: list[float]) -> tuple[Any, NodePlacement]:
-    """Two of the hosts are to move: a node with room has joined."""
+    """Two of the workers are to move: a node with room has joined."""
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
     now[0] += node_placement.SETTLED_S + 1
@@ -199,7 +199,7 @@ class Refusing(Nodes):
         return name
 
 
-def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path) -> None:
+def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path) -> None:
     source = ov.Source(
         "s", write_rows(tmp_path / "s", "parquet", [{"tokens": [1]}]), transforms=[ov.Tokens()]
     )
@@ -236,7 +236,7 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
     [(Coordinator, None), (ClusterRuntime, "journal")],
     ids=["planner here", "planner apart"],
 )
-def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
+def test_a_worker_whose_source_could_not_join_leaves_no_place_behind(
     tmp_path: Path, engine: Any, journal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any) -> None:

@@ -31,6 +31,7 @@ from overlord.planning.schedule import by_source
 from overlord.planning.strategies import llm_balance
 from overlord.planning.stream import SourceStream
 from overlord.setup.prepared_job import Options, PreparedJob
+from tests.internals import cached_orders
 from tests.laws import examples
 from tests.worlds import Rows, even
 
@@ -108,7 +109,7 @@ def digests(run: Any) -> list[tuple[int, str]]:
 
 
 def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
-    return json.loads(json.dumps(PreparedJob(made, Options()).export(step._told.after)))
+    return json.loads(json.dumps(PreparedJob(made, Options()).export(step.info.after)))
 
 
 EVENTS: list[tuple[Any, ...]] = [
@@ -145,9 +146,9 @@ def test_weights_by_epoch_change_at_the_first_step_behind_the_epoch() -> None:
 
     run = ov.simulate(job(schedule, mix_every="epoch"), seed=3)
     assert seen == list(range(24))  # asked once a step all the same: it may be one that learns
-    epochs = [s._told.after.cursors[:, 0].min() for s in run.steps[0]]
+    epochs = [s.info.after.cursors[:, 0].min() for s in run.steps[0]]
     rises = [k + 1 for k in range(len(epochs) - 1) if epochs[k] > (epochs[k - 1] if k else 0)]
-    assert sorted({s._told.after.mix_step for s in run.steps[0]}) == [0, *rises]
+    assert sorted({s.info.after.mix_step for s in run.steps[0]}) == [0, *rises]
 
 
 # A stream that breaks
@@ -297,7 +298,7 @@ def test_at_the_end_every_drop_is_counted_also_those_of_windows_that_lost_every_
 def test_chunk_orders_are_kept_for_two_epochs_and_no_more() -> None:
     order = SourceOrder(name="a", n_chunks=1000, seed=1, shuffle=True, shuffle_chunks=8)
     first = [order.chunk_order(e).tolist() for e in range(20)]
-    assert len(order._orders) == 2
+    assert cached_orders(order) == 2
     assert [order.chunk_order(e).tolist() for e in range(20)] == first
     assert order.chunk_order(7) is order.chunk_order(7)
 

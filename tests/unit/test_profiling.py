@@ -176,7 +176,7 @@ def test_file_state_is_what_open_chunks_hold(corpus: Path) -> None:
         transforms=[ov.Filter(has_blob), ov.Tokens("tokens")],
     )
     small, large = measured(job(source(corpus), big), rows=32)
-    held = 200 * 12_000  # four row groups are open, each decoded in one go and handed out in slices
+    held = 200 * 12_000  # four row groups are open, each decoded in one go and delivered in slices
     assert 0.8 * held < large.file_bytes < 3 * held
     assert small.file_bytes < large.file_bytes / 10
 
@@ -357,7 +357,7 @@ def test_in_one_process_a_source_whose_step_is_worth_it_gets_loaders_by_its_inde
 @pytest.mark.parametrize(
     ("autoscale", "loaders"), [(False, 1), (True, 1), ({"cores": 5}, 5), ({"cores": 99}, 8)]
 )
-def test_a_scaled_source_is_cut_for_the_hosts_there_may_be_in_the_end(
+def test_a_scaled_source_is_cut_for_the_workers_there_may_be_in_the_end(
     corpus: Path, autoscale: Any, loaders: int
 ) -> None:
     made = job(source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")))

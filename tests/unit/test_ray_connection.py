@@ -11,6 +11,7 @@ import pytest
 
 import overlord as ov
 from tests import rays
+from tests.internals import opened_at
 from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
@@ -33,9 +34,7 @@ def connected() -> Any:
     """Return a connection to the cluster at an address, as if it had been opened."""
     from overlord.ray.connection import RayConnection
 
-    made = RayConnection()
-    made._address = "10.0.0.1:6379"
-    return made
+    return opened_at(RayConnection(), "10.0.0.1:6379")
 
 
 def test_a_disconnect_continues_without_a_raylet_that_does_not_answer(

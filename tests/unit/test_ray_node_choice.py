@@ -83,7 +83,7 @@ def test_constructors_count_against_the_share_of_their_machine() -> None:
     assert Counter(placed.values()) == {"t0": 4, "t1": 4}
 
 
-def test_without_word_of_the_ranks_hosts_are_spread() -> None:
+def test_without_word_of_the_ranks_workers_are_spread() -> None:
     placed = all_placed(
         [f"loader-worker/{i}" for i in range(6)],
         [Node(id=f"n{i}", idle_cores=2) for i in range(3)],
@@ -134,7 +134,7 @@ def test_whoever_finds_no_room_is_left_to_the_cluster_if_that_was_asked_for() ->
 
 
 @given(st.lists(st.floats(0, 64), min_size=1, max_size=6), st.integers(0, 40), st.floats(0, 1))
-def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(
+def test_every_worker_has_a_node_and_a_share_is_kept_while_there_is_room(
     cores: list[float], n: int, share: float
 ) -> None:
     nodes = [Node(id=f"n{i}", idle_cores=c) for i, c in enumerate(cores)]
@@ -177,7 +177,7 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
 # constructors and their groups
 
 
-def test_the_groups_of_a_node_share_its_constructor_hosts() -> None:
+def test_the_groups_of_a_node_share_its_constructor_workers() -> None:
     two, four = [["a"], ["a"], ["b"], ["b"]], [["a"], ["b"], ["a"], ["b"]]
     assert constructors_by_node(two, 2) == [0, 0, 1, 1]
     assert constructors_by_node(four, 2) == [0, 1, 0, 1]
@@ -192,7 +192,7 @@ def test_the_groups_of_a_node_share_its_constructor_hosts() -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=24), st.integers(1, 30))
-def test_no_constructor_host_serves_two_nodes_while_there_are_enough_and_none_is_idle(
+def test_no_constructor_worker_serves_two_nodes_while_there_are_enough_and_none_is_idle(
     at: list[str], hosts: int
 ) -> None:
     found = constructors_by_node([[node] for node in at], hosts)
@@ -263,7 +263,7 @@ def after_loss(
     return placed
 
 
-def test_a_share_that_is_exceeded_after_a_loss_is_found_and_hosts_go_to_the_node_that_joins() -> (
+def test_a_share_that_is_exceeded_after_a_loss_is_found_and_workers_go_to_the_node_that_joins() -> (
     None
 ):
     placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
@@ -279,7 +279,7 @@ def test_a_share_that_is_exceeded_after_a_loss_is_found_and_hosts_go_to_the_node
     assert surplus([TRAINER, joined], ONE_TRAINER, placed | wanted, {}) == []
 
 
-def test_as_many_hosts_move_as_the_node_that_joins_has_room_for() -> None:
+def test_as_many_workers_move_as_the_node_that_joins_has_room_for() -> None:
     placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
     nodes = [TRAINER, Node(id="n", name="cpu-1", idle_cores=2, idle_memory=250)]
     assert list(moves(nodes, ONE_TRAINER, placed, {})) == ["loader-worker/6", "loader-worker/5"]
@@ -288,7 +288,7 @@ def test_as_many_hosts_move_as_the_node_that_joins_has_room_for() -> None:
     ], "its memory counts too"
 
 
-def test_hosts_leave_a_node_whose_memory_they_exceed() -> None:
+def test_workers_leave_a_node_whose_memory_they_exceed() -> None:
     placed = {f"loader-worker/{i}": Spot(node="n") for i in range(3)}
     full = Node(id="n", idle_cores=8, idle_memory=250)
     [found] = surplus([full], Layout(), placed, dict.fromkeys(placed, 100))
@@ -298,12 +298,12 @@ def test_hosts_leave_a_node_whose_memory_they_exceed() -> None:
     ]
 
 
-def test_hosts_that_were_given_cores_stay_though_trainers_took_the_rest_since() -> None:
+def test_workers_that_were_given_cores_stay_though_trainers_took_the_rest_since() -> None:
     placed = {f"loader-worker/{i}": Spot(node="t", cores=1.0) for i in range(2)}
     assert surplus([Node(id="t", name="gpu-0", idle_cores=2)], ONE_TRAINER, placed, {}) == []
 
 
-def test_a_host_that_got_no_core_when_it_was_started_again_stays_where_there_is_room_for_it() -> (
+def test_a_worker_that_got_no_core_when_it_was_started_again_stays_where_there_is_room_for_it() -> (
     None
 ):
     assert (
@@ -329,7 +329,7 @@ def test_constructors_alone_never_exceed_a_share() -> None:
     assert found.leave == ("loader-worker/0",)
 
 
-def test_hosts_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_hold_there_too() -> (
+def test_workers_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_hold_there_too() -> (
     None
 ):
     old, new = (
@@ -352,7 +352,7 @@ def test_hosts_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_ho
     st.floats(0, 1),
     st.integers(0, 16),
 )
-def test_hosts_move_once_and_no_node_is_exceeded_while_there_is_room(
+def test_workers_move_once_and_no_node_is_exceeded_while_there_is_room(
     cores: list[tuple[int, bool]], n: int, share: float, joins: int
 ) -> None:
     nodes = [Node(id=f"n{i}", idle_cores=c) for i, (c, _) in enumerate(cores)]
@@ -410,7 +410,7 @@ def test_workers_go_to_nodes_with_the_labels_but_constructors_to_their_ranks() -
     ), "no other in its place"
 
 
-def test_hosts_ask_for_resources_of_the_cluster_where_there_are_some() -> None:
+def test_workers_ask_for_resources_of_the_cluster_where_there_are_some() -> None:
     fast = Node(id="f", idle_cores=8, resources={"scratch": 2.0}, idle_resources={"scratch": 2.0})
     layout = Layout(resources={"scratch": 1.0})
     spots = list(

@@ -14,7 +14,7 @@ import pytest
 
 from overlord.ray import folder, private_folder
 from overlord.ray.auth import check_folder
-from overlord.ray.folder import MAX_ROOT, Folder
+from overlord.ray.folder import MAX_ROOT, Folder, _root
 from overlord.ray.private_folder import (
     NotPrivate,
     check_private,
@@ -145,16 +145,16 @@ def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
 ) -> None:
     monkeypatch.setattr(folder, "MAX_ROOT", 200)
     monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(shared))
-    assert folder._root() == shared
+    assert _root() == shared
     shared.chmod(0o777)
-    assert folder._root() == Path("/tmp")
+    assert _root() == Path("/tmp")
     assert f"{shared} is not used for the files of Ray, but /tmp" in caplog.text
     monkeypatch.setattr(folder, "exposed", lambda path: f"{path} has mode 0777")
     with pytest.raises(
         NotPrivate,
         match=r"^/tmp: expected a folder where other accounts cannot rename .*; set TMPDIR to",
     ):
-        folder._root()
+        _root()
 
 
 def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(

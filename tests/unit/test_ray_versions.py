@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.ray import versions
 from overlord.ray.versions import RANGE, TESTED, check_version, minor
-from tests import rayversions
+from tests import ray_versions
+from tests.internals import RAY_VERSIONS_WARNED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def test_a_version_that_is_known_to_break_is_refused_with_what_to_install(versio
 def test_a_version_that_was_not_tested_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_warned", set())
+    RAY_VERSIONS_WARNED.replace(monkeypatch, set())
     for version in ("2.61.0", "2.61.0", "3.0.0.dev0"):
         check_version(version)
     said = [record.getMessage() for record in caplog.records]
@@ -54,7 +54,7 @@ def test_the_extra_and_the_page_have_the_tested_versions_and_tests_run_with_the_
     ]
     assert extras["ray"] == [RANGE]
     assert f"ray=={TESTED[-1]}" in extras["test"]
-    rows = rayversions.known((ROOT / "docs" / "ray.md").read_text())
+    rows = ray_versions.known((ROOT / "docs" / "ray.md").read_text())
     assert sorted(rows, key=minor) == list(TESTED), "make ray-versions"
     assert [row for row in rows.values() if "failed" in row or "exit code" in row] == []
     assert [minor(v) for v in TESTED] == [
@@ -63,11 +63,11 @@ def test_the_extra_and_the_page_have_the_tested_versions_and_tests_run_with_the_
 
 
 def test_a_table_is_written_newest_first_and_rows_of_other_versions_stay() -> None:
-    page = f"before\n{rayversions.table({})}\nafter\n"
+    page = f"before\n{ray_versions.table({})}\nafter\n"
     rows = {v: f"| {v} | 2026-11-18 | 3.11.7 | 15 passed | passed |" for v in ("2.9.0", "2.60.0")}
-    page = rayversions.written(page, rows)
-    assert rayversions.known(page) == rows
+    page = ray_versions.written(page, rows)
+    assert ray_versions.known(page) == rows
     assert page.index("2.60.0") < page.index("2.9.0") < page.index("after")
-    assert rayversions.told(0, "=== 14 passed, 1 skipped in 9.87s ===") == "14 passed, 1 skipped"
-    assert rayversions.told(1, "1 failed, 14 passed in 176.07s") == "1 failed, 14 passed"
-    assert rayversions.told(3, "Killed") == "exit code 3"
+    assert ray_versions.told(0, "=== 14 passed, 1 skipped in 9.87s ===") == "14 passed, 1 skipped"
+    assert ray_versions.told(1, "1 failed, 14 passed in 176.07s") == "1 failed, 14 passed"
+    assert ray_versions.told(3, "Killed") == "exit code 3"

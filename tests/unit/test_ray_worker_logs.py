@@ -42,7 +42,7 @@ def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
         assert (WorkerOutput.of(said).last(), WorkerOutput.of(said).where) == ([], "")
 
 
-def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
+def test_a_worker_that_is_given_up_names_one_place_for_what_it_said() -> None:
     here = str(worn_out(ActorLost("loader-worker/0", "exit code 9"), 3))
     assert "; its last output is in the output of the job: mend what ends it" in here
     there = str(

@@ -215,7 +215,7 @@ def test_a_step_that_the_journal_no_longer_keeps_follows_from_the_job_file(
     assert contents(journal) == before
 
 
-def test_a_job_file_that_has_changed_since_is_planned_by_itself_and_that_is_told(
+def test_a_job_file_that_has_changed_since_is_planned_by_itself_and_that_is_reported(
     tmp_path: Path,
 ) -> None:
     job, journal = journaled(tmp_path)

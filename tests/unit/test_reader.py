@@ -10,6 +10,7 @@ from overlord.messages.loader import Evaluate, Read
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
+from tests.internals import open_window
 
 
 def readers(path: str, transform: object, **fields: object) -> PreparedJob:
@@ -37,9 +38,9 @@ def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) ->
         .reader
     )
     reader.read(Read(0, 0, 0, 0, (0,)))
-    assert reader._window is not None
+    assert open_window(reader) is not None
     assert (
-        sum(t.get_total_buffer_size() for t in reader._window.tables) < 100_000
+        sum(t.get_total_buffer_size() for t in open_window(reader).tables) < 100_000
     )  # the row group has four megabytes
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from overlord.observe import svg
 from overlord.observe.report import Picture, Report, Sheet
+from overlord.observe.svg import _ticks
 from overlord.observe.tables import bar, size
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -161,7 +162,7 @@ def test_names_at_the_ends_of_lines_never_lie_over_each_other(ends: list[float])
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
 def test_ticks_are_round_and_inside(low: float, span: float) -> None:
     high = low + span
-    ticks = svg._ticks(low, high, 5)
+    ticks = _ticks(low, high, 5)
     slack = 1e-6 * max(1.0, abs(low), span)
     assert all(low - slack <= t <= high + slack for t in ticks)
     assert len(ticks) <= 8

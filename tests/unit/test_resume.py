@@ -24,7 +24,18 @@ from overlord.journal.directory import DirectoryStorage
 from overlord.journal.record import Record
 from overlord.journal.storage import refusal
 from overlord.journal.timeouts import Timeouts
-from tests.journaled import recovered
+from tests.internals import (
+    JOURNAL_SYNCS,
+    JOURNAL_WRITES,
+    generation_of,
+    join_writer,
+    journal_writer_of,
+    loop_of,
+    pending_appends,
+    running_job,
+    runtime_of,
+)
+from tests.journal_faults import recovered
 from tests.processes import until
 
 pytestmark = pytest.mark.timeout(200)
@@ -257,7 +268,7 @@ def test_another_mesh_gets_the_same_samples_and_goes_on_from_the_same_journal(
     tmp_path: Path,
 ) -> None:
     def samples(step: ov.Step) -> list[Any]:
-        return sorted(tuple(step._told.sample_id(i)) for i in range(len(step._told)))
+        return sorted(tuple(step.info.sample_id(i)) for i in range(len(step.info)))
 
     with ov.launch(job(None)) as session:
         wanted = [samples(step) for _, step in zip(range(9), session.client(0), strict=False)]
@@ -304,7 +315,7 @@ def test_a_strategy_that_is_no_function_of_its_input_is_found_out(tmp_path: Path
 
 def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     """From that write on there is no room."""
-    real, left = DirectoryStorage._write, [after]
+    real, left = JOURNAL_WRITES.real, [after]
 
     def write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
         left[0] -= 1
@@ -312,22 +323,17 @@ def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
             raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
         real(self, name, data, at)
 
-    monkeypatch.setattr(DirectoryStorage, "_write", write)
+    JOURNAL_WRITES.replace(monkeypatch, write)
     return left
 
 
 def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pump is busy when one plan becomes durable, and hears of that when the next one has
+    """The event loop is busy when one plan becomes durable, and hears of that when the next one has
     failed already.
     """
-    real, busy, go, plans = (
-        DirectoryStorage._write,
-        threading.Event(),
-        threading.Event(),
-        list[int](),
-    )
+    real, busy, go, plans = (JOURNAL_WRITES.real, threading.Event(), threading.Event(), list[int]())
 
     def is_busy() -> None:
         busy.set()
@@ -338,10 +344,7 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
         the next one is looked at.
         """
         deadline = time.monotonic() + 0.2
-        while (
-            not (found := bool(session.internals.journal._writer._orders))
-            and time.monotonic() < deadline
-        ):
+        while not (found := pending_appends(session) > 0) and time.monotonic() < deadline:
             time.sleep(0.005)
         return found
 
@@ -350,13 +353,13 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
             raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
         plans.append(len(data))
         if len(plans) >= 6 and one_waits():
-            session.internals.loop.post(is_busy)
+            loop_of(session).post(is_busy)
             assert busy.wait(30)
         real(self, name, data, at)
 
     got: list[int] = []
     with ov.launch(job(tmp_path), prefetch=3) as session:
-        monkeypatch.setattr(DirectoryStorage, "_write", write)
+        JOURNAL_WRITES.replace(monkeypatch, write)
 
         def drain() -> None:
             with pytest.raises(ov.JournalError, match="ENOSPC"):
@@ -364,7 +367,7 @@ def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was
 
         trainer = threading.Thread(target=drain)
         trainer.start()
-        until(lambda: session.internals.journal.failed)
+        until(lambda: running_job(session).journal.failed)
         go.set()
         trainer.join(30)
     assert got == list(range(recovered(tmp_path).next_step)), "what the journal has, and no more"
@@ -421,7 +424,7 @@ def test_an_event_that_could_not_be_written_did_not_happen(
 ) -> None:
     with ov.launch(job(tmp_path)) as session:
         take(session, 2)
-        monkeypatch.setattr(directory, "_sync_data", _failing)
+        JOURNAL_SYNCS.replace(monkeypatch, _failing)
         with pytest.raises(ov.JournalError, match="EIO"):
             session.set_mixture({"a": 1.0, "b": 2.0})
         with pytest.raises(ov.JournalError, match="EIO"):
@@ -438,7 +441,7 @@ def _failing(fd: int) -> None:
 def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, real = threading.Event(), directory._sync_data
+    gate, real = threading.Event(), JOURNAL_SYNCS.real
 
     def slow(fd: int) -> None:
         assert gate.wait(30)
@@ -449,7 +452,7 @@ def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(
     ) as session:
         stalls: list[str] = []
         got = take(session, 1)
-        monkeypatch.setattr(directory, "_sync_data", slow)
+        JOURNAL_SYNCS.replace(monkeypatch, slow)
         done: list[Any] = []
         reader = threading.Thread(target=lambda: done.append(take(session, 6)))
         reader.start()
@@ -464,7 +467,7 @@ def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(
 def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, gate, real = threading.Event(), threading.Event(), directory._sync_data
+    under_way, gate, real = threading.Event(), threading.Event(), JOURNAL_SYNCS.real
 
     def slow(fd: int) -> None:
         under_way.set()
@@ -477,7 +480,7 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
 
     with ov.launch(job(tmp_path)) as session:
         monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=0.01))
-        monkeypatch.setattr(directory, "_sync_data", slow)
+        JOURNAL_SYNCS.replace(monkeypatch, slow)
         trainer = threading.Thread(target=drain)
         trainer.start()
         assert under_way.wait(30)
@@ -485,12 +488,12 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
     with pytest.raises(ov.JournalError, match="writes to it"):
         ov.launch(job(tmp_path), resume="auto")
     gate.set()
-    session.internals.journal._writer._thread.join(30)
+    join_writer(journal_writer_of(session), 30)
     with ov.launch(job(tmp_path), resume="auto") as session:
         assert take(session, 1)[0][0] == 0
 
 
-def test_a_directory_that_lets_nothing_be_removed_is_told_of_and_the_job_goes_on(
+def test_a_directory_that_lets_nothing_be_removed_is_reported_and_the_job_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     undisturbed: list[tuple[int, str]],
@@ -543,8 +546,8 @@ def test_a_plan_says_how_many_samples_each_source_gave(tmp_path: Path) -> None:
     with ov.launch(job(tmp_path)) as session:
         client = session.client(0)
         step = next(client)
-        stage = session.internals.runtime.plans[0]
-        before = session.internals.generation.start
+        stage = runtime_of(session).plans[0]
+        before = generation_of(session).start
         wanted = [
             sum(1 for i in range(len(stage.plan)) if stage.plan.source[i] == k) for k in range(2)
         ]
@@ -569,7 +572,7 @@ def test_a_state_of_300_sources_is_small_as_json_and_smaller_in_the_journal(tmp_
     ) as session:
         take(session, 20)
         state = session.state_dict()
-        wanted = session.internals.generation.prepared.fingerprint
+        wanted = generation_of(session).prepared.fingerprint
     assert len(json.dumps(state)) < 2**16
     assert state["fingerprint"] != wanted  # what is common to all is said once
     found = recovered(tmp_path)

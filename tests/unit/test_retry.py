@@ -34,6 +34,7 @@ from overlord.sources.retry import Clock, Failure, StorageStats, retry_call
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.pipeline import Pipeline
 from tests.corpus import write_rows
+from tests.internals import open_window, replace_format, run_inline_below
 from tests.processes import until
 
 
@@ -236,29 +237,28 @@ def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
         options,
     )
     chunks = ChunkReader(index, options, OpenChunkCache(), time.clock)
-    real, chunks_format = chunks._format.read, chunks._format
 
     class Hanging:
-        held_bytes = staticmethod(chunks_format.held_bytes)
+        def __init__(self, real: Any):
+            self.held_bytes, self._real = real.held_bytes, real
 
-        @staticmethod
-        def read(*args: Any) -> Any:
+        def read(self, *args: Any) -> Any:
             slow.entered.set()
             assert slow.go.wait(30)
-            return real(*args)
+            return self._real.read(*args)
 
-    chunks._format = Hanging()  # type: ignore[assignment]
+    replace_format(chunks, Hanging)
     order = SourceOrder(name="web", n_chunks=1, seed=0, shuffle=False, shuffle_chunks=1)
     return SourceReader(order, chunks, Pipeline("web", [], seed=0, context=8, on_long="truncate"))
 
 
-def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_ends(
+def test_a_hung_read_is_reported_and_given_up_after_its_deadline_and_dropped_when_it_ends(
     tmp_path: Path,
 ) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
-    executor = ThreadExecutor(1, pump)
-    pump.start(lambda error: told.append(error))
+    reader, loop, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
+    executor = ThreadExecutor(1, loop)
+    loop.start(lambda error: told.append(error))
     try:
         executor.submit(
             "read",
@@ -283,23 +283,23 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
         assert "a read has not ended for 122.0 s" in str(error)
         assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
-        pump.ask(lambda: None, "the pump")
+        loop.ask(lambda: None, "the event loop")
         executor.submit("more", lambda: "more", lambda *outcome: told.append(outcome))
         until(lambda: len(told) == 2)
         assert told[1] == ("more", None)
-        assert reader._window is None
+        assert open_window(reader) is None
         assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 8
     finally:
         slow.go.set()
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
-    executor = ThreadExecutor(1, pump, inline_s=0.0)
-    pump.start(lambda error: told.append(error))
+    reader, loop, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
+    executor = ThreadExecutor(1, loop, inline_s=0.0)
+    loop.start(lambda error: told.append(error))
     try:
         executor.submit(
             "read",
@@ -314,7 +314,7 @@ def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     finally:
         slow.go.set()
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_thread(
@@ -322,10 +322,10 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
 ) -> None:
     slow = Slow()
     slow.go.set()
-    reader, pump, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
+    reader, loop, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
     file = Path(reader.chunks.index.files[0].path)
-    executor = ThreadExecutor(1, pump, inline_s=0.9)
-    pump.start(lambda error: told.append(error))
+    executor = ThreadExecutor(1, loop, inline_s=0.9)
+    loop.start(lambda error: told.append(error))
     where: list[str] = []
 
     def read(t: int) -> Any:
@@ -338,13 +338,13 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
                 "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
             )
 
-        pump.ask(submit, "the pump")
+        loop.ask(submit, "the event loop")
         until(lambda: len(told) == n)
         return told[-1]
 
     try:
         assert ask(0, 1)[0].rows == 8  # nobody knows yet how long it takes
-        executor._inline_s = 60.0  # short, on a machine that stands for some seconds
+        run_inline_below(executor, 60.0)  # short, on a machine that stands for some seconds
         assert ask(1, 2)[0].rows == 8
         hidden = file.rename(file.with_suffix(".away"))
         back = lambda seconds: hidden.rename(file)  # noqa: E731 the file comes back while somebody waits for it
@@ -359,7 +359,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         assert reader.chunks.stats.errors == {"gone": 2}  # type: ignore[attr-defined]
     finally:
         executor.close()
-        pump.stop()
+        loop.stop()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def told(scaler: Scaler, observed: Observation, looks: int, first: int = 1) -> l
     ]
 
 
-def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> None:
+def test_a_source_that_fills_its_worker_gets_more_once_that_was_seen_twice() -> None:
     scaler, full = Scaler(LIMITS), look(seen(lanes=1.0), waited_s=0.2)
     assert told(scaler, full, 1) == []
     [scale] = told(scaler, full, 1, first=2)
@@ -74,14 +74,14 @@ def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> No
     assert str(scale).startswith("photos: 1 -> 2 loader workers: 625 samples")
 
 
-def test_hosts_come_before_a_schedule_needs_them() -> None:
+def test_workers_come_before_a_schedule_needs_them() -> None:
     soon = look(seen(share=0.1, lanes=0.1, ahead=0.8), seen("text", share=0.9, lanes=0.1))
     [scale] = told(Scaler(LIMITS), soon, 2)
     assert (scale.source, scale.hosts) == ("photos", 2)
     assert "the mixture will give it 80.0% in place of 10.0%" in scale.reason
 
 
-def test_a_source_whose_hosts_idle_gives_them_back_but_not_at_once() -> None:
+def test_a_source_whose_workers_idle_gives_them_back_but_not_at_once() -> None:
     scaler, idle = Scaler(LIMITS), look(seen(lanes=0.2, hosts=(0, 1, 2)))
     assert told(scaler, idle, 2) == []
     [scale] = told(scaler, idle, 1, first=3)
@@ -127,7 +127,7 @@ def test_a_source_that_gets_no_more_is_named_once_with_what_it_would_take() -> N
     assert in_force([named, Scale(source="photos", hosts=2, had=1, reason="")]) == []
 
 
-def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> (
+def test_who_holds_workers_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> (
     None
 ):
     full = look(seen(lanes=1.0, hosts=(0,)), seen("text", lanes=0.1, hosts=(1, 2, 3)), waited_s=0.3)
@@ -139,13 +139,13 @@ def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another
     assert "all 4 loader workers that cores and memory allow are in use" in str(found[0])
 
 
-def test_memory_bounds_hosts_as_cores_do() -> None:
+def test_memory_bounds_workers_as_cores_do() -> None:
     scaler = Scaler(replace(LIMITS, cores=64, memory_bytes=2**31))
     [named] = told(scaler, look(seen(lanes=1.0), waited_s=0.2, host_bytes=2**31), 3)
     assert isinstance(named, CannotKeepUp)
 
 
-def test_a_source_that_waits_for_its_storage_gets_no_hosts_and_is_named() -> None:
+def test_a_source_that_waits_for_its_storage_gets_no_workers_and_is_named() -> None:
     slow = look(seen(lanes=0.1, took_s=1.0, waited_for=True, most=1), waited_s=0.5)
     [named] = told(Scaler(LIMITS), slow, 6)
     assert isinstance(named, CannotKeepUp)
@@ -223,14 +223,14 @@ def test_a_source_that_was_read_and_never_drawn_needs_what_its_share_will_take()
     assert scale.source == "new"
 
 
-def test_a_source_whose_hosts_are_full_gets_more_before_trainers_wait() -> None:
+def test_a_source_whose_workers_are_full_gets_more_before_trainers_wait() -> None:
     [scale] = told(Scaler(LIMITS), look(seen(lanes=1.0)), 2)
     assert isinstance(scale, Scale)
     assert scale.hosts == 2
 
 
-def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_hosts_idle() -> None:
-    """Half of what was drawn had been read before: by its cost it would need more than its host,
+def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_workers_idle() -> None:
+    """Half of what was drawn had been read before: by its cost it would need more than its worker,
     and it does not.
     """
     assert told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45)), 6) == []
@@ -240,26 +240,26 @@ def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_hosts_idle() -
     assert isinstance(scale, Scale), "but where they wait"
 
 
-def test_so_many_hosts_are_given_back_as_leave_the_others_well_below_their_target() -> None:
+def test_so_many_workers_are_given_back_as_leave_the_others_well_below_their_target() -> None:
     [scale] = told(Scaler(LIMITS), look(seen(lanes=0.6, hosts=(0, 1, 2))), 3)
     assert scale.hosts == 2, "one alone would be 60 % busy: below its target, and too close to it"
 
 
-def test_hosts_must_idle_so_many_looks_in_a_row_before_they_are_given_back() -> None:
+def test_workers_must_idle_so_many_looks_in_a_row_before_they_are_given_back() -> None:
     scaler = Scaler(LIMITS)
     assert told(scaler, look(seen(lanes=0.6, hosts=(0, 1))), 3) == []
     assert told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 2, first=4) == []
     assert len(told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 1, first=6)) == 1
 
 
-def test_a_source_on_three_hosts_is_busy_when_half_of_all_three_is() -> None:
+def test_a_source_on_three_workers_is_busy_when_half_of_all_three_is() -> None:
     assert (
         told(Scaler(LIMITS), look(seen(hosts=(0, 1, 2), drawn=1000.0, read=100.0, lanes=0.6)), 6)
         == []
     )
 
 
-def test_the_heaviest_of_a_crowded_host_goes_elsewhere_and_the_others_wait_for_the_room_it_leaves() -> (
+def test_the_heaviest_of_a_crowded_worker_goes_elsewhere_and_the_others_wait_for_the_room_it_leaves() -> (
     None
 ):
     crowd = look(seen("a", lanes=0.5), seen("z", lanes=0.7), waited_s=0.2)
@@ -285,7 +285,7 @@ def test_who_idles_most_gives_back_first() -> None:
     assert scale.source == "b"
 
 
-def test_a_source_gets_as_many_hosts_as_bring_it_to_its_target() -> None:
+def test_a_source_gets_as_many_workers_as_bring_it_to_its_target() -> None:
     [scale] = told(Scaler(LIMITS), look(seen(lanes=1.0), waited_s=0.35), 2)
     assert scale.hosts == 3, "two would be 77 % busy"
 
@@ -295,7 +295,7 @@ def test_after_a_change_looks_are_counted_anew() -> None:
     assert len(told(scaler, look(seen(lanes=1.0), waited_s=0.2), 5)) == 1
 
 
-def test_before_it_is_known_what_a_host_holds_there_is_no_room_for_one() -> None:
+def test_before_it_is_known_what_a_worker_holds_there_is_no_room_for_one() -> None:
     found = told(
         Scaler(replace(LIMITS, memory_bytes=2**40)),
         look(seen(lanes=1.0), waited_s=0.2, host_bytes=0),
@@ -336,7 +336,7 @@ def test_a_source_is_not_said_to_wait_for_storage_when(
     )
 
 
-def test_a_source_whose_hosts_are_full_is_short_of_hosts_whatever_its_storage_does() -> None:
+def test_a_source_whose_workers_are_full_is_short_of_workers_whatever_its_storage_does() -> None:
     found = told(
         Scaler(LIMITS), look(seen(lanes=1.0, took_s=5.0, waited_for=True, most=1), waited_s=0.5), 6
     )
@@ -382,7 +382,7 @@ def test_shares_are_shown_as_a_moving_average() -> None:
 THREADED = replace(LIMITS, cores=3, lanes=3.0)
 
 
-def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_host_has_threads_left() -> (
+def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_worker_has_threads_left() -> (
     None
 ):
     """Three pieces in progress kept one core busy between them: by Karp and Flatt all of it is
@@ -424,7 +424,7 @@ def test_what_waits_for_storage_says_nothing_of_the_lock_and_what_was_measured_i
     assert scaler.figures()["photos"]["locked"] == 1.0
 
 
-def test_a_host_whose_lock_one_source_holds_has_no_room_for_another_that_wants_it() -> None:
+def test_a_worker_whose_lock_one_source_holds_has_no_room_for_another_that_wants_it() -> None:
     both = seen("a", lanes=0.6, free_s=0.0), seen("z", lanes=0.7, free_s=0.0)
     assert [d.source for d in told(Scaler(THREADED), look(*both, waited_s=0.1), 2)] == ["z"]
     free = seen("a", lanes=0.6), seen("z", lanes=0.7)
@@ -443,11 +443,11 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
     )
 
 
-# hosts that are there
+# workers that are there
 
 
-def test_where_no_host_can_be_added_a_source_is_read_on_those_that_have_room() -> None:
-    """Three hosts of one thread on three cores: two of them idle with what they read."""
+def test_where_no_worker_can_be_added_a_source_is_read_on_those_that_have_room() -> None:
+    """Three workers of one thread on three cores: two of them idle with what they read."""
     mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
     beside = (
         seen("text", lanes=0.1, hosts=(1,), most=1),
@@ -461,7 +461,7 @@ def test_where_no_host_can_be_added_a_source_is_read_on_those_that_have_room() -
     assert (scale.hosts, scale.on) == (2, ()), "a new one where there is a core for it"
 
 
-def test_hosts_without_room_are_no_remedy() -> None:
+def test_workers_without_room_are_no_remedy() -> None:
     mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
     beside = (
         seen("text", lanes=0.9, hosts=(1,), most=1),

@@ -21,6 +21,7 @@ from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
 from overlord.planning import schedule as library
 from overlord.planning.schedule import Base, bind, by_source, factories, make, register_schedule
+from tests.internals import SCHEDULE_NAMES
 
 A, B = {"web": 1.0}, {"web": 1.0, "code": 3.0}
 S = ov.schedule
@@ -664,7 +665,7 @@ def test_what_stands_inside_keeps_its_state():
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_registered", {})
+    SCHEDULE_NAMES.replace(monkeypatch, {})
 
 
 class Sawtooth:

@@ -39,6 +39,7 @@ from overlord.errors import (
 from overlord.planning.strategies import llm_balance
 from overlord.ray.private_folder import NotPrivate
 from overlord.transport.handshake import TryLater
+from tests.internals import generation_of, loop_of, runtime_of, stall_limit, user_events_of
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
 
@@ -92,8 +93,7 @@ def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
     """Where no step can come. Those before and after it may take as long as they do, and so may
     whoever is asked why none comes.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "_limit_s", seconds)
+    with pytest.MonkeyPatch.context() as patch, stall_limit(client, seconds):
         for asked in (
             "client.connect.WHY_S",
             "session.running_job.WAITING_FOR_S",
@@ -287,8 +287,8 @@ def test_a_client_in_a_forked_process_says_so_at_once() -> None:
 
 
 def test_a_slow_strategy_is_named_in_the_warning_and_ends_nothing() -> None:
-    """The pump is busy when it is asked why nothing comes; that must not end a job whose deadline
-    is far away.
+    """The event loop is busy when it is asked why nothing comes; that must not end a job whose
+    deadline is far away.
     """
     hold = threading.Event()
 
@@ -312,7 +312,7 @@ def test_a_slow_strategy_is_named_in_the_warning_and_ends_nothing() -> None:
     assert "step 0" in seen[0]
 
 
-def test_a_stall_names_the_rank_and_step_though_the_pump_cannot_answer() -> None:
+def test_a_stall_names_the_rank_and_step_though_the_event_loop_cannot_answer() -> None:
     hold = threading.Event()
 
     def stuck(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
@@ -331,7 +331,7 @@ def test_a_stall_says_which_rank_holds_the_steps() -> None:
         fast, _ = session.client(0), session.client(1)
         take(fast, 3)
         until(
-            lambda: session.internals.generation.acked.get(0, -1) >= 0
+            lambda: generation_of(session).acked.get(0, -1) >= 0
         )  # of one that is connected it is heard a moment later
         with impatient(fast), pytest.raises(DataStall, match="rank 1"):
             next(fast)
@@ -660,7 +660,7 @@ def test_events_do_not_pile_up() -> None:
             session.set_mixture({"a": 1.0, "b": 1.0 + k})
             take(client, 1)
             assert len(client.state_dict()["events"]) <= 6
-        assert len(session.internals.generation.events._events) <= 8
+        assert len(user_events_of(session)) <= 8
 
 
 def test_events_may_be_given_in_numpy_numbers_and_the_state_stays_json() -> None:
@@ -885,7 +885,7 @@ def test_a_closed_session_holds_no_payload() -> None:
     session = launch(job(dp=1))
     take(session.client(0), 2)
     session.close()
-    assert session.internals.runtime.slabs.nbytes == 0
+    assert runtime_of(session).slabs.nbytes == 0
 
 
 def test_plans_kept_for_people_are_bounded_by_their_samples_too(
@@ -898,8 +898,8 @@ def test_plans_kept_for_people_are_bounded_by_their_samples_too(
         with pytest.raises(PlanError, match="no longer held"):
             session.plan(5)
         assert (
-            session.internals.loop.ask(
-                lambda: sum(len(s.plan) for s in session.internals.runtime.plans), "the pump"
+            loop_of(session).ask(
+                lambda: sum(len(s.plan) for s in runtime_of(session).plans), "the event loop"
             )
             <= 40
         )
@@ -916,7 +916,7 @@ ERRORS: list[OverlordError] = [
     PlanError("bad", 3, "mend it"),
     StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2),
-    ActorLost("the pump", "it was stopped"),
+    ActorLost("the event loop", "it was stopped"),
     JournalError("a/b", "torn", "mend it"),
     JournalTaken("a/b", "taken", "stop"),
     NotPrivate("a/b is open to others"),
@@ -970,14 +970,14 @@ def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: P
 
 def test_a_client_that_closes_while_the_first_step_is_asked_for_holds_nobody_up() -> None:
     with launch(job()) as session:
-        stays, leaves, ask = session.client(0), session.client(1), session.internals.loop.ask
+        stays, leaves, ask = session.client(0), session.client(1), loop_of(session).ask
 
         def close_first(*given: Any) -> Any:
-            session.internals.loop.ask = ask  # type: ignore[method-assign]
+            loop_of(session).ask = ask  # type: ignore[method-assign]
             leaves.close()
             return ask(*given)
 
-        session.internals.loop.ask = close_first  # type: ignore[method-assign, assignment]
+        loop_of(session).ask = close_first  # type: ignore[method-assign, assignment]
         assert [step for step, _ in take(stays, 8)] == list(range(8))
 
 
@@ -1043,20 +1043,20 @@ def test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting() -
     session = launch(job(dp=1))
     client = session.client(0)
     take(client, 2)
-    state, ask = client.state_dict(), session.internals.loop.ask
+    state, ask = client.state_dict(), loop_of(session).ask
 
     def close_first(*given: Any) -> Any:
-        session.internals.loop.ask = ask  # type: ignore[method-assign]
+        loop_of(session).ask = ask  # type: ignore[method-assign]
         session.close()
         return ask(*given)
 
-    session.internals.loop.ask = close_first  # type: ignore[method-assign, assignment]
+    loop_of(session).ask = close_first  # type: ignore[method-assign, assignment]
     with pytest.raises(OverlordError, match="the session is closed"):
         client.load_state_dict(state)
-    for inbox in session.internals.generation.queues.values():
+    for inbox in generation_of(session).queues.values():
         with pytest.raises(OverlordError, match="the session is closed"):
             inbox.get(0.0)
-    assert session.internals.generation.prepared.workers == 0
+    assert generation_of(session).prepared.workers == 0
 
 
 @pytest.mark.parametrize("where", ["strategy", "schedule"])
@@ -1078,8 +1078,8 @@ def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_coul
     session = launch(job())
     next(session.client(0))
     stop, close, closed, interrupts = (
-        session.internals.loop.stop,
-        session.internals.runtime.close,
+        loop_of(session).stop,
+        runtime_of(session).close,
         list[str](),
         [KeyboardInterrupt()],
     )
@@ -1089,19 +1089,17 @@ def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_coul
             raise interrupts.pop()
         stop()
 
-    monkeypatch.setattr(session.internals.loop, "stop", interrupted)
-    monkeypatch.setattr(
-        session.internals.runtime, "close", lambda: (closed.append("host"), close())
-    )
+    monkeypatch.setattr(loop_of(session), "stop", interrupted)
+    monkeypatch.setattr(runtime_of(session), "close", lambda: (closed.append("host"), close()))
     with pytest.raises(KeyboardInterrupt):
         session.close()
     assert closed == ["host"]
-    assert not session.internals.loop.stopped
+    assert not loop_of(session).stopped
     with pytest.raises(OverlordError, match="the session is closed"):
         session.client(1)
     session.close()
     session.close()
-    assert session.internals.loop.stopped
+    assert loop_of(session).stopped
     assert closed == ["host"], "once"
 
 

@@ -24,6 +24,7 @@ from overlord.transport import shared_memory
 from overlord.transport.peer_segments import PeerSegments
 from overlord.transport.segment import Segment, map_peer_memfd, sealed_memfd
 from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool, segment_size
+from tests.internals import has_waiter, release_flags
 
 MB = 2**20
 
@@ -61,7 +62,7 @@ VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_a_slot_is_free_when_its_last_view_dies_and_not_before(
+def test_a_segment_is_free_when_its_last_view_dies_and_not_before(
     ring: SharedMemoryPool, kind: str
 ) -> None:
     first = ring(MB)
@@ -76,13 +77,13 @@ def test_a_slot_is_free_when_its_last_view_dies_and_not_before(
     assert ring.segments_made == 2
 
 
-def test_sizes_that_vary_a_little_share_their_slots(ring: SharedMemoryPool) -> None:
+def test_sizes_that_vary_a_little_share_their_segments(ring: SharedMemoryPool) -> None:
     for nbytes in (MB, MB - 5000, MB + 40, 3 * MB // 4, MB):
         ring(nbytes)
     assert ring.segments_made <= 2
 
 
-def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(
+def test_a_free_segment_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(
     ring: SharedMemoryPool,
 ) -> None:
     ring(MB)
@@ -96,7 +97,7 @@ def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_
 
 
 @given(st.integers(0, 2**40))
-def test_a_slot_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> None:
+def test_a_segment_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> None:
     assert nbytes <= segment_size(nbytes) <= nbytes + max(2**16, nbytes // 4)
 
 
@@ -126,7 +127,7 @@ def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int,
     ring.close()
 
 
-def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: SharedMemoryPool) -> None:
+def test_who_waits_for_a_segment_in_vain_is_told_who_has_them(ring: SharedMemoryPool) -> None:
     held = [ring(MB) for _ in range(3)]
     with pytest.raises(DataStall, match=r"pool 'test': of its 3 segments .* 3 are viewed here"):
         ring(MB)
@@ -142,7 +143,7 @@ def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
         with open(f"/proc/self/task/{waiter.native_id}/stat") as stat:
             looks = (
                 looks + 1
-                if ring._waiting and stat.read().rsplit(")", 1)[1].split()[0] == "S"
+                if has_waiter(ring) and stat.read().rsplit(")", 1)[1].split()[0] == "S"
                 else 0
             )
         time.sleep(0.01)
@@ -169,13 +170,13 @@ def test_who_waits_is_woken_when_a_view_dies() -> None:
     ring.close()
 
 
-def test_more_than_the_ring_can_ever_hold_is_refused_at_once(ring: SharedMemoryPool) -> None:
+def test_more_than_the_pool_can_ever_hold_is_refused_at_once(ring: SharedMemoryPool) -> None:
     with pytest.raises(OverlordError, match="at most max_bytes="):
         ring(ring.max_bytes + 1)
     assert ring.take(ring.max_bytes + 1) is None
 
 
-def test_views_outlive_the_ring(ring: SharedMemoryPool) -> None:
+def test_views_outlive_the_pool(ring: SharedMemoryPool) -> None:
     array = ring(MB)
     array[:] = 7
     ring.close()
@@ -226,7 +227,7 @@ def passed(
     return segments.view(segment.id, flag)[offset : offset + array.nbytes]
 
 
-def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
+def test_a_segment_that_a_peer_views_is_not_filled_until_its_last_view_dies(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, lease, segments = shared
@@ -250,7 +251,7 @@ def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
-def test_the_bell_of_a_peer_wakes_who_waits(
+def test_the_notifier_of_a_peer_wakes_who_waits(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, lease, segments = shared
@@ -265,7 +266,7 @@ def test_the_bell_of_a_peer_wakes_who_waits(
     assert len(got) == 1
 
 
-def test_who_waits_is_told_which_peer_holds_the_slots(
+def test_who_waits_is_told_which_peer_holds_the_segments(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, lease, segments = shared
@@ -302,7 +303,7 @@ def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
     found = ring.locate(array)
     assert found is not None
     ring.grant(other, found[0])
-    lease._map[:] = b"\xff" * RELEASE_FLAGS
+    release_flags(lease)[:] = b"\xff" * RELEASE_FLAGS
     where = address(array)
     del array
     assert address(ring(MB)) != where
@@ -320,7 +321,7 @@ def test_a_peer_that_holds_too_many_messages_is_not_given_more(
     assert ring.grant(lease, found[0]) == -1
 
 
-def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
+def test_a_segment_the_pool_drops_is_named_so_that_the_peer_unmaps_it(
     shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, lease, segments = shared
@@ -335,7 +336,7 @@ def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
 # mappings
 
 
-def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
+def test_nobody_can_shrink_grow_or_newly_write_a_segment() -> None:
     segment = Segment(1, MB, "test")
     for size in (0, 2 * MB):
         with pytest.raises(PermissionError):
@@ -348,7 +349,7 @@ def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
         )  # no further seals either, such as one against the owner's writes
 
 
-def test_a_peer_maps_a_slot_read_only() -> None:
+def test_a_peer_maps_a_segment_read_only() -> None:
     segment = Segment(1, MB, "readonly")
     mapped = np.frombuffer(map_peer_memfd(segment.fd, MB, what="segment"), np.uint8)
     assert not mapped.flags.writeable

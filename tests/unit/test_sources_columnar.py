@@ -13,7 +13,7 @@ from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(100)]
 

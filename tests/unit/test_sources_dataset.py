@@ -6,7 +6,7 @@ import pytest
 from overlord.errors import JobError, SourceError
 from overlord.sources.index import build_index
 from overlord.sources.python_objects import Factory
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 
 class Squares:

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from overlord.errors import SourceError
-from overlord.sources import parquet
 from overlord.sources.base import ReadOptions
 from overlord.sources.index import IndexSpec, build_index, build_indexes
 from tests.corpus import write_rows
+from tests.internals import FOOTER_READS
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(40)]
 
@@ -17,10 +17,9 @@ ROWS = [{"id": i, "text": f"row {i}"} for i in range(40)]
 @pytest.fixture
 def opened(monkeypatch):
     """Paths whose footers were read: what a warm cache saves."""
-    seen, real = [], parquet._footer_bytes
-    monkeypatch.setattr(
-        parquet,
-        "_footer_bytes",
+    seen, real = [], FOOTER_READS.real
+    FOOTER_READS.replace(
+        monkeypatch,
         lambda files, file: seen.append(os.path.basename(file.path)) or real(files, file),
     )
     return seen

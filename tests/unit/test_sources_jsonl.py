@@ -6,7 +6,7 @@ import zstandard
 
 from overlord.errors import SourceError
 from tests.corpus import pack
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 
 def put(tmp_path, text: bytes, name: str = "a.jsonl") -> str:

@@ -17,7 +17,7 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
 from overlord.journal.storage import place_of
-from overlord.sources import object_store, range_file
+from overlord.sources import range_file
 from overlord.sources.base import Unreachable
 from overlord.sources.files import Files
 from overlord.sources.object_store import RemoteStore
@@ -25,6 +25,7 @@ from overlord.sources.range_file import RangeFile
 from overlord.sources.retry import Failure
 from overlord.sources.store_errors import classify, give_up_error
 from overlord.uris import scrub, uri_problems
+from tests.internals import cached_runs, forget_store_clients, store_client, store_key
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ0123456"
@@ -258,7 +259,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
             assert ours.seek(at) == theirs.seek(at)
             assert bytes(ours.read(n)) == theirs.read(n)
             assert ours.tell() == min(max(at, theirs.tell()), max(at, len(data)))
-    assert sum(len(r.data) for r in ours._runs) <= (max(2, len(told)) + 1) * (64 + 200) + len(data)
+    assert cached_runs(ours) <= (max(2, len(told)) + 1) * (64 + 200) + len(data)
 
 
 @pytest.mark.parametrize(("step", "most"), [(2**16, 12), (2**18, 12), (10_000, 12)])
@@ -303,7 +304,7 @@ def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    object_store._connect.cache_clear()
+    forget_store_clients()
     with pytest.raises(
         SourceError, match=r"needs the package obstore; pip install 'overlord-data\[store\]'"
     ):
@@ -331,8 +332,8 @@ def test_clients_of_every_store_are_made_the_same_way(uri):
     pytest.importorskip("obstore")
     remote, path = RemoteStore.of(uri)
     assert path == uri
-    assert remote._key(path) == "a/x.parquet"
-    assert remote._client() is remote._client()
+    assert store_key(remote, path) == "a/x.parquet"
+    assert store_client(remote) is store_client(remote)
 
 
 def test_a_store_that_lacks_a_setting_says_which(monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import write_tar
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 
 def put(tmp_path, members, **kw):

@@ -40,7 +40,7 @@ def told(supervisor: Supervisor, *events: tuple[float, Any]) -> list[Any]:
     return [command for now, event in events for command in supervisor.handle(event, now)]
 
 
-def test_a_part_that_dies_is_started_again_and_planning_goes_back() -> None:
+def test_a_worker_that_dies_is_started_again_and_planning_rolls_back() -> None:
     made = there()
     assert told(made, (1.0, WorkerDied(L, 0, NINE))) == [StartWorker(L, 1)]
     assert made.lost() == {L: NINE}
@@ -75,7 +75,7 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
     )
 
 
-def test_loader_hosts_are_started_when_those_are_there_that_they_connect_to() -> None:
+def test_loader_workers_are_started_when_those_are_there_that_they_connect_to() -> None:
     made = there()
     assert told(
         made,
@@ -89,7 +89,7 @@ def test_loader_hosts_are_started_when_those_are_there_that_they_connect_to() ->
     ]
 
 
-def test_a_part_that_dies_while_it_is_being_started_is_started_once_more() -> None:
+def test_a_worker_that_dies_while_it_is_being_started_is_started_once_more() -> None:
     made = there()
     assert told(made, (1.0, WorkerDied(L, 0, NINE)), (1.1, WorkerDied(L, 1, "no such file"))) == [
         StartWorker(L, 1),
@@ -113,7 +113,7 @@ def test_what_could_not_be_started_because_of_another_has_no_fault_of_its_own() 
     assert told(made, (1.4, WorkerDied(L, 2, "no answer"))) == [GiveUp(made.given_up)]  # type: ignore[arg-type]
 
 
-def test_a_part_that_dies_again_and_again_ends_the_job_with_what_it_died_of() -> None:
+def test_a_worker_that_dies_again_and_again_ends_the_job_with_what_it_died_of() -> None:
     made = there(max_restarts=2)
     for k in range(2):
         assert told(made, (1.0 + k, WorkerDied(L, k, "exit code 3"))) == [StartWorker(L, k + 1)]
@@ -148,7 +148,7 @@ def test_without_restarts_the_first_death_ends_the_job() -> None:
     assert isinstance(told(there(max_restarts=0), (1.0, WorkerDied(L, 0, NINE)))[0], GiveUp)
 
 
-def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
+def test_a_worker_that_answers_nothing_is_killed_and_then_started() -> None:
     made = there()
     for k in range(4):
         assert (
@@ -197,7 +197,7 @@ def test_whoever_watches_may_have_slept_itself() -> None:
     )
 
 
-def test_a_part_that_comes_back_from_the_dead_is_killed() -> None:
+def test_a_worker_that_comes_back_from_the_dead_is_killed() -> None:
     made = there()
     told(made, (1.0, WorkerDied(L, 0, NINE)))
     assert told(made, (1.1, Heartbeat(L, 0))) == [
@@ -214,7 +214,7 @@ def test_a_part_that_comes_back_from_the_dead_is_killed() -> None:
     assert made.lost() == {}
 
 
-def test_a_part_that_others_cannot_reach_is_of_no_use_though_it_lives() -> None:
+def test_a_worker_that_others_cannot_reach_is_of_no_use_though_it_lives() -> None:
     made = there()
     assert told(made, (1.0, Unreachable(C, "no way"))) == [KillWorker(C, 0, "no way")]
     assert told(made, (1.1, Unreachable(C, "no way"))) == [], "it is on its way"
@@ -238,7 +238,7 @@ def test_a_job_that_ends_misses_nobody() -> None:
     )
 
 
-def test_a_part_that_joins_later_is_missed_like_any_other() -> None:
+def test_a_worker_that_joins_later_is_missed_like_any_other() -> None:
     made = there(C)
     assert told(
         made, (1.0, WorkerReady("loader-worker/7")), (2.0, WorkerDied("loader-worker/7", 0, NINE))
@@ -246,7 +246,7 @@ def test_a_part_that_joins_later_is_missed_like_any_other() -> None:
     assert told(made, (3.0, WorkerDied("loader-worker/9", 0, NINE))) == [], "nobody knows it"
 
 
-def test_a_part_whose_stand_bys_live_is_not_waited_for() -> None:
+def test_a_worker_whose_standbys_live_is_not_waited_for() -> None:
     made = there()
     assert told(made, (1.0, WorkerDied(L, 0, NINE, spare=True))) == [
         StartWorker(L, 1),

@@ -70,7 +70,7 @@ def policies_of(pid: int) -> set[int]:
     return found
 
 
-def test_loader_hosts_are_in_the_background_and_nobody_else(tmp_path: Path) -> None:
+def test_loader_workers_are_in_the_background_and_nobody_else(tmp_path: Path) -> None:
     if not in_thread(in_background)[0]:
         pytest.skip("this system does not have it")
     write_rows(tmp_path, "parquet", [{"ids": list(range(1 + i % 7))} for i in range(100)])

@@ -4,7 +4,7 @@ than one process is built on it.
 An actor is the result of ``factory(*args)``. It lives elsewhere (in another process or on another
 machine), and its methods run one at a time. Arguments and results are encoded by
 ``transport.codec`` on every backend, so what works on one backend works on all.
-``docs/rpc.md`` is the contract; ``tests/scenarios/test_control.py`` verifies it.
+``docs/rpc.md`` is the contract; ``tests/scenarios/test_actor_system.py`` verifies it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from overlord.errors import JobError
-from tests.simulation.world.running import run_seed
+from tests.simulation.world.seed_run import run_seed
 from tests.simulation.world.soak import soak
 
 

@@ -136,7 +136,7 @@ class Checker:
                 self._say(f"step {e.step}: what people said of it in time was refused: {e.words}")
 
     def _from(self, step: int) -> int:
-        """The first step from here on that is handed out."""
+        """The first step from here on that is delivered."""
         while step in self.facts.skipped:
             step += 1
         return step

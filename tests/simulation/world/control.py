@@ -63,7 +63,7 @@ class Family:
 
     def __init__(self, owner: Process):
         self.members: dict[str, Member] = {}
-        self.control: SimControl | None = None  # of the planner that counts
+        self.control: SimControl | None = None  # of the coordinator that counts
         owner.on_end.append(lambda: self._ended(owner))
 
     def _ended(self, owner: Process) -> None:

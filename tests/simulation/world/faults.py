@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "reshard": (
         "job",
     ),  # trainers stop behind a step and go on as another mesh: ranks leave, ranks join
-    "scale": ("job",),  # a source is read in more hosts, or in fewer, from here on
+    "scale": ("job",),  # a source is read in more workers, or in fewer, from here on
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
     "bad start": (
@@ -104,7 +104,7 @@ def draw_reshards(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tu
 
 
 def draw_scales(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """The script with one to four changes of how many hosts read a source; some hosts die while
+    """The script with one to four changes of how many workers read a source; some workers die while
     they take over.
     """
     more = []
@@ -118,7 +118,7 @@ def draw_scales(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tupl
 
 
 def draw_overlaps(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """The script with loader hosts that die while the links of others are slow. Where stand-bys
+    """The script with loader workers that die while the links of others are slow. Where standbys
     take their place, others send payload for the steps that are under way than before, and what was
     sent before comes later than the plans that are made then.
     """
@@ -176,8 +176,8 @@ def draw_around(
     moves: tuple[str, ...],
 ) -> tuple[Fault, ...]:
     """The script with a loss, or with a move, at about the moment when people say something, every
-    other time they do: while the planner is being told, just before it, or when it has heard it and
-    plans are about that were made without it.
+    other time they do: while the coordinator is being told, just before it, or when it has heard it
+    and plans are about that were made without it.
     """
     losses = [
         ("kill", "loader"),

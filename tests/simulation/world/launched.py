@@ -1,5 +1,5 @@
-"""The launching process of a simulated job, and the planner's: in it, or, where there is a journal
-to come back from, one of its own.
+"""The launching process of a simulated job, and the coordinator's: in it, or, where there is a
+journal to come back from, one of its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, Str
 from overlord.messages.reports import checked
 from overlord.planning.events import EventLog
 from overlord.rpc.actors import ActorHandle
-from overlord.session import resume
 from overlord.setup.prepared_job import PreparedJob
+from tests.internals import resume_by_journal
 from tests.simulation.world.control import START_S, Family, SimControl
 from tests.simulation.world.disk import SimDisk, SimWriter
 from tests.simulation.world.layout import placement_of
@@ -45,13 +45,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-Word = Callable[[Coordinator], None]  # what the planner's host is told
+Word = Callable[[Coordinator], None]  # what the coordinator is told
 
 
 class Living(WorkerFactory):
-    """Starts hosts for a planner, and finds those that live for the one that comes after it."""
+    """Starts workers for a coordinator, and finds those that live for its successor."""
 
-    kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
+    # what loader workers can open, for the coordinator that comes next
+    kits: dict[int, tuple[int, ...]]
 
     def loader_host(
         self,
@@ -85,10 +86,10 @@ class Launched:
         self.family = Family(self.process)
         self.log = EventLog(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
-        self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
+        self._accepted: dict[tuple[int, int], Report] = {}  # by a coordinator
         self._mail: deque[Word | Errand] = (
             deque()
-        )  # what is on its way to the planner, one after the other
+        )  # what is on its way to the coordinator, one after the other
         self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, placement_of(cluster.scenario)
@@ -122,7 +123,7 @@ class Launched:
         other.told, other.said, other.log = self.told, self.said, self.log
         return other
 
-    # the planner
+    # the coordinator
 
     def start_planner(self, reason: str = "") -> None:
         self.incarnation += 1
@@ -153,7 +154,7 @@ class Launched:
         )
 
     def _missed(self, planner: Process, incarnation: int) -> None:
-        """The planner is gone: another takes its place, with the hosts that live."""
+        """The planner is gone: another takes its place, with the workers that live."""
         if not self.over and incarnation == self.incarnation and self.cluster.launched is self:
             if not incarnation and self.host is None:
                 self.cluster.not_launched(
@@ -238,7 +239,7 @@ class Launched:
             JournalStart(journal, anew=self._anew and not found.empty),
         )
         if not self._anew and not found.empty:
-            blueprint, state, beginning = resume._by_journal(self.blueprint, journal, found, ())
+            blueprint, state, beginning = resume_by_journal(self.blueprint, journal, found, ())
             self._initial, self.blueprint = state, blueprint
             assert state is not None
             cluster.resumed(self, state)
@@ -282,8 +283,8 @@ class Launched:
         return self.kit, self.control, self.pump, starter
 
     def _hears(self, message: Any) -> None:
-        """What the planner says. It asks for all that was reported by a message, which is answered
-        behind what was reported before.
+        """What the coordinator says. It asks for all that was reported by a message, which is
+        answered behind what was reported before.
         """
         if isinstance(message, tuple):
             mark: int = message[1]
@@ -318,8 +319,8 @@ class Launched:
         elif self.host is not None:
             self._say(report)
 
-    # To a planner in another process by the pump of this one: the next word when the one before it
-    # is heard, by this planner or the next.
+    # To a coordinator in another process by the event loop of this one: the next word when the one
+    # before it is heard, by this planner or the next.
 
     def _send(self, word: Word | Errand) -> None:
         self._mail.append(word)
@@ -409,6 +410,6 @@ class Launched:
             taken = self.host.planner.taken
             with contextlib.suppress(
                 Killed
-            ):  # a last write that is torn ends the planner, which was to end anyway
+            ):  # a last write that is torn ends the coordinator, which was to end anyway
                 self.host.journal.close(-1 if taken is None else taken)
         self.process.kill()

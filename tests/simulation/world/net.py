@@ -126,18 +126,22 @@ class SimLink(Connection):
         self._here, self._other, self._wire = here, other, self._net.wire(here, there)
         here.on_end.append(self._died)
 
+    def refuse(self) -> None:
+        """Close this end without a word to the other: the server did not accept it."""
+        self._lost = CLOSED
+
     def _died(self) -> None:
         """Its process is gone; the other side learns of it behind what was sent."""
         if self._lost is None:
             self._lost = GONE
-            self._wire.send(lambda: self._other._end(GONE))
+            self._wire.send(lambda: self._other.end(GONE))
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
         if self._lost is not None:
             raise ActorLost(self.peer, self._lost)
-        self._wire.send(lambda: self._other._arrived(value))
+        self._wire.send(lambda: self._other.arrived(value))
 
-    def _arrived(self, value: Any) -> None:
+    def arrived(self, value: Any) -> None:
         if self._lost is not None:
             return
         if self._server is not None:
@@ -151,7 +155,7 @@ class SimLink(Connection):
         if wake is not None:
             wake()
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         if self._lost is None:
             self._lost = reason
             self._stir()
@@ -185,8 +189,8 @@ class SimLink(Connection):
     def close(self, reason: str = "") -> None:
         if self._lost is None:
             why = f"{CLOSED}: {reason}" if reason else CLOSED
-            self._wire.send(lambda: self._other._end(why))
-            self._end(why)
+            self._wire.send(lambda: self._other.end(why))
+            self.end(why)
 
 
 class SimServer:
@@ -220,7 +224,7 @@ class SimServer:
         try:
             said = self._on_open(link, hello)
         except OverlordError as refused:
-            link._lost = CLOSED
+            link.refuse()
             raise LinkRefused(self.address, str(refused)) from refused
         self._links[link] = None
         return said

@@ -1,9 +1,9 @@
 """What people say in mid-run, ``session.set_mixture`` and ``session.skip``, on its way to the
 planner of a simulated job.
 
-The session's own code says it (``session/events.py``), the code of an engine whose planner is
+The session's own code says it (``session/events.py``), the code of a runtime whose planner is
 elsewhere asks and hears (``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the
-planner's own answers (``cluster/coordinator_actor.py``). What lies between them is the control
+coordinator's own answers (``cluster/coordinator_actor.py``). What lies between them is the control
 plane of the virtual world.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PATIENCE_S = (
     0.5,
     25.0,
-)  # for a planner to answer, by seed: the second is that of ``cluster/launcher.py``
+)  # for a coordinator to answer, by seed: the second is that of ``cluster/launcher.py``
 AGAIN_S = 0.3  # until what was given up is said again
 
 
@@ -85,6 +85,9 @@ class _Parts(Launcher):
             self._launched.world.wait(left, self._waiting.append)
         return self.planner
 
+    def now(self) -> float:
+        return self._machine.now()
+
     def starts(self, process: Process) -> None:
         """Another planner. The one before it is not heard any more, also where it lives on."""
         if self.planner is not None:
@@ -116,16 +119,16 @@ class Elsewhere(ClusterRuntime):
     def is_there(
         self, host: Coordinator, kit: CoordinatorConfig, pump: EventLoop, found: Sequence[Any]
     ) -> Callable[[], float | None]:
-        """``found``: events in the journal. What is to be called behind every turn of the planner's
-        pump.
+        """``found``: events in the journal. What is to be called behind every turn of the
+        coordinator's event loop.
         """
-        actor = _Planner(host, kit, pump, found, self._parts._machine.now)
+        actor = _Planner(host, kit, pump, found, self._parts.now)
         self._parts.is_there(actor)
-        return actor._after_turn
+        return actor.answer_events
 
 
 class _Planner(CoordinatorActor):
-    """The planner's process, as far as it is told what people say, and tells what it has taken."""
+    """The coordinator's process, as far as it receives events and reports acknowledged steps."""
 
     def __init__(
         self,
@@ -140,12 +143,12 @@ class _Planner(CoordinatorActor):
         self._said, self._watched = list(found), False
         self._send_found()
 
-    def _after_turn(self) -> float | None:
+    def answer_events(self) -> float | None:
         return self._events.answer()
 
 
 class _Beside:
-    """The pump of a session whose planner is in the same process: whoever asks it waits."""
+    """The event loop of a session whose planner is in the same process: whoever asks it waits."""
 
     def __init__(self, world: World, pump: EventLoop):
         self._world, self._pump = world, pump
@@ -167,7 +170,7 @@ class _Beside:
 
 
 class _Here:
-    """The pump of a session whose planner is elsewhere: what it is asked it does in its turn
+    """The event loop of a session whose planner is elsewhere: what it is asked it does in its turn
     (``launched.py``), and may wait.
     """
 
@@ -211,7 +214,7 @@ class Hand:
 
 @dataclass(slots=True, eq=False)
 class Errand:
-    """What the pump of the launching process does itself, in its turn, and waits for."""
+    """What the event loop of the launching process does itself, in its turn, and waits for."""
 
     work: Callable[[], None]
     begun: bool = False
@@ -221,10 +224,10 @@ class People:
     """Whoever changes the job: says one thing after the other, when all ranks have come so far, and
     again where that failed.
 
-    Until it is known to have happened trainers do not come so near to its first step that a planner
-    could plan it: as in a script that says it between two steps, and waits. ``said``: how many have
-    happened; what is said again after a session was moved, or everything killed, follows from where
-    that goes on.
+    Until it is known to have happened trainers do not come so near to its first step that a
+    coordinator could plan it: as in a script that says it between two steps, and waits. ``said``:
+    how many have happened; what is said again after a session was rewound, or everything killed,
+    follows from where that goes on.
     """
 
     def __init__(self, cluster: Cluster, sayings: Sequence[Saying]):

@@ -29,7 +29,7 @@ import msgspec
 from overlord.errors import JobError
 from overlord.process import cgroup
 from tests.simulation.world.faults import LEAST
-from tests.simulation.world.running import run_seed
+from tests.simulation.world.seed_run import run_seed
 from tests.simulation.world.world import Killed
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -259,7 +259,7 @@ class Script:
         return self._cluster.reshard(fault.which)
 
     def _scale(self, fault: Fault) -> bool:
-        """A source that has several loaders, and how many hosts are to read it from here on."""
+        """A source that has several loaders, and how many workers are to read it from here on."""
         launched = self._cluster.launched
         if (host := launched.host) is None:
             return False

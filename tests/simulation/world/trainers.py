@@ -13,6 +13,7 @@ from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.messages.client import StepInfo
 from overlord.messages.control import EncodedState, StreamState
+from tests.internals import connection_of
 from tests.simulation.world.history import History, Seen
 from tests.simulation.world.net import SimLink
 from tests.simulation.world.virtual import SimMachine
@@ -74,7 +75,7 @@ class Trainer:
                     self._seat.reports(self.rank, step)
             while True:
                 got = self._box.get(ASK_S)
-                if got is not None or self._box._link is not None:
+                if got is not None or connection_of(self._box) is not None:
                     return self._go_on(got)
         except (StopIteration, OverlordError) as end:
             self._end(end)
@@ -97,7 +98,7 @@ class Trainer:
         if got is not None:
             self._take(box, *got)
             return
-        link, turn = box._link, [True]
+        link, turn = connection_of(box), [True]
 
         def again(look: Callable[[], None]) -> None:
             if turn:

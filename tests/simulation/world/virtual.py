@@ -1,4 +1,4 @@
-"""A machine of the virtual world: what ``concurrency/platform.py`` gives a host, on a virtual
+"""A machine of the virtual world: what ``concurrency/platform.py`` gives a worker, on a virtual
 clock.
 """
 

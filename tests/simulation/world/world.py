@@ -2,8 +2,8 @@
 stopped and woken.
 
 One thing runs at a time, and what runs next depends on the seed alone, so a run is replayed
-exactly. Code that waits (a trainer for its step, a planner for a host to start) runs in a *fiber*:
-a thread that has the baton, or stands still.
+exactly. Code that waits (a trainer for its step, a coordinator for a worker to start) runs in a
+*fiber*: a thread that has the baton, or stands still.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Process:
         self.alive, self.stopped = True, False
         self.disk = 1.0  # how many times longer reads take
         self._waiting: deque[Callable[[], None]] = deque()  # what happened while it was stopped
-        self._fibers: dict[Fiber, None] = {}
+        self.fibers: dict[Fiber, None] = {}
         self.on_end: list[Callable[[], None]] = []
 
     def run(self, call: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class Process:
             return
         self.alive = False
         self._waiting.clear()
-        for fiber in list(self._fibers):
+        for fiber in list(self.fibers):
             self.world.at(0.0, fiber.unwind, None)
         for told in self.on_end:
             told()
@@ -96,7 +96,7 @@ class Fiber:
         self._go, self._over, self._dead = _signal(), False, False
         self._error: BaseException | None = None
         self._begun = False
-        process._fibers[self] = None
+        process.fibers[self] = None
 
     def _main(self) -> None:
         self._go.acquire()
@@ -108,7 +108,7 @@ class Fiber:
         except BaseException as error:
             self._error = error
         self._over = True
-        self.process._fibers.pop(self, None)
+        self.process.fibers.pop(self, None)
         self._world.baton.release()
 
     def resume(self) -> None:
@@ -134,7 +134,7 @@ class Fiber:
         self._dead = True
         if not self._begun:
             self._over = True
-            self.process._fibers.pop(self, None)
+            self.process.fibers.pop(self, None)
         else:
             self.resume()
 
@@ -216,6 +216,6 @@ class World:
             if process.alive:
                 process.alive = False
                 process.on_end.clear()
-            for fiber in list(process._fibers):
+            for fiber in list(process.fibers):
                 fiber.unwind()
         self._events.clear()

@@ -18,6 +18,14 @@ import overlord as ov
 import overlord.torch as ot
 from overlord.errors import DataStall, OverlordError, PlanError, StateMismatch
 from overlord.mesh import ClientPlaceTree
+from tests.internals import (
+    broadcast_closed,
+    broadcast_limit,
+    broadcast_of,
+    departed_ranks,
+    frames_under_way,
+    on_departure,
+)
 from tests.processes import plain, written
 from tests.torch.ranks.jobs import broadcasting, job
 
@@ -224,7 +232,7 @@ def a_refused_state_costs_no_step_that_was_taken_ahead(out: Path) -> None:
     ) as steps:
         took = [next(steps).step]
         while (
-            len(steps.client._frames._sent) < 2 and steps.client.service.fetches
+            frames_under_way(steps.client) < 2 and steps.client.service.fetches
         ):  # it is ahead of those it serves
             time.sleep(0.01)
         dist.barrier()
@@ -243,11 +251,11 @@ def a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all(out: Path) -> None
     assert next(steps).step == 0
     if client.service.fetches:
         assert [next(steps).step, next(steps).step] == [1, 2]
-        while client._frames.frames < 4 or not client._frames._sent:
+        while broadcast_of(client).frames < 4 or not frames_under_way(client):
             time.sleep(0.01)
         dist.barrier()
         steps.close()
-        assert client._frames._closed
+        assert broadcast_closed(client)
     else:
         dist.barrier()
         time.sleep(0.3)  # they are waited for; nothing depends on how long
@@ -268,8 +276,7 @@ def who_closes_twice_leaves_once(out: Path) -> None:
             client.close()
             client.close()
         dist.barrier()
-        board = client._leave.__self__._board
-        assert board._store.add(f"{board._key}/left", 0) == 1
+        assert departed_ranks(client) == 1
         dist.barrier()
 
 
@@ -292,9 +299,8 @@ def one_who_stops_in_the_middle_of_a_frame_is_told_so(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        client._frames._departed = lambda frame: signal.raise_signal(
-            signal.SIGINT
-        )  # between two waits of torch's, where Ctrl-C is heard
+        # between two waits of torch's, where Ctrl-C is heard
+        on_departure(client, lambda frame: signal.raise_signal(signal.SIGINT))
         try:
             next(client)
         except KeyboardInterrupt:
@@ -302,7 +308,7 @@ def one_who_stops_in_the_middle_of_a_frame_is_told_so(out: Path) -> None:
         else:
             raise AssertionError("it gave a step")
     dist.barrier()
-    client._failed = True
+    client.mark_failed()
     client.close()
 
 
@@ -340,13 +346,13 @@ def a_rank_that_does_not_come_is_named(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        assert client._frames._limit_s == 30.0, "what it was told to wait"
-        client._frames._limit_s = 1.0  # from here on: the first step may take its time
+        # from here on: the first step may take its time
+        assert broadcast_limit(client, 1.0) == 30.0, "the limit of the launch"
         said = raised(client)
         assert said.startswith(DataStall.__name__)
         assert f"rank {client.service.fetcher}" in said
     dist.barrier()
-    client._failed = True
+    client.mark_failed()
     client.close()
 
 

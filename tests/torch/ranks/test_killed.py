@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.ranks.launching import start
+from tests.torch.ranks.rank_launcher import start
 
 pytestmark = pytest.mark.timeout(150)
 

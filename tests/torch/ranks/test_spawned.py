@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.torch.ranks.checks_spawned import CHECKS
-from tests.torch.ranks.launching import SECONDS, Worlds
+from tests.torch.ranks.rank_launcher import SECONDS, Worlds
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 

@@ -24,6 +24,7 @@ from overlord.journal.log import read_all
 from overlord.journal.replay import Recovered
 from overlord.journal.timeouts import Timeouts
 from tests.corpus import write_rows
+from tests.internals import JOURNAL_WRITES, generation_of, launcher_of
 from tests.processes import WAIT_S, until
 
 STEPS = 9
@@ -103,7 +104,7 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
     said, then = options.pop("said", False), options.pop("then", lambda session: None)
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
-        first = session.internals.generation.start.step
+        first = generation_of(session).start.step
         # The journal may lack these: a report is written with the next plan.
         for step in range(max(0, first - 2), first):
             client.report(step, told(0, step))
@@ -138,7 +139,7 @@ def die_at(number: int, moment: str) -> None:
 
 def _die_by(how: Callable[[], str]) -> None:
     """Let this process die at every write or removal for which ``how`` does not return "whole"."""
-    write, remove = DirectoryStorage._write, DirectoryStorage.remove
+    write, remove = JOURNAL_WRITES.real, DirectoryStorage.remove
 
     def dying_write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
         if (moment := how()) == "whole":
@@ -156,7 +157,8 @@ def _die_by(how: Callable[[], str]) -> None:
             remove(self, names if moment == "after" else names[:1])
         return _die()
 
-    DirectoryStorage._write, DirectoryStorage.remove = dying_write, dying_remove  # type: ignore[method-assign]
+    JOURNAL_WRITES.assign(dying_write)
+    DirectoryStorage.remove = dying_remove  # type: ignore[method-assign]
 
 
 # The actions at a write, one try after the other, and at later writes. The last try succeeds, so
@@ -246,7 +248,7 @@ def child(order: dict[str, Any]) -> None:
         that it has not received.
         """
         if order["runtime"] != "local":
-            until(lambda: session.internals.runtime._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
+            until(lambda: launcher_of(session).acked == STEPS - 1)
 
     train(
         made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard
@@ -257,7 +259,7 @@ def main() -> None:
     """Execute orders from standard input, one a line, each in a child of its own, which may die.
     This process has no threads, so it may fork.
     """
-    for name in ("overlord.session.runtime", "overlord.session.session", "tests.preloaded"):
+    for name in ("overlord.session.runtime", "overlord.session.session", "tests.preload"):
         importlib.import_module(name)  # imported once, not in every child
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """Run the scenarios on Ray, and the demo, with every version of Ray that is supported, and write
 the table of docs/ray.md.
 
-    python -m tests.rayversions [--envs FOLDER] [VERSION ...]
+    python -m tests.ray_versions [--envs FOLDER] [VERSION ...]
 
 Each version has a virtual environment of its own, which is kept. Versions are tested one after
 another; rows of others stay.

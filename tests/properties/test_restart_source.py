@@ -1,5 +1,5 @@
-"""A source that is read anew from where the draw stands, as when its loaders move to another host:
-nobody may notice.
+"""A source that is read anew from where the draw stands, as when its loaders move to another
+worker: nobody may notice.
 
 Sources are reopened at random moments, several times, in jobs with look-ahead, deferring, epochs,
 several loaders, filters, bad rows, batches in tokens, sources that join, and data that breaks the
@@ -39,6 +39,7 @@ from overlord.planning.planner import Planner
 from overlord.planning.spec import PlannerSpec, SourceSpec
 from overlord.planning.strategies import resolve
 from overlord.setup.prepared_job import Options, PreparedJob
+from tests.internals import loop_of, runtime_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
@@ -211,7 +212,7 @@ def test_an_epoch_without_samples_is_still_told_of_after_it_is_read_anew() -> No
         assert outcome(ov.simulate(job, seed=1, events=[Moved("none", after)])) == outcome(whole)
 
 
-def test_an_epoch_of_bad_rows_is_told_of_with_the_last_reason_also_after_it_is_read_anew() -> None:
+def test_an_epoch_of_bad_rows_is_reported_with_the_last_reason_also_after_it_is_read_anew() -> None:
     good, bad = [{"tokens": [1, 2]}] * 30, [{"tokens": None}] * 30
     sources = [
         ov.Source.from_dataset(name, rows, transforms=[ov.Tokens()])
@@ -442,8 +443,8 @@ def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
             for step in session.client(0):
                 found.append(step.plan_digest + fingerprint({0: [step]}))
                 for k in range(step.step % 3 if moving else 0):
-                    session.internals.loop.ask(
-                        lambda k=k: session.internals.runtime.event(RestartSource(k)), "the planner"
+                    loop_of(session).ask(
+                        lambda k=k: runtime_of(session).event(RestartSource(k)), "the planner"
                     )  # type: ignore[misc]
             return found
 

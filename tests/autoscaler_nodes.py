@@ -48,7 +48,7 @@ def config(address: str, nodes: int) -> dict[str, Any]:
         "idle_timeout_minutes": 5.0,
         "provider": {
             "type": "external",
-            "module": "tests.autoscaled.Provider",
+            "module": "tests.autoscaler_nodes.Provider",
             "gcs_address": address,
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,

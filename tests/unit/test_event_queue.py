@@ -1,4 +1,4 @@
-"""What a host tells the planner, and when: at once what someone waits for, the rest together."""
+"""What a worker tells the planner, and when: at once what someone waits for, the rest together."""
 
 from __future__ import annotations
 

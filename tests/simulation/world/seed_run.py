@@ -20,7 +20,7 @@ from overlord.process.memory import pss_bytes
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen
-from tests.simulation.world.remembered import remembering
+from tests.simulation.world.memoization import remembering
 from tests.simulation.world.scenario import (
     LONGEST,
     MESHES,
@@ -157,8 +157,8 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _of_one_weight() -> Iterator[None]:
-    """Hosts tell what their process weighs. Here all are one, and the system would count its pages
-    each time: with torch in it, 8 ms.
+    """Workers tell what their process weighs. Here all are one, and the system would count its
+    pages each time: with torch in it, 8 ms.
     """
     setattr(loader_worker, "pss_bytes", lambda: 2**27)  # noqa: B010
     try:

@@ -1,5 +1,5 @@
-"""What a planner was told, or was about to tell, when it died; and other losses while nothing is
-settled: nobody may miss anything.
+"""What a coordinator was told, or was about to tell, when it died; and other losses while nothing
+is settled: nobody may miss anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.coordinator_config import PlannerJob
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.rebalance import SCALED
@@ -26,9 +25,23 @@ from overlord.messages.control import EndOfJob, SourceLost
 from overlord.serving.session_api import call
 from overlord.session.cluster_runtime import ClusterRuntime
 from overlord.session.served_ranks import ServedRanks
-from tests import journaled
-from tests.journaled import recovered
-from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
+from tests import journal_faults
+from tests.internals import (
+    COORDINATOR_READY,
+    COORDINATOR_STARTS,
+    QUEUE_ASKS_AGAIN,
+    SESSION_RECEIVES,
+    forget_addresses,
+    generation_of,
+    is_closed,
+    is_ready,
+    launcher_of,
+    loop_of,
+    running_job,
+    runtime_of,
+)
+from tests.journal_faults import recovered
+from tests.processes import WAIT_S, WORKER_RUNTIME, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job, source
@@ -53,11 +66,6 @@ def three() -> Played:
 @pytest.fixture
 def journal(tmp_path: Path) -> str:
     return str(tmp_path / "journal")
-
-
-def parts_of(session: ov.Session) -> Launcher:
-    assert isinstance(session.internals.runtime, ClusterRuntime)
-    return session.internals.runtime._parts
 
 
 def take(clients: list[ov.Client], n: int, got: dict[int, list[Any]]) -> None:
@@ -85,45 +93,45 @@ def dies_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def dies_while_it_starts(patch: pytest.MonkeyPatch) -> None:
-    ready, todo = Launcher._is_ready, ["once"]
+    ready, todo = COORDINATOR_READY.real, ["once"]
 
-    def dies(parts: Launcher) -> None:
+    def dies(launcher: Launcher) -> None:
         if todo:
             todo.clear()
-            assert parts.planner is not None
-            parts.control.kill(parts.planner)
-        ready(parts)
+            assert launcher.planner is not None
+            launcher.control.kill(launcher.planner)
+        ready(launcher)
 
-    patch.setattr(Launcher, "_is_ready", dies)
+    COORDINATOR_READY.replace(patch, dies)
 
 
 def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """Another planner is there before the answer is."""
     ask, todo = Launcher.ask, ["once"]
 
-    def dies(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
-        answer = ask(parts, method, *args, **settings)
+    def dies(launcher: Launcher, method: str, *args: Any, **settings: Any) -> Any:
+        answer = ask(launcher, method, *args, **settings)
         if method == "open_journal" and todo:
             todo.clear()
-            planner = parts.planner
+            planner = launcher.planner
             assert planner is not None
-            parts.control.kill(planner)
-            until(lambda: parts.planner is not planner and parts._ready)
+            launcher.control.kill(planner)
+            until(lambda: launcher.planner is not planner and is_ready(launcher))
         return answer
 
     patch.setattr(Launcher, "ask", dies)
 
 
-def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_host(
+def test_a_state_is_loaded_however_long_another_coordinator_takes_that_waits_for_a_worker(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the answer of a planner is waited for: the one that comes in its place gives up a
-    host that stands still first.
+    """Longer than the answer of a coordinator is waited for: the one that comes in its place gives
+    up a worker that stands still first.
     """
     write = ClusterRuntime.write_beginning
 
     def dies(engine: ClusterRuntime, beginning: Any) -> None:
-        pid = engine._parts.hosts["loader-worker/0"].pid
+        pid = launcher_of(engine).hosts["loader-worker/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
@@ -145,7 +153,7 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
 @pytest.mark.parametrize(
     "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
 )
-def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
+def test_a_coordinator_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
     alone: Played,
     journal: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +181,7 @@ def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
 @pytest.mark.parametrize(
     "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
 )
-def test_a_planner_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_one(
+def test_a_coordinator_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_one(
     three: Played,
     journal: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +195,7 @@ def test_a_planner_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_on
         assert play(session).steps == three.behind(4)
 
 
-def test_a_planner_that_is_lost_while_the_job_is_launched_begins_at_its_beginning(
+def test_a_coordinator_that_is_lost_while_the_job_is_launched_begins_at_its_beginning(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -201,21 +209,21 @@ def test_a_planner_that_is_lost_while_the_job_is_launched_begins_at_its_beginnin
 
 
 def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[], None]:
-    """Kills the planner; another comes once the function that this returns is called."""
-    start, go = Launcher._start_planner, threading.Event()
+    """Kills the coordinator; another comes once the function that this returns is called."""
+    start, go = COORDINATOR_STARTS.real, threading.Event()
 
-    def waits(parts: Launcher) -> int:
+    def waits(launcher: Launcher) -> int:
         assert go.wait(WAIT_S)
-        return start(parts)
+        return start(launcher)
 
-    patch.setattr(Launcher, "_start_planner", waits)
-    parts = parts_of(session)
+    COORDINATOR_STARTS.replace(patch, waits)
+    launcher = launcher_of(session)
     session.kill("planner")
-    until(lambda: not parts._ready)
+    until(lambda: not is_ready(launcher))
     return go.set
 
 
-def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_told(
+def test_how_far_connected_ranks_are_is_known_though_the_coordinator_died_that_was_told(
     three: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stand at a barrier, and say nothing any more: who changes the mesh must know that they
@@ -226,7 +234,7 @@ def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_t
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
         take(clients, 4, got)
         with monkeypatch.context() as patch:
-            until(lambda: all(len(client._inbox) >= 2 for client in clients))
+            until(lambda: all(len(client.queue) >= 2 for client in clients))
             replace_it = replaced_when(patch, session)
             take(clients, 1, got)
             replace_it()
@@ -240,23 +248,23 @@ def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_t
     assert got == three.behind(4)
 
 
-def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_the_next(
+def test_a_step_that_a_coordinator_planned_and_did_not_live_to_tell_of_is_told_by_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who serves connected ranks must know the state behind it: a rank that comes again goes on
     from there.
     """
-    heard, deaf = ClusterRuntime._received, [True]
+    heard, deaf = SESSION_RECEIVES.real, [True]
 
     def hears(engine: ClusterRuntime, event: tuple[Any, ...]) -> None:
         if not (deaf and event[0] == "staged" and event[1] >= 4):
             heard(engine, event)
 
-    monkeypatch.setattr(ClusterRuntime, "_received", hears)
+    SESSION_RECEIVES.replace(monkeypatch, hears)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 4, {0: [], 1: []})
-        until(lambda: all(len(client._inbox) >= 2 for client in clients))
+        until(lambda: all(len(client.queue) >= 2 for client in clients))
         replace_it = replaced_when(monkeypatch, session)
         take(clients, 1, {0: [], 1: []})
         take(clients[:1], 1, {0: []})
@@ -264,7 +272,7 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
         replace_it()
         until(
             lambda: (
-                [client.position.step for client in session.internals.clients.values()] == [6, 5]
+                [client.position.step for client in running_job(session).clients.values()] == [6, 5]
             )
         )
         assert session.state_dict()["step"] == 5
@@ -272,19 +280,19 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
             client.close()
 
 
-def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_find_it(
+def test_the_end_that_a_coordinator_told_of_counts_no_more_when_the_next_does_not_find_it(
     journal: str,
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 2, {0: [], 1: []})
-        session.internals.runtime.planner.finished = EndOfJob(
+        runtime_of(session).planner.finished = EndOfJob(
             9, ActorLost("constructor-worker/0", "it is said")
         )
         session.kill("planner")
-        until(lambda: session.internals.runtime.planner.finished is None)
+        until(lambda: runtime_of(session).planner.finished is None)
 
 
-def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
+def test_a_source_that_left_is_known_though_the_coordinator_died_that_wrote_it_down(
     journal: str,
 ) -> None:
     made = job(journal=journal)
@@ -294,8 +302,8 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
     with launch(made, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         take(clients, 2, {0: [], 1: []})
-        event = SourceLost(session.internals.runtime.planner.open_step + 3, "a", "a test says so")
-        session.internals.runtime.event(
+        event = SourceLost(runtime_of(session).planner.open_step + 3, "a", "a test says so")
+        runtime_of(session).event(
             event
         )  # it is written; who asks for it by itself tells of it then
         assert "lost" not in session.metrics()["sources"]["a"]
@@ -311,36 +319,36 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
 # who takes part
 
 
-def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waited_for(
+def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_waited_for(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, go = Launcher._is_ready, threading.Event()
+    ready, go = COORDINATOR_READY.real, threading.Event()
 
-    def waits(parts: Launcher) -> None:
+    def waits(launcher: Launcher) -> None:
         assert go.wait(WAIT_S)
-        ready(parts)
+        ready(launcher)
 
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         staying, leaving = (session.client(rank) for rank in range(2))
         got: dict[int, list[Any]] = {0: [], 1: []}
         take([staying, leaving], 3, got)
-        monkeypatch.setattr(Launcher, "_is_ready", waits)
+        COORDINATOR_READY.replace(monkeypatch, waits)
         assert Launcher.ask.__kwdefaults__ is not None
-        first = parts_of(session).planner
+        first = launcher_of(session).planner
         session.kill("planner")
         until(
-            lambda: parts_of(session).planner is not first
+            lambda: launcher_of(session).planner is not first
         )  # what it is started with is known by now
         with monkeypatch.context() as patch:
             patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
             leaving.close()
-            session.internals.loop.ask(lambda: None, "what was asked of the planner to be given up")
+            loop_of(session).ask(lambda: None, "what was asked of the planner to be given up")
         go.set()
         take([staying], STEPS - 3, got)
     assert got[0] == alone.steps[0]
 
 
-def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_planner(
+def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, tried = WorkerFactory.loader_host, list[int]()
@@ -358,7 +366,7 @@ def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next
         take(clients, 3, got)
         assert session.scale("heavy", 2)
         until(lambda: tried)
-        until(lambda: SCALED not in parts_of(session).kits)
+        until(lambda: SCALED not in launcher_of(session).kits)
         for at in (12, 20):
             session.kill("planner")
             take(clients, at - len(got[0]), got)
@@ -377,7 +385,7 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
 
     def dies(serving: ServedRanks, host: Any, **settings: Any) -> None:
         if isinstance(host, ClusterRuntime) and not killed:
-            killed.append(handle := host._parts.hosts["constructor-worker/0"])
+            killed.append(handle := launcher_of(host).hosts["constructor-worker/0"])
             host.kill("constructor-worker/0")
             until(lambda: not handle.alive)
         furnish(serving, host, **settings)
@@ -417,7 +425,7 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
             patch.setattr(ServedRanks, "follow", fails)
             with pytest.raises(DataStall, match="a test that says so"):
                 session.load_state_dict(session.state_dict())
-        assert made[0]._closed
+        assert is_closed(made[0])
         with launch(
             job(until=STEPS, journal=journal), resume="auto", **APART
         ) as again:  # its journal is free
@@ -429,8 +437,8 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
 def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All use up what they have before another constructor is there, and no planner knows what they
-    took.
+    """All use up what they have before another constructor is there, and no coordinator knows what
+    they took.
     """
     made = job(until=STEPS, place=THREE, journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
@@ -441,9 +449,9 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
         clients = [ov.connect(served, rank, served.token) for rank in range(3)]
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
         take(clients, 1, got)
-        until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
+        until(lambda: [len(client.queue) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
+            QUEUE_ASKS_AGAIN.replace(patch, lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]
@@ -477,14 +485,14 @@ def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_wh
             session.kill(name)
             until(lambda n=before: len(session.metrics()["recoveries"]) > n)  # type: ignore[misc]
         served = session.serve()
-        clients[1]._failed = True  # its trainer crashed, and was started again
+        clients[1].mark_failed()  # its trainer crashed, and was started again
         clients[1].close()
         clients[1] = ov.connect(served, 1, served.token, stall_limit_s=WAIT_S)
         assert clients[1].state_dict()["step"] == 2
         clients[1].load_state_dict(saved)
         got: dict[int, list[Any]] = {0: [], 1: []}
         take(clients, STEPS - 2, got)
-        assert session.internals.generation.number == 1, "the session was moved once"
+        assert generation_of(session).number == 1, "the session was moved once"
         for client in clients:
             client.close()
     assert got == alone.behind(1)
@@ -498,15 +506,15 @@ def test_a_state_that_is_loaded_twice_since_the_answer_was_lost_moves_the_sessio
         take(clients, 2, {0: [], 1: []})
         saved = clients[0].state_dict()
         take(clients, 1, {0: [], 1: []})
-        serving = session.internals.remote_ranks
+        serving = running_job(session).remote_ranks
         assert serving is not None
         request = {"ask": "rewind", "state": saved, "allow": (), "took": (0, 2)}
         assert call(serving, 1, request)["generation"] == 1
         clients[0].load_state_dict(saved)
         take(clients[:1], 2, {0: []})
-        until(lambda: session.internals.generation.acked)
+        until(lambda: generation_of(session).acked)
         assert call(serving, 1, request)["generation"] == 1
-        assert session.internals.generation.number == 1
+        assert generation_of(session).number == 1
         for client in clients:
             client.close()
 
@@ -519,10 +527,10 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
-        engine = session.internals.runtime
+        engine = runtime_of(session)
         assert isinstance(engine, ClusterRuntime)
-        engine._outside.clear(), engine._asked.clear()
-        call, asked = engine._parts.control.call, list[Any]()
+        forget_addresses(engine)
+        call, asked = launcher_of(engine).control.call, list[Any]()
 
         def silent(host: Any, method: str, *args: Any) -> Any:
             if method != "listen":
@@ -530,7 +538,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
             asked.append(Future())
             return asked[-1]
 
-        monkeypatch.setattr(engine._parts.control, "call", silent)
+        monkeypatch.setattr(launcher_of(engine).control, "call", silent)
         for _ in range(3):
             with pytest.raises(DataStall, match="constructor-worker/0 to be started again"):
                 engine.outside(0)
@@ -541,7 +549,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
             client.close()
 
 
-def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
+def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = job(until=STEPS, journal=journal)
@@ -552,15 +560,13 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
             patch.setattr(ClusterRuntime, "add_source", refuses)
             with pytest.raises(PlanError, match="it is planned already"):
                 session.add_source(source("late", 30, 5000))
-        assert parts_of(session).blueprint.job.names == made.names, (
+        assert launcher_of(session).blueprint.job.names == made.names, (
             "what the next planner begins with, and writes down"
         )
-        more = PlannerJob(
-            session.internals.generation.prepared.with_source(source("late", 30, 5000))
-        )
+        more = PlannerJob(generation_of(session).prepared.with_source(source("late", 30, 5000)))
         assert (
-            more.first(3, session.internals.generation.prepared.fingerprint).fingerprint
-            == session.internals.generation.prepared.fingerprint
+            more.first(3, generation_of(session).prepared.fingerprint).fingerprint
+            == generation_of(session).prepared.fingerprint
         )  # of one that dies meanwhile
         session.kill("planner")
         take(clients, 12, {0: [], 1: []})
@@ -577,14 +583,14 @@ def refuses(*args: Any) -> None:
 def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(
     tmp_path: Path, journal: str
 ) -> None:
-    """With a schedule that learns the planner counts a step when the reports before it have come. A
-    job that is killed when all is trained has nothing to do again.
+    """With a schedule that learns the coordinator counts a step when the reports before it have
+    come. A job that is killed when all is trained has nothing to do again.
     """
-    made, seen = journaled.job(tmp_path, journal), list[Any]()
-    journaled.train(
+    made, seen = journal_faults.job(tmp_path, journal), list[Any]()
+    journal_faults.train(
         made,
         seen.append,
-        runtime=PARTS,
-        then=lambda session: until(lambda: recovered(journal).acked == journaled.STEPS - 1),
+        runtime=WORKER_RUNTIME,
+        then=lambda session: until(lambda: recovered(journal).acked == journal_faults.STEPS - 1),
     )
-    assert [row[1] for row in seen if row[0] == "step"][-1] == journaled.STEPS - 1
+    assert [row[1] for row in seen if row[0] == "step"][-1] == journal_faults.STEPS - 1

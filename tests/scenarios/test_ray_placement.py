@@ -18,6 +18,7 @@ PLACES = """
 
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
+    from tests.internals import runtime_of
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import launcher as ray_control
     from tests.processes import launch, play, run, until
@@ -89,8 +90,8 @@ PLACES = """
             made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked
         ) as session:
             print(where(session), flush=True)
-            print(session.internals.runtime.placement.constructor_of.tolist(), flush=True)
-            print(session.internals.runtime.actor_system.asked(), flush=True)
+            print(runtime_of(session).placement.constructor_of.tolist(), flush=True)
+            print(runtime_of(session).actor_system.asked(), flush=True)
             idle = {n.name: dict(n.idle_resources) for n in ray_cluster.CLUSTER.nodes()}["data-0"]
             print(idle, flush=True)
             taken = []
@@ -108,7 +109,7 @@ PLACES = """
 
             print(play(session, act={7: lose}) == calm, flush=True)
             print(where(session), flush=True)
-            print(session.internals.runtime.actor_system.asked(), flush=True)
+            print(runtime_of(session).actor_system.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
             ray_control.TIMEOUTS = replace(ray_control.TIMEOUTS, process_s=1.0)
             with ray_control.RayActorSystem(
@@ -163,13 +164,14 @@ STAND_BYS = """
 
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
+    from tests.internals import runtime_of
     from overlord.ray import cluster as ray_cluster
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
 
     def apart(session):
-        host, names = session.internals.runtime, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        host, names = runtime_of(session), {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
         at = {h: names[remote.node] for h, remote in host.pool.loaders.items()}
         return [(at[home], at[host.standby.worker_of[loader]]) for loader, home in enumerate(host.placement.worker_of.tolist())]
 
@@ -208,7 +210,7 @@ STAND_BYS = """
 """
 
 
-def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(
+def test_standbys_are_on_another_node_which_takes_over_when_the_first_is_lost(
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, STAND_BYS) as there:

@@ -15,6 +15,7 @@ from typing import Any
 
 from overlord.journal.directory import DirectoryStorage
 from overlord.planning.strategies import llm_balance
+from tests.internals import JOURNAL_WRITES
 
 FATAL_STEP = 6
 
@@ -48,14 +49,14 @@ class HeldUp:
     def __init__(self, flag: Path, launcher: int = 0):
         self.flag, self.launcher = flag, launcher or os.getpid()
         if self.launcher != os.getpid():
-            write = DirectoryStorage._write
+            write = JOURNAL_WRITES.real
 
             def held_up(self_: DirectoryStorage, name: str, data: bytes, at: int) -> None:
                 while flag.exists():
                     time.sleep(0.01)
                 write(self_, name, data, at)
 
-            DirectoryStorage._write = held_up  # type: ignore[method-assign]
+            JOURNAL_WRITES.assign(held_up)
 
     def __reduce__(self) -> Any:
         return HeldUp, (self.flag, self.launcher)

@@ -1,4 +1,4 @@
-"""What people tell a planner in a process of its own, and what becomes of it when its answer is
+"""What people tell a coordinator in a process of its own, and what becomes of it when its answer is
 late, lost, or overtaken.
 """
 
@@ -20,10 +20,18 @@ from overlord.cluster.launcher import Launcher
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
 from overlord.messages.control import PlacementChanged
-from tests.journaled import recovered
+from tests.internals import (
+    COORDINATOR_AWAITED,
+    LAUNCHER_EXECUTES,
+    incarnation_of,
+    is_ready,
+    launcher_of,
+    running_job,
+)
+from tests.journal_faults import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
 from tests.properties.test_feedback import Chaser
-from tests.scenarios.test_planner_last_words import APART, parts_of, take
+from tests.scenarios.test_coordinator_loss import APART, take
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
@@ -39,27 +47,27 @@ def journal(tmp_path: Path) -> str:
 def asked(
     patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Launcher, Callable[..., Any]], Any]
 ) -> list[str]:
-    """The first time that the planner is asked this, ``act`` does so; it is given what would be
+    """The first time that the coordinator is asked this, ``act`` does so; it is given what would be
     done. Returns what is left to do.
     """
     ask, todo = Launcher.ask, [wanted]
 
-    def asks(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
+    def asks(launcher: Launcher, method: str, *args: Any, **settings: Any) -> Any:
         if method not in todo:
-            return ask(parts, method, *args, **settings)
+            return ask(launcher, method, *args, **settings)
         todo.clear()
-        return act(parts, lambda **more: ask(parts, method, *args, **settings, **more))
+        return act(launcher, lambda **more: ask(launcher, method, *args, **settings, **more))
 
     patch.setattr(Launcher, "ask", asks)
     return todo
 
 
-def replaced(parts: Launcher) -> None:
+def replaced(launcher: Launcher) -> None:
     """The planner is killed, and another is there."""
-    old = parts.planner
+    old = launcher.planner
     assert old is not None
-    parts.control.kill(old)
-    until(lambda: parts.planner is not old and parts._ready)
+    launcher.control.kill(old)
+    until(lambda: launcher.planner is not old and is_ready(launcher))
 
 
 @contextlib.contextmanager
@@ -98,7 +106,7 @@ def ahead(clients: list[ov.Client], n: int) -> None:
 
 def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
     """All is planned and written that may be: the first step that is not."""
-    first = taken + session.internals.options.prefetch
+    first = taken + running_job(session).options.prefetch
     until(lambda: recovered(journal).next_step == first)
     return first
 
@@ -113,9 +121,9 @@ def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
     trainers ran.
     """
 
-    def late(parts: Launcher, go: Callable[[], Any]) -> Any:
-        first = int(parts.ask("open_step"))
-        until(lambda: int(parts.ask("open_step")) > first + 1)
+    def late(launcher: Launcher, go: Callable[[], Any]) -> Any:
+        first = int(launcher.ask("open_step"))
+        until(lambda: int(launcher.ask("open_step")) > first + 1)
         return go()
 
     with (
@@ -135,30 +143,30 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the
-    next source got a host of others.
+    next source got a worker of others.
     """
     heard = threading.Event()
-    do = Launcher._do
+    do = LAUNCHER_EXECUTES.real
 
-    def hears(parts: Launcher, planner: Any, event: Any) -> None:
-        do(parts, planner, event)
+    def hears(launcher: Launcher, planner: Any, event: Any) -> None:
+        do(launcher, planner, event)
         if isinstance(event, PlacementChanged):
             heard.set()
 
-    def slowly(parts: Launcher, go: Callable[[], Any]) -> Any:
+    def slowly(launcher: Launcher, go: Callable[[], Any]) -> Any:
         answer = go()
         assert heard.wait(WAIT_S)
         return answer
 
     with launch(job(until=60, journal=journal), **APART) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(Launcher, "_do", hears)
+            LAUNCHER_EXECUTES.replace(patch, hears)
             asked(patch, "add_source", slowly)
             session.add_source(source("d", 30, 5000))
-        assert len(parts.hosting.host_of) == sum(parts.hosting.loaders) == 4
-        replaced(parts)
+        assert len(launcher.hosting.host_of) == sum(launcher.hosting.loaders) == 4
+        replaced(launcher)
         ahead(clients, 5)
         session.add_source(source("e", 30, 7000))
         ahead(clients, 20)
@@ -167,9 +175,9 @@ def test_where_a_source_that_joined_is_read_is_known_once(
 # given up
 
 
-def stalled(parts: Launcher, go: Callable[..., Any]) -> Any:
+def stalled(launcher: Launcher, go: Callable[..., Any]) -> Any:
     """It stands still, for longer than its answer is waited for, and goes on then."""
-    planner = parts.planner
+    planner = launcher.planner
     assert planner is not None
     assert planner.pid is not None
     halt(planner.pid)
@@ -183,14 +191,14 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
             asked(patch, "event", stalled)
             with pytest.raises(DataStall) as given_up:
                 session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
         assert "may still come to it" in "".join(given_up.value.__notes__)
-        until(lambda: parts.ask("said"))
+        until(lambda: launcher.ask("said"))
         until(lambda: session.state_dict()["events"])
         saved = clients[0].state_dict()
         lived = play(session)
@@ -219,7 +227,7 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(
 def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two changes for one step the last one counts, in states as in the planner; and sources
+    """Of two changes for one step the last one counts, in states as in the coordinator; and sources
     that join have numbers.
     """
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
@@ -252,13 +260,13 @@ def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
 def test_a_state_is_saved_while_a_source_joins(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner's states have it at once, the session hears of it a moment later."""
+    """The coordinator's states have it at once, the session hears of it a moment later."""
     with launch(job(until=40, journal=journal), **APART) as session:
         clients = clients_of(session)
         ahead(clients, 3)
         saved = []
 
-        def meanwhile(parts: Launcher, go: Callable[[], Any]) -> Any:
+        def meanwhile(launcher: Launcher, go: Callable[[], Any]) -> Any:
             answer = go()
             ahead(clients, 8)
             saved.append(clients[0].state_dict())
@@ -277,21 +285,21 @@ def say(rank: int, step: int) -> dict[str, float]:
     return {"loss/a": 1.0 + step % 5 + 3 * rank, "loss/b": 0.5 * (1 + step % 3), "loss/c": 0.25}
 
 
-def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(
+def test_a_report_that_a_coordinator_accepted_and_died_with_is_told_to_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
     calm = run(made, "local", report=say, prefetch=4)
     ask, todo = Launcher.ask, ["once"]
 
-    def dies(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
-        answer = ask(parts, method, *args, **settings)
+    def dies(launcher: Launcher, method: str, *args: Any, **settings: Any) -> Any:
+        answer = ask(launcher, method, *args, **settings)
         if method == "report" and (args[0].step, args[0].rank) == (9, 1) and todo:
             todo.clear()
-            old = parts.planner
+            old = launcher.planner
             assert old is not None
-            parts.control.kill(old)
-            until(lambda: parts.planner is not old)  # it is told what is known by now
+            launcher.control.kill(old)
+            until(lambda: launcher.planner is not old)  # it is told what is known by now
         return answer
 
     monkeypatch.setattr(Launcher, "ask", dies)
@@ -304,12 +312,12 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launch(job(until=60, journal=journal), **APART) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
         first = at_rest(session, journal, taken=3)
         get, wait, killed, lost = (
-            parts.control.get,
-            Launcher._wait_for_planner,
+            launcher.control.get,
+            COORDINATOR_AWAITED.real,
             list[Any](),
             threading.Event(),
         )
@@ -319,21 +327,21 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
                 """When it has done what it was asked, and before its answer is here."""
                 value = get(future, timeout_s)
                 if getattr(future, "method", "") == "event" and not killed:
-                    killed.append(parts.planner)
-                    parts.control.kill(killed[0])
+                    killed.append(launcher.planner)
+                    launcher.control.kill(killed[0])
                     lost.set()
                     raise ActorLost("planner", "killed by signal 9")
                 return value
 
-            def waits(parts: Launcher, deadline: float, timeout_s: float) -> Any:
-                found = wait(parts, deadline, timeout_s)
+            def waits(launcher: Launcher, deadline: float, timeout_s: float) -> Any:
+                found = wait(launcher, deadline, timeout_s)
                 if killed and threading.current_thread().name.startswith("overlord-loop"):
                     until(lambda: taken and taken[-1] > first + 2)
                 return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(parts.control, "get", dies)
-                patch.setattr(Launcher, "_wait_for_planner", waits)
+                patch.setattr(launcher.control, "get", dies)
+                COORDINATOR_AWAITED.replace(patch, waits)
                 session.skip([first + 1])
             until(lambda: taken[-1] > first + 4)
     assert killed
@@ -342,49 +350,49 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
-def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_one(
+def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed_by_one(
     journal: str, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    """The host was not known yet when the next planner was made, which asked for it again, and
-    ended: its name was taken.
+    """The worker was not known yet when the next coordinator was made, which asked for it again,
+    and ended: its name was taken.
     """
     start, todo = WorkerFactory.loader_host, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
 
         def dies(*args: Any) -> Any:
             host = start(*args)
             if todo:
                 todo.clear()
-                old = parts.planner
+                old = launcher.planner
                 assert old is not None
                 assert old.pid is not None
                 os.kill(old.pid, signal.SIGKILL)
-                until(lambda: not parts._ready)
+                until(lambda: not is_ready(launcher))
                 with contextlib.suppress(
                     AssertionError
                 ):  # the next one is not made before this one is known
-                    until(lambda: parts.planner is not old, 1.0)
+                    until(lambda: launcher.planner is not old, 1.0)
             return host
 
         monkeypatch.setattr(WorkerFactory, "loader_host", dies)
         session.kill("loader-worker/0")
         ahead(clients, 20)
         assert not todo
-        assert parts._incarnation == 1
+        assert incarnation_of(launcher) == 1
 
 
-def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
+def test_a_worker_that_is_being_started_for_a_source_to_join_outlives_the_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one
-    that hangs.
+    """The next coordinator has nothing to do with it yet: it gave it up when it did not answer, as
+    one that hangs.
     """
     start = WorkerFactory.loader_host
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
-        clients, parts = clients_of(session), parts_of(session)
+        clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
 
         def slowly(*args: Any) -> Any:
@@ -395,14 +403,14 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
             return host
 
         def meanwhile(pid: int) -> None:
-            until(lambda: "loader-worker/3" in parts.hosts)
-            replaced(parts)
+            until(lambda: "loader-worker/3" in launcher.hosts)
+            replaced(launcher)
             os.kill(pid, signal.SIGCONT)
 
         with monkeypatch.context() as patch:
             patch.setattr(WorkerFactory, "loader_host", slowly)
             session.add_source(source("d", 30, 5000))
-        assert parts._incarnation == 1
+        assert incarnation_of(launcher) == 1
         ahead(clients, 10)
 
 

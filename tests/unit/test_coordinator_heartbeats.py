@@ -1,5 +1,5 @@
 """What a planner is killed for that stands still: it says nothing, or its process answers and its
-pump does not come to an end.
+event loop does not come to an end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from overlord.cluster.launcher import TICKS, Launcher
+from tests.internals import run_heartbeats
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
@@ -49,22 +50,17 @@ class Control:
 
 def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
     """When a planner is killed that answers so, in ticks, and for what."""
-    parts, control, ends = (
+    launcher, control, ends = (
         Launcher.__new__(Launcher),
         Control(list(answers)),
         list[tuple[int, str]](),
     )
-    parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
-    parts.control = parts._stop = control  # type: ignore[assignment]
-    parts._starts = SimpleNamespace(look=lambda: ())  # type: ignore[assignment]
-    parts._beating = SimpleNamespace(name="planner")  # type: ignore[assignment]
+    launcher.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
 
     def end(planner: Any, why: str) -> None:
         ends.append((control.now, why))
-        parts._beating = None
 
-    parts._end_for = end  # type: ignore[method-assign]
-    parts._beats()
+    run_heartbeats(launcher, control, SimpleNamespace(name="planner"), end)
     return ends
 
 

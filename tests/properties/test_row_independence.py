@@ -24,7 +24,7 @@ from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.python_objects import Factory
 from tests.corpus import SUFFIX, pack
-from tests.reading import read_all
+from tests.source_reads import read_all
 
 LAW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

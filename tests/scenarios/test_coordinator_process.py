@@ -1,5 +1,5 @@
-"""With a journal the planner is a process like others: it may be killed or stopped at any moment,
-and the stream is that of one process.
+"""With a journal the coordinator is a process like others: it may be killed or stopped at any
+moment, and the stream is that of one process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost, JobError, PlanError
 from overlord.messages.control import EndOfJob
-from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
-from tests.journaled import recovered
+from tests.fatal_functions import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
+from tests.internals import (
+    COORDINATOR_READY,
+    COORDINATOR_REPLACED,
+    COORDINATOR_RESTARTS,
+    COORDINATOR_WAITS,
+    incarnation_of,
+    launcher_of,
+    loop_of,
+    running_job,
+    runtime_of,
+)
+from tests.journal_faults import recovered
 from tests.processes import (
     EXITED,
     KILLED,
-    PARTS,
     WAIT_S,
+    WORKER_RUNTIME,
     Played,
     halt,
-    hosts_of,
     launch,
     left_after,
     plain,
@@ -38,6 +48,7 @@ from tests.processes import (
     run,
     runs,
     until,
+    workers_of,
     written,
 )
 from tests.properties.test_combined import LAG
@@ -50,7 +61,7 @@ pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 APART: dict[str, Any] = dict(HOSTS)
 STEPS = 40
-SOON_S = 10.0  # a planner is there again in less than a second; machines are noisy
+SOON_S = 10.0  # a coordinator is there again in less than a second; machines are noisy
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +93,10 @@ def mended(session: ov.Session, n: int, part: str = "") -> list[dict[str, Any]]:
 
 
 def killed(*names: str) -> Callable[[ov.Session], None]:
-    """Kills the planner and these hosts, at once, as far as that can be."""
+    """Kills the coordinator and these workers, at once, as far as that can be."""
 
     def act(session: ov.Session) -> None:
-        pids = [planner_of(session), *(hosts_of(session)[name] for name in names)]
+        pids = [planner_of(session), *(workers_of(session)[name] for name in names)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -96,7 +107,7 @@ def killed(*names: str) -> Callable[[ov.Session], None]:
 
 
 @pytest.mark.parametrize("name", list(SCENES)[:4])
-def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: str) -> None:
+def test_a_small_world_is_the_same_with_a_coordinator_elsewhere(name: str, journal: str) -> None:
     scene = SCENES[name]
     with folder() as directory:
         made, _, said = scene.job(directory)
@@ -117,11 +128,11 @@ def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: 
     assert apart == alone
 
 
-def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
+def test_the_coordinator_is_listed_with_its_process_and_goes_with_the_session(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
-        pid, hosts = planner_of(session), hosts_of(session)
+        pid, hosts = planner_of(session), workers_of(session)
         assert pid not in {os.getpid(), *hosts.values()}
         assert play(session) == alone
         with pytest.raises(
@@ -129,20 +140,18 @@ def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
             match="no process of this job is called 'x'; there are planner, constructor-worker/0",
         ):
             session.kill("x")
-    assert PARTS == "ray" or not left_after(
+    assert WORKER_RUNTIME == "ray" or not left_after(
         [pid, *hosts.values()], SOON_S
     )  # there they wait for the next one of their name
 
 
-def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str) -> None:
+def test_what_is_asked_of_a_coordinator_elsewhere_is_what_one_here_says(journal: str) -> None:
     made = job(until=20)
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
         for session in (here, there):
             play(session, steps=6)
             until(
-                lambda s=session: (
-                    s.internals.loop.ask(lambda: s.internals.runtime.planner.next_step, "") == 10
-                )
+                lambda s=session: loop_of(s).ask(lambda: runtime_of(s).planner.next_step, "") == 10
             )  # type: ignore[misc]
         assert there.plan(4).digest() == here.plan(4).digest()
         assert str(there.explain(4)) == str(here.explain(4))
@@ -157,15 +166,12 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         assert there.summary_buffer().batch == here.summary_buffer().batch
         there.kill("planner")  # steps that nobody took are planned again, and known again
         until(
-            lambda: (
-                there.internals.loop.ask(lambda: there.internals.runtime.plans.steps(), "")
-                == [6, 7, 8, 9]
-            )
+            lambda: loop_of(there).ask(lambda: runtime_of(there).plans.steps(), "") == [6, 7, 8, 9]
         )
         assert there.plan(8).digest() == here.plan(8).digest()
 
 
-def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> None:
+def test_what_cannot_be_sent_to_the_coordinator_is_told_by_name(journal: str) -> None:
     with pytest.raises(
         JobError, match=r"strategy: .*cannot be sent to another process.*use functions of a module"
     ):
@@ -179,7 +185,7 @@ def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> Non
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
+def test_a_coordinator_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
     alone: Played, journal: str, prefetch: int
 ) -> None:
     moments = dict.fromkeys((0, 1, 7, 8, 9, 25, STEPS - 1), killed())
@@ -205,7 +211,7 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
     ],
     ids=["a loader host", "a constructor host", "nearly all"],
 )
-def test_hosts_that_die_with_the_planner_come_back_with_it(
+def test_workers_that_die_with_the_coordinator_come_back_with_it(
     alone: Played, journal: str, others: list[str]
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -215,7 +221,7 @@ def test_hosts_that_die_with_the_planner_come_back_with_it(
         )
 
 
-def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
+def test_coordinator_and_workers_are_killed_at_random_while_ranks_train_side_by_side(
     alone: Played, journal: str
 ) -> None:
     random = Random(7)
@@ -233,10 +239,7 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
             thread.start()
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
-            handles = [
-                session.internals.runtime._parts.planner,
-                *session.internals.runtime._parts.hosts.values(),
-            ]  # type: ignore[attr-defined]
+            handles = [launcher_of(session).planner, *launcher_of(session).hosts.values()]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
@@ -253,24 +256,24 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
         assert deaths > 3
 
 
-def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
+def test_a_coordinator_that_dies_the_moment_it_is_there_is_missed_too(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, struck = Launcher._is_ready, list[int]()
+    ready, struck = COORDINATOR_READY.real, list[int]()
 
-    def strike(parts: Launcher) -> None:
-        if parts._incarnation and not struck:
-            struck.append(parts._incarnation)
-            parts.control.kill(parts.planner)  # type: ignore[arg-type]
-        ready(parts)
+    def strike(launcher: Launcher) -> None:
+        if incarnation_of(launcher) and not struck:
+            struck.append(incarnation_of(launcher))
+            launcher.control.kill(launcher.planner)  # type: ignore[arg-type]
+        ready(launcher)
 
-    monkeypatch.setattr(Launcher, "_is_ready", strike)
+    COORDINATOR_READY.replace(monkeypatch, strike)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         assert play(session, act={5: killed()}) == alone
     assert struck == [1]
 
 
-def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
+def test_a_coordinator_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, **APART) as session:
@@ -284,27 +287,27 @@ def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
         assert not runs(zombie), "there is one who writes the journal"
 
 
-def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by_name(
+def test_workers_that_hang_with_the_coordinator_are_waited_for_at_the_same_time_and_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awaits, seen = Launcher._is_awaited, threading.Event()
+    awaits, seen = COORDINATOR_WAITS.real, threading.Event()
 
-    def waits(parts: Launcher, names: list[str]) -> None:
+    def waits(launcher: Launcher, names: list[str]) -> None:
         """They are named until it was seen: that may be for less than a second."""
-        awaits(parts, names)
+        awaits(launcher, names)
         assert not names or seen.wait(WAIT_S)
 
-    monkeypatch.setattr(Launcher, "_is_awaited", waits)
+    COORDINATOR_WAITS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
-        before, hosts = play(session, steps=6), hosts_of(session)
+        before, hosts = play(session, steps=6), workers_of(session)
         until(
-            lambda: recovered(journal).next_step == 6 + session.internals.options.prefetch
+            lambda: recovered(journal).next_step == 6 + running_job(session).options.prefetch
         )  # it has nothing to do
         for pid in [planner_of(session), *hosts.values()]:
             halt(pid)
         until(
             lambda: all(
-                name in session.internals.waiting_for(0).partition("and waits for ")[2]
+                name in running_job(session).waiting_for(0).partition("and waits for ")[2]
                 for name in hosts
             )
         )
@@ -322,7 +325,7 @@ def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by
         )
 
 
-def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs_hear_it_too(
+def test_when_no_coordinator_comes_any_more_clients_of_a_constructor_worker_that_hangs_hear_it_too(
     journal: str,
 ) -> None:
     with launch(
@@ -333,7 +336,7 @@ def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs
         **APART,
     ) as session:
         play(session, steps=6)
-        planner, host = planner_of(session), hosts_of(session)["constructor-worker/1"]
+        planner, host = planner_of(session), workers_of(session)["constructor-worker/1"]
         halt(host)
         os.kill(planner, signal.SIGKILL)  # before it misses the other
         start = time.monotonic()
@@ -344,13 +347,15 @@ def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs
         assert time.monotonic() - start < WAIT_S, "long before it would be a stall"
 
 
-def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
+def test_a_constructor_worker_that_hangs_is_named_and_not_the_coordinator(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
-        before, pid = play(session, steps=6), hosts_of(session)["constructor-worker/0"]
+        before, pid = play(session, steps=6), workers_of(session)["constructor-worker/0"]
         halt(pid)
-        until(lambda: session.internals.waiting_for(0).startswith("constructor-worker/0, which "))
+        until(
+            lambda: running_job(session).waiting_for(0).startswith("constructor-worker/0, which ")
+        )
         os.kill(pid, signal.SIGCONT)
         got = play(session)
         assert {
@@ -363,17 +368,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never
     does is never replaced.
     """
-    end = Launcher._end_for
-    monkeypatch.setattr(
-        Launcher,
-        "_end_for",
-        lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
+    end = COORDINATOR_REPLACED.real
+    COORDINATOR_REPLACED.replace(
+        monkeypatch,
+        lambda launcher, planner, why: "it answered nothing" in why or end(launcher, planner, why),
     )
     monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(
+def test_a_coordinator_whose_strategy_does_not_come_to_an_end_is_replaced(
     alone: Played, journal: str, tmp_path: Path
 ) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck"), until=STEPS, journal=journal)
@@ -387,7 +391,7 @@ def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
+def test_a_coordinator_that_is_stuck_every_time_ends_the_job_with_that(
     journal: str, tmp_path: Path
 ) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck", always=True), until=STEPS, journal=journal)
@@ -396,14 +400,14 @@ def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
         for words in (
             f"it plans, and does not come to an end for 0.6 s: step {FATAL_STEP}, in "
             "Stuck.__call__",
-            "deadly.py",
+            "fatal_functions.py",
             "started again 1 time, ",
             "raise max_restarts",
         ):
             assert words in error
 
 
-def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+def test_a_coordinator_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
     alone: Played, journal: str, tmp_path: Path
 ) -> None:
     flag = tmp_path / "stop"
@@ -421,7 +425,7 @@ def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_a
         until(lambda: words in {row["reason"] for row in session.metrics()["recoveries"]})
 
 
-def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
+def test_a_coordinator_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
     journal: str, tmp_path: Path
 ) -> None:
     flag, lost_after_s = tmp_path / "hangs", 1.4
@@ -432,24 +436,16 @@ def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
         flag.touch()
         sayer = threading.Thread(target=session.skip, args=([30],))
         sayer.start()
-        until(
-            lambda: (
-                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
-            )
-        )
+        until(lambda: runtime_of(session).waiting_for(0) == "an event to be written to the journal")
         time.sleep(1.5 * lost_after_s)
-        until(
-            lambda: (
-                session.internals.runtime.waiting_for(0) == "an event to be written to the journal"
-            )
-        )
+        until(lambda: runtime_of(session).waiting_for(0) == "an event to be written to the journal")
         flag.unlink()
         sayer.join()
         assert [step[0] for step in play(session).steps[0]] == [k for k in range(STEPS) if k != 30]
         assert planner_of(session) == before
 
 
-def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
+def test_a_coordinator_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
     journal: str,
 ) -> None:
     made = job(strategy=deadly, until=STEPS, journal=journal)
@@ -470,25 +466,25 @@ def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
 # what is said and asked while it is gone
 
 
-def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name(
+def test_clients_go_on_with_what_they_have_and_then_wait_for_the_coordinator_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, seen = Launcher._start_again, threading.Event()
+    again, seen = COORDINATOR_RESTARTS.real, threading.Event()
 
-    def waits(parts: Launcher, reason: str) -> None:
+    def waits(launcher: Launcher, reason: str) -> None:
         """Until what is said meanwhile was seen."""
         assert seen.wait(WAIT_S)
-        again(parts, reason)
+        again(launcher, reason)
 
-    monkeypatch.setattr(Launcher, "_start_again", waits)
+    COORDINATOR_RESTARTS.replace(monkeypatch, waits)
     with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
         before = play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) == 2)
+        until(lambda: min(len(client.queue) for client in clients) == 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(
             lambda: (
-                session.internals.waiting_for(0)
+                running_job(session).waiting_for(0)
                 == f"the planner, which is being started again ({KILLED})"
             )
         )
@@ -501,11 +497,11 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name
             assert before.steps[rank] + steps[4:6] + after.steps[rank] == steps
 
 
-def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: str) -> None:
+def test_states_can_be_saved_while_the_coordinator_is_gone(alone: Played, journal: str) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=600.0, **APART) as session:
         play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         pid = planner_of(session)
         halt(pid)
         savers = [session.state_dict, *(client.state_dict for client in clients)]
@@ -517,7 +513,7 @@ def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: s
         assert play(session).steps[0] == alone.steps[0][5:]
 
 
-def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_had_not(
+def test_events_and_reports_that_are_said_when_the_coordinator_dies_count_as_if_it_had_not(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG, until=STEPS)
@@ -566,7 +562,7 @@ def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
-def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_planner_hears_of_it(
+def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_coordinator_hears_of_it(
     journal: str, killed: bool
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
@@ -577,7 +573,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
         for _ in range(3):
-            until(lambda: min(len(client._inbox) for client in clients) >= 2)
+            until(lambda: min(len(client.queue) for client in clients) >= 2)
             meanwhile(session)
             taken += _take(clients, 6)
         return taken, session.metrics()["feedback"]
@@ -585,7 +581,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
     def keep_busy(session: ov.Session) -> None:
         if killed:
             os.kill(planner_of(session), signal.SIGKILL)
-        session.internals.loop.post(lambda: time.sleep(0.3))  # by whose way reports go
+        loop_of(session).post(lambda: time.sleep(0.3))  # by whose way reports go
 
     with (
         launch(made, "local", prefetch=4) as here,
@@ -597,7 +593,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
     assert became["late"] == 0
 
 
-def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(
+def test_reports_that_a_stopped_coordinator_has_not_heard_count_when_the_mesh_changes(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
@@ -605,7 +601,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
     def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> list[list[Any]]:
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         meanwhile(session)
         taken += _take(clients, 2)
         assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
@@ -619,16 +615,16 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
         assert through(there, lambda session: halt(planner_of(session))) == calm
 
 
-def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved(
+def test_reports_that_no_coordinator_hears_any_more_are_in_the_states_that_are_saved(
     journal: str,
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
     with launch(replace(made, journal=journal), prefetch=4, max_restarts=0, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client.queue) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: isinstance(session.internals.runtime.planner.finished, EndOfJob))
+        until(lambda: isinstance(runtime_of(session).planner.finished, EndOfJob))
         _take(clients, 2)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {
@@ -645,7 +641,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
     assert rest == whole[7:]
 
 
-def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(
+def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_coordinator_died(
     journal: str,
 ) -> None:
     def join(session: ov.Session) -> None:
@@ -662,11 +658,11 @@ def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_p
             == calm
         )
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
-        assert where["loader/a/0"] == hosts_of(session)["loader-worker/1"]
-        assert where["loader/late/3"] == hosts_of(session)["loader-worker/3"]
+        assert where["loader/a/0"] == workers_of(session)["loader-worker/1"]
+        assert where["loader/late/3"] == workers_of(session)["loader-worker/3"]
 
 
-def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal: str) -> None:
+def test_plans_explanations_and_bad_rows_after_the_coordinator_was_replaced(journal: str) -> None:
     bad = ov.Source(
         "bad",
         rows(60, 3000),
@@ -688,7 +684,7 @@ def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal:
 
 
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
-def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_planner_and_a_loader_host_died(
+def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_coordinator_and_a_loader_worker_died(
     on_long: str, journal: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = job(until=STEPS, batch=ov.Batch(samples=10, context=4, microbatches=2), on_long=on_long)
@@ -717,7 +713,7 @@ def _picky(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_too(
+def test_a_session_that_is_moved_to_a_state_has_another_coordinator_which_can_die_too(
     alone: Played, journal: str
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
@@ -736,15 +732,15 @@ SERVED = """
     import sys
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import hosts_of
-    from tests.scenarios.test_planner_process import planner_of
+    from tests.processes import workers_of
+    from tests.scenarios.test_coordinator_process import planner_of
 
     def main():
         session = ov.launch(job(until={steps}, journal={journal!r}), runtime="process", constructor_hosts=2)
         served = session.serve()
         print(served.address, served.token, flush=True)
         while True:
-            print(planner_of(session), *hosts_of(session).values(), flush=True)
+            print(planner_of(session), *workers_of(session).values(), flush=True)
             if sys.stdin.readline().strip() == "close":
                 break
         session.close()

@@ -1,5 +1,5 @@
-"""Code of a user's that does not come to an end in a loader host: it is named, and its host is not
-taken for dead.
+"""Code of a user's that does not come to an end in a loader worker: it is named, and its worker is
+not taken for dead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 import overlord as ov
 from overlord.errors import DataStall
 from tests.corpus import write_rows
-from tests.processes import RUNTIMES, WAIT_S, hosts_of, launch
+from tests.processes import RUNTIMES, WAIT_S, launch, workers_of
 
 pytestmark = pytest.mark.timeout(200)
 
-NEVER = 40  # reads before it have shown to be short: what is short may be done in the pump
+NEVER = 40  # reads before it have shown to be short: what is short may be done in the event loop
 
 
 def endless(row: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
             "max_restarts": 0,
         }  # one that is taken for dead would end the job with another error
     with launch(job, runtime, **usual, **options) as session:
-        before = hosts_of(session) if runtime != "local" else []
+        before = workers_of(session) if runtime != "local" else []
         client, deadline = session.client(0), time.monotonic() + WAIT_S
         while True:
             with pytest.raises(DataStall) as stall:
@@ -71,9 +71,9 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
             assert time.monotonic() < deadline, (
                 told,
                 stall.value,
-            )  # its host may have been late to say so, and a stall is no end
+            )  # its worker may have been late to say so, and a stall is no end
         assert "recoveries" not in session.metrics() or not session.metrics()["recoveries"]
-        assert (hosts_of(session) if runtime != "local" else []) == before
+        assert (workers_of(session) if runtime != "local" else []) == before
     return str(stall.value)
 
 

@@ -75,7 +75,9 @@ STANDS_STILL = """
 """
 
 
-def test_hosts_of_a_node_that_stood_still_wake_when_others_have_their_place(tmp_path: Path) -> None:
+def test_workers_of_a_node_that_stood_still_wake_when_others_have_their_place(
+    tmp_path: Path,
+) -> None:
     with program(tmp_path, STANDS_STILL) as there:
         zombies, alive = json.loads(there.line())
         assert "constructor-worker/1" in zombies

@@ -125,7 +125,7 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
 
 @examples(60)
 @given(plans(), st.data())
-def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_has_it(
+def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_worker_that_has_it(
     plan: LoadingPlan, data: st.DataObject
 ) -> None:
     assert plan.place is not None
@@ -185,7 +185,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
     assert told == int(served[bucket].sum())
 
 
-def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encodes() -> None:
+def test_a_worker_whose_documents_are_all_wanted_sends_no_image_that_nobody_encodes() -> None:
     place, columns = ov.ClientPlaceTree(dp=2), {"tokens": [4, 4], "image_patches": [[2], [2]]}
     buffer = replace(
         ov.Buffer.from_columns({"s": columns}, batch=ov.Batch(samples=2, context=CONTEXT)),
@@ -215,7 +215,7 @@ def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encode
 def send(
     cuts: RoutedPlan, host: np.ndarray, counts: np.ndarray
 ) -> dict[tuple[int, int], list[list[int]]]:
-    """What loader hosts send by their parts: the images of each destination."""
+    """What loader workers send by their parts: the images of each destination."""
     arrived = {}
     for h, part in cuts.parts.items():
         mine = np.flatnonzero(host == h)

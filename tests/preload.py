@@ -14,7 +14,7 @@ import pyarrow as pa
 for name in (
     "numpy.ma",
     "overlord.transforms.image_decode",
-    "tests.deadly",
+    "tests.fatal_functions",
     "tests.images",
     "tests.properties.test_combined",
     "tests.scenarios.test_images",

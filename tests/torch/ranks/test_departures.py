@@ -1,20 +1,20 @@
 """Ranks that do not come, come with another job, or leave before the others, on 4 ranks. All at
-once: checks_leaving.py.
+once: checks_departures.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.torch.ranks.checks_leaving import CHECKS
-from tests.torch.ranks.launching import SECONDS, Worlds
+from tests.torch.ranks.checks_departures import CHECKS
+from tests.torch.ranks.rank_launcher import SECONDS, Worlds
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    return Worlds("tests.torch.ranks.checks_leaving", tmp_path_factory.mktemp("ranks"))
+    return Worlds("tests.torch.ranks.checks_departures", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("world", [4])

@@ -23,7 +23,8 @@ from overlord.errors import LinkRefused, OverlordError
 from overlord.serving.session_server import ServedAddress
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
-from tests.processes import PARTS, halt, hosts_of, until
+from tests.internals import QUEUE_CONNECTS, running_job, runtime_of
+from tests.processes import WORKER_RUNTIME, halt, until, workers_of
 from tests.scenarios.test_serving import found, runtimes, trainer
 from tests.unit.test_session import content, job, launch, take, whole_run
 
@@ -134,7 +135,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
         served = session.serve()
         first = ov.connect(served, 0, served.token)
         got = take(first, 2)
-        until(lambda: len(first._inbox) == 4)  # they are in its process
+        until(lambda: len(first.queue) == 4)  # they are in its process
         with ov.connect(served, 0, served.token) as second:
             assert got + take(second, len(wanted) - 2) == wanted
         with pytest.raises(OverlordError, match="another client of this rank has connected"):
@@ -142,7 +143,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
 
 
 def hello(session: ov.Session, served: ServedAddress, rank: int, next_step: int) -> None:
-    address, token = session.internals.remote_ranks.constructor_address(rank)
+    address, token = running_job(session).remote_ranks.constructor_address(rank)
     dial(
         address,
         token or served.token,
@@ -191,7 +192,7 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
         served, start = session.serve(), session.state_dict()
         first = ov.connect(served, 0, served.token)
         next(first)
-        link, once = RemoteStepQueue._connect, [LinkRefused("the old one", CLOSES)]
+        link, once = QUEUE_CONNECTS.real, [LinkRefused("the old one", CLOSES)]
 
         def closing(box: RemoteStepQueue, timeout_s: float) -> None:
             if once:
@@ -200,7 +201,7 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
                 raise refused
             link(box, timeout_s)
 
-        monkeypatch.setattr(RemoteStepQueue, "_connect", closing)
+        QUEUE_CONNECTS.replace(monkeypatch, closing)
         second = ov.connect(served, 1, served.token)
         second.load_state_dict(start)
         got: list[list[Any]] = [[], []]
@@ -212,7 +213,7 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
         second.close()
 
 
-def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(
+def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was
@@ -222,7 +223,12 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(
-        job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0
+        job(n=60),
+        runtime=WORKER_RUNTIME,
+        constructor_hosts=1,
+        prefetch=4,
+        build_ahead=4,
+        lost_after_s=60.0,
     ) as session:
         served = session.serve()
         other = ov.connect(served, 1, served.token)
@@ -230,8 +236,8 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
             trainer(served, 0, TAKE_AND_DIE.format(n=3))
         )  # rank 1 takes nothing: what rank 0 took is told to nobody
         pid, taken_by = (
-            hosts_of(session)["constructor-worker/0"],
-            type(session.internals.runtime).taken_by,
+            workers_of(session)["constructor-worker/0"],
+            type(runtime_of(session)).taken_by,
         )  # type: ignore[attr-defined]
         asked: list[int] = []
 
@@ -239,7 +245,7 @@ def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_th
             asked.append(rank)
             return taken_by(host, rank)
 
-        monkeypatch.setattr(type(session.internals.runtime), "taken_by", counted)
+        monkeypatch.setattr(type(runtime_of(session)), "taken_by", counted)
         halt(pid)
         with ThreadPoolExecutor(2) as beside:
             try:

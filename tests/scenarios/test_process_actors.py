@@ -30,6 +30,7 @@ from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import register
 from tests.actors import Worker
+from tests.internals import send_raw
 from tests.processes import WAIT_S, halt, left_after, runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,9 +233,7 @@ class EarlyBabbler:
 
 
 def babble() -> None:
-    from overlord.rpc import process_server
-
-    process_server._open_sockets[0].send(b"not a frame" * 10)
+    send_raw(b"not a frame" * 10)
     time.sleep(SOON_S)
 
 
@@ -448,7 +447,7 @@ def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessActorSyst
     assert ask(control, control.spawn(Worker, name="worker"), "echo", 1) == 1
 
 
-def test_a_factory_that_the_process_cannot_find_is_told(
+def test_a_factory_that_the_process_cannot_find_is_reported(
     control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = type(sys)("only_here")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.drill import run as drill
 from overlord.drill.faults import Fault
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
-from tests.processes import PARTS, WAIT_S, left_after, parts_lost, until
+from tests.internals import DRILL_STRIKES, running_job
+from tests.processes import WAIT_S, WORKER_RUNTIME, left_after, until, workers_lost
 from tests.scenarios.test_process import source
 
 STEPS = 240
@@ -25,14 +25,16 @@ OPTIONS = {
     "constructor_hosts": 2,
     "prefetch": 3,
     "stall_limit_s": 60.0,
-    "runtime": PARTS,
+    "runtime": WORKER_RUNTIME,
 }
 OPTIONS |= {
     "max_restarts": 30
-}  # on a machine with much else to do, hosts that live are taken for dead now and then
-OPTIONS |= {"lost_after_s": 1.0 if PARTS == "process" else 4.0}  # Ray's starts take the cores
+}  # on a machine with much else to do, workers that live are taken for dead now and then
+OPTIONS |= {
+    "lost_after_s": 1.0 if WORKER_RUNTIME == "process" else 4.0
+}  # Ray's starts take the cores
 LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][
-    : 4 if PARTS == "process" else 2
+    : 4 if WORKER_RUNTIME == "process" else 2
 ]  # on Ray each takes a minute: some 30 starts
 
 
@@ -110,28 +112,28 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
     ids=str,
 )
 @pytest.mark.parametrize("steps", [10, 40])
-def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_path: Path) -> None:
+def test_the_worker_that_was_hit_last_is_reported(fault: Fault, steps: int, tmp_path: Path) -> None:
     """Its process is there before planning goes on, and the steps that are left may all have been
     delivered when it was hit.
     """
     asked = Drill(job=replace(job(), until=steps), faults=[fault], steps=10, options=OPTIONS)
     hit = disturbed(asked, tmp_path)
     assert not hit.unrecovered
-    assert parts_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
+    assert workers_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
 
 
 def test_one_that_does_not_come_back_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
-    strike, fault = drill._strike, Fault("stop", "loader-worker", 9)
+    strike, fault = DRILL_STRIKES.real, Fault("stop", "loader-worker", 9)
 
     def when_the_last_step_is_there(session: ov.Session, *how: Any) -> None:
         """Else it is that of the one that is stopped which is waited for."""
-        until(lambda: all(len(client.queue) for client in session.internals.clients.values()))
+        until(lambda: all(len(client.queue) for client in running_job(session).clients.values()))
         strike(session, *how)
 
-    monkeypatch.setattr(drill, "_strike", when_the_last_step_is_there)
+    DRILL_STRIKES.replace(monkeypatch, when_the_last_step_is_there)
     hit = disturbed(
         Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
         tmp_path,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from tests import raising
+from tests import raising_functions
 from tests.corpus import write_rows
-from tests.raising import place_of
+from tests.raising_functions import place_of
 
 pytestmark = pytest.mark.timeout(200)
 ROWS = [{"tokens": [k] * (1 + k % 5)} for k in range(40)]
@@ -50,8 +50,8 @@ def test_a_row_in_quarantine_says_where_the_code_raised(
 ) -> None:
     made = job(
         tmp_path,
-        ov.Map(raising.map_row, rows=True),
-        ov.Meta("m", raising.meta_row, rows=True),
+        ov.Map(raising_functions.map_row, rows=True),
+        ov.Meta("m", raising_functions.meta_row, rows=True),
         uri=write_rows(tmp_path / "web", "parquet", [*ROWS, {"tokens": [1] * 8}]),
         workers=workers,
     )
@@ -60,7 +60,7 @@ def test_a_row_in_quarantine_says_where_the_code_raised(
 
 
 def test_the_frame_is_the_users_and_not_that_of_a_library_it_calls(tmp_path: Path) -> None:
-    [reason] = reasons(job(tmp_path, ov.Map(raising.map_columns)), "local")
+    [reason] = reasons(job(tmp_path, ov.Map(raising_functions.map_columns)), "local")
     assert reason.startswith("Map(map_columns): JSONDecodeError: Expecting property name")
     assert reason.endswith(f"(at {place_of('map_columns')}map_columns)")
 
@@ -68,8 +68,8 @@ def test_the_frame_is_the_users_and_not_that_of_a_library_it_calls(tmp_path: Pat
 @pytest.mark.parametrize(
     ("transform", "mark"),
     [
-        (ov.Filter(raising.keep_row, rows=True), "keep_row"),
-        (ov.Map(raising.leave, rows=True), "leave"),
+        (ov.Filter(raising_functions.keep_row, rows=True), "keep_row"),
+        (ov.Map(raising_functions.leave, rows=True), "leave"),
     ],
 )
 def test_code_that_fails_on_every_row_is_named_by_the_error_of_the_job(
@@ -79,11 +79,11 @@ def test_code_that_fails_on_every_row_is_named_by_the_error_of_the_job(
 
 
 def test_a_dataset_and_a_factory_say_where_they_raised(tmp_path: Path) -> None:
-    assert reasons(job(tmp_path, uri=raising.Shelf()), "local") == {
+    assert reasons(job(tmp_path, uri=raising_functions.Shelf()), "local") == {
         f"the dataset raised LookupError: three (at {place_of('Shelf')}__getitem__)"
     }
     assert place_of("rows_of") in error_of(
-        job(tmp_path, uri=ov.Factory(raising.rows_of, shards=1)), "local"
+        job(tmp_path, uri=ov.Factory(raising_functions.rows_of, shards=1)), "local"
     )
 
 
@@ -91,12 +91,12 @@ def test_a_dataset_and_a_factory_say_where_they_raised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "mark"),
     [
-        ({"strategy": raising.strategy}, "strategy"),
-        ({"strategy": raising.misplaced}, "misplaced"),
-        ({"strategy": raising.costly}, "cost"),
-        ({"mixture": raising.schedule}, "schedule"),
-        ({"hooks": [ov.loader_do_plan(raising.popped)]}, "popped"),
-        ({"hooks": [ov.constructor_do_plan(raising.assembled)]}, "assembled"),
+        ({"strategy": raising_functions.strategy}, "strategy"),
+        ({"strategy": raising_functions.misplaced}, "misplaced"),
+        ({"strategy": raising_functions.costly}, "cost"),
+        ({"mixture": raising_functions.schedule}, "schedule"),
+        ({"hooks": [ov.loader_do_plan(raising_functions.popped)]}, "popped"),
+        ({"hooks": [ov.constructor_do_plan(raising_functions.assembled)]}, "assembled"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -107,5 +107,5 @@ def test_strategies_schedules_costs_and_hooks_say_where_they_raised(
         fields = {
             **fields,
             "journal": str(tmp_path / "journal"),
-        }  # the planner has a process of its own then
+        }  # the coordinator has a process of its own then
     assert place_of(mark) in error_of(job(tmp_path, **fields), runtime)

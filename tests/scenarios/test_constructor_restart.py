@@ -1,5 +1,5 @@
-"""A constructor host that is started anew in the middle of a job: it knows nothing, and its clients
-go on without a gap or a repeat.
+"""A constructor worker that is started anew in the middle of a job: it knows nothing, and its
+clients go on without a gap or a repeat.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial
+from tests.internals import connect_at, connection_of, drop_connection, serve_clients
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_payload_gather import documents, placed
@@ -33,7 +34,7 @@ G = STRIDE
 
 
 class Started:
-    """A constructor host in this process, and what it has told the planner."""
+    """A constructor worker in this process, and what it has told the coordinator."""
 
     def __init__(self) -> None:
         settings = WorkerConfig(name="again", token="t", build_ahead=8, check=True, failover=True)
@@ -70,18 +71,11 @@ class Started:
         box = RemoteStepQueue(
             rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S
         )
-        box._before = next_step - 1 if taken is None else taken
-
-        def is_linked() -> bool:
-            box._try_again(1.0)
-            return box._link is not None or box._ended
-
-        with box._mine:
-            until(is_linked)
+        connect_at(box, next_step - 1 if taken is None else taken, until)
         return box
 
     def heard(self) -> dict[int, int]:
-        """The last step that each rank took, as the planner was told."""
+        """The last step that each rank took, as the coordinator was told."""
         if self._asked.done():
             self.told += self._asked.result()
             self._asked = self.host.events()
@@ -151,7 +145,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         remote_queue, "GLANCE_S", 10.0
     )  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
-    doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
+    doors = [serve_clients(made.host, "t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
     addresses = [by_tcp(door.address) if tcp else door.address for door in doors]
     there = [addresses[0]]
     first.do(Attach(0))
@@ -162,13 +156,13 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S
     )
     with closing_all(box):
-        assert box._link is not None
-        assert box._link.shares_memory != tcp
+        assert connection_of(box) is not None
+        assert connection_of(box).shares_memory != tcp
         assert take(box, 2) == [0, 1]
         until(lambda: len(box) == 2)
         doors[0].close()
         first.close()
-        until(lambda: len(box) == 2 and box._link is None)
+        until(lambda: len(box) == 2 and connection_of(box) is None)
         there[0] = addresses[1]
         second.do(
             Rollback(G, 0), Attach(0)
@@ -176,7 +170,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         second.plan(1, 2, 3, 4, 5)
         second.send(1, 2, 3, 4, 5)
         assert take(box, 1) == [2]
-        assert box._link is not None, "who waits for its steps knows at once how far it is"
+        assert connection_of(box) is not None, "who waits for its steps knows at once how far it is"
         until(lambda: second.took(0) == 2)
         assert take(box, 3) == [3, 4, 5]
         until(lambda: second.heard() == {0: 5})
@@ -203,7 +197,7 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
     first = anew.client(0, 8, taken=5)
     assert first.get(WAIT_S) is not None
     until(lambda: anew.took(0) == 5)
-    first._drop_link("it died")
+    drop_connection(first)
     with closing_all(anew.client(0, 6)) as (second,):
         assert take(second, 3) == [6, 7, 8]
     with pytest.raises(
@@ -213,7 +207,7 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
         anew.client(1, 4).get(WAIT_S)
 
 
-def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> None:
+def test_a_worker_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> None:
     made = Started()
     try:
         made.do(Attach(0), Attach(1))
@@ -224,7 +218,8 @@ def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> Non
             until(lambda: made.heard() == {0: 2, 1: 1} or made.heard() == {0: 1, 1: 1})
             until(lambda: (made.took(0), made.took(1)) == (2, 1))
             made.told.clear()
-            made.do(Rollback(G, 0))  # of a planner that was started anew, and knows of step 0 only
+            # of a coordinator that was started anew, and knows of step 0 only
+            made.do(Rollback(G, 0))
             until(lambda: made.heard() == {0: 2, 1: 1})
             made.plan(1, 2, 3)
             made.send(1, 2, 3)
@@ -234,7 +229,7 @@ def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> Non
         made.close()
 
 
-def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_how_far_ranks_are() -> (
+def test_a_coordinator_that_knows_of_less_than_the_one_before_it_rolled_back_to_hears_how_far_ranks_are() -> (
     None
 ):
     made = Started()
@@ -247,7 +242,7 @@ def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_
             until(lambda: made.heard() == {0: 1, 1: 1})
             made.do(
                 Rollback(G, 1)
-            )  # a loader was lost; the planner dies before it has written that all took step 1
+            )  # a loader was lost; the coordinator dies before it has written that all took step 1
             made.told.clear()
             made.do(Rollback(2 * G, 0))
             until(lambda: made.heard() == {0: 1, 1: 1})
@@ -259,14 +254,16 @@ def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_
         made.close()
 
 
-def test_a_loader_host_that_was_started_again_takes_the_place_of_the_old_one(anew: Started) -> None:
+def test_a_loader_worker_that_was_started_again_takes_the_place_of_the_old_one(
+    anew: Started,
+) -> None:
     anew.plan(5)
     new = anew.loader_link(2)
     with closing(new), pytest.raises(ActorLost, match="its place is taken"):
         until(lambda: anew.loader.recv(5.0) is None)
     with pytest.raises(LinkRefused, match="a later one has its place"):
         anew.loader_link(1)
-    new = anew.loader_link(2)  # its link was cut
+    new = anew.loader_link(2)  # its connection was cut
     with closing(new), closing_all(anew.client(0, 5)) as (box,):
         anew.send(5, link=new)
         assert take(box, 1) == [5]
@@ -290,11 +287,11 @@ def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
             box.get(WAIT_S)
 
 
-# a client and its link, in a time of its own
+# a client and its connection, in a time of its own
 
 
 class Line:
-    """A link that does what it is told, and a clock that moves when someone waits."""
+    """A connection that does what it is told, and a clock that moves when someone waits."""
 
     shares_memory, max_held = True, 0
 
@@ -333,7 +330,7 @@ class Line:
         )
 
 
-def test_a_link_that_breaks_with_every_message_is_tried_with_pauses_and_given_up() -> None:
+def test_a_connection_that_breaks_with_every_message_is_tried_with_pauses_and_given_up() -> None:
     line = Line(FrameError("what came is no message"))
     box = line.box(lambda generation: ("overlord://x:1/y", "t"))
     with pytest.raises(
@@ -392,7 +389,7 @@ def test_a_constructor_that_the_session_has_given_up_ends_its_clients() -> None:
         line.box(where).get(100.0)
 
 
-def test_a_constructor_that_closes_while_the_session_is_moved_is_asked_for_again() -> None:
+def test_a_constructor_that_closes_while_the_session_is_rewound_is_asked_for_again() -> None:
     line = Line(ActorLost("x", "gone"))
     dial, n = line.dial, 0
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import overlord as ov
 import overlord.torch as ot
 from overlord.errors import ActorLost, DataStall, JobError
-from overlord.session.rendezvous import _calls
+from tests.internals import count_join
 from tests.torch.ranks.checks_ends import PLACE, SERVED, joined
 from tests.torch.ranks.jobs import broadcasting, job
 
@@ -63,7 +63,7 @@ def waits_in_vain(wanted: str) -> DataStall:
 
 def a_rank_that_never_joins_is_named_by_all_others(out: Path) -> None:
     if dist.get_rank() == 3:
-        next(_calls)  # as if it had called it: later checks join again
+        count_join()  # as if it had called it: later checks join again
     else:
         assert waits_in_vain("rank 3 to join").rank == dist.get_rank()
     dist.barrier()
@@ -81,7 +81,7 @@ def a_rank_that_comes_too_late_is_told(out: Path) -> None:
 
 def a_rank_zero_that_never_joins_is_named_by_all_others(out: Path) -> None:
     if dist.get_rank() == 0:
-        next(_calls)
+        count_join()
     else:
         waits_in_vain("rank 0 to launch the job")
     dist.barrier()

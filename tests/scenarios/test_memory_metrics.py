@@ -13,7 +13,8 @@ import pytest
 import overlord as ov
 from overlord.observe.metrics import pss_by_role
 from tests.corpus import write_rows
-from tests.processes import PARTS, heard, until
+from tests.internals import running_job
+from tests.processes import WORKER_RUNTIME, heard, until
 
 pytestmark = pytest.mark.timeout(200)
 ROWS = [{"tokens": list(range(1 + i % 40)), "n": i} for i in range(400)]
@@ -49,9 +50,13 @@ def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
     ("runtime", "options", "roles"),
     [
         ("local", {}, {"session"}),
-        (PARTS, {"hosts": 2, "sources_per_host": 1}, {"session", "loaders", "constructors"}),
         (
-            PARTS,
+            WORKER_RUNTIME,
+            {"hosts": 2, "sources_per_host": 1},
+            {"session", "loaders", "constructors"},
+        ),
+        (
+            WORKER_RUNTIME,
             {"hosts": 2, "sources_per_host": 1, "shadows": "all"},
             {"session", "loaders", "constructors"},
         ),
@@ -72,7 +77,7 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
         ("shadow_bytes", "shadows"),
     ):
         by_source = sum(s[what] for s in sources.values())
-        if what != "shadow_bytes":  # of shadows the sources' figure has the open files too
+        if what != "shadow_bytes":  # of standbys the sources' figure has the open files too
             assert by_source == memory[held], what
         assert (by_source > 0) == (memory[held] > 0), what
     assert all(
@@ -104,19 +109,21 @@ def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None
         "autoscale": {"interval_s": 60.0},
     }
     with ov.launch(
-        replace(job, sources=(apart, job.sources[1])), runtime=PARTS, **options
+        replace(job, sources=(apart, job.sources[1])), runtime=WORKER_RUNTIME, **options
     ) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
-        found = until(lambda: f if all_answered(f := session.internals.figures()) else None)
+        found = until(lambda: f if all_answered(f := running_job(session).figures()) else None)
     workers = {row["worker_pid"]: row["worker_pss"] for row in found["loaders"] if row["worker"]}
     assert sum(row["worker"] for row in found["loaders"]) == 4
     assert len(workers) == 1
     assert pss_by_role(found)["workers"] == sum(workers.values())
 
 
-def test_a_planner_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
+def test_a_coordinator_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
     job = replace(job_of(tmp_path), journal=str(tmp_path / "journal"))
-    roles = figures(job, PARTS, hosts=1, constructor_hosts=1, memory="4GB")["memory"]["roles"]
+    roles = figures(job, WORKER_RUNTIME, hosts=1, constructor_hosts=1, memory="4GB")["memory"][
+        "roles"
+    ]
     assert set(roles) == {"session", "planner", "loaders", "constructors"}
     assert roles["planner"] > 2**20

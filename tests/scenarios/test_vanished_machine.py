@@ -25,19 +25,20 @@ from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.session.cluster_runtime import ClusterRuntime
 from tests.actors import Sent, Worker
+from tests.internals import launcher_of, lease_id_of, runtime_of
 from tests.processes import (
     KILLED,
     WAIT_S,
     Played,
     halt,
-    hosts_of,
     launch,
     left_after,
-    parts_lost,
     play,
     run,
+    workers_lost,
+    workers_of,
 )
-from tests.scenarios.test_planner_process import planner_of
+from tests.scenarios.test_coordinator_process import planner_of
 from tests.scenarios.test_process import APART, job
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
@@ -148,8 +149,8 @@ def kept(pid: int, peer: int) -> list[socket.socket]:
 
 @contextlib.contextmanager
 def vanished(session: ov.Session, name: str) -> Iterator[None]:
-    """Kill a worker so that the planner sees no end of its connection."""
-    pid = hosts_of(session)[name]
+    """Kill a worker so that the coordinator sees no end of its connection."""
+    pid = workers_of(session)[name]
     halt(pid)  # it opens and closes no file meanwhile
     links = kept(pid, planner_of(session))
     try:
@@ -162,7 +163,7 @@ def vanished(session: ov.Session, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["loader-worker/0", "constructor-worker/0"])
-def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
+def test_a_worker_whose_machine_vanished_is_started_again_by_a_coordinator_elsewhere(
     alone: Played, tmp_path: Path, name: str
 ) -> None:
     with (
@@ -178,7 +179,7 @@ def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
         ]
 
 
-def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
+def test_a_worker_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner has not received its death notice and finds it silent. The launcher has nothing
@@ -188,12 +189,12 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
         contextlib.ExitStack() as stack,
         launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
     ):
-        engine = session.internals.runtime
-        assert isinstance(engine, ClusterRuntime)
-        parts, missed = engine._parts, list[str]()
+        runtime = runtime_of(session)
+        assert isinstance(runtime, ClusterRuntime)
+        launcher, missed = launcher_of(runtime), list[str]()
 
         def strike(session: ov.Session) -> None:
-            tell_of_no_death(parts, "loader-worker/0", missed, monkeypatch)
+            tell_of_no_death(launcher, "loader-worker/0", missed, monkeypatch)
             stack.enter_context(vanished(session, "loader-worker/0"))
 
         assert play(session, act={5: strike}) == alone
@@ -210,10 +211,10 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
 
 
 def tell_of_no_death(
-    parts: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hold back the death notice of the current worker of this name, in the returned list."""
-    tell, ours = parts.control.tell, parts._tickets[name]
+    tell, ours = launcher.control.tell, lease_id_of(launcher, name)
 
     def deaf(handle: ActorHandle, method: str, *args: Any) -> None:
         if method == "died" and args[0] == ours and not missed:
@@ -221,18 +222,21 @@ def tell_of_no_death(
         else:
             tell(handle, method, *args)
 
-    monkeypatch.setattr(parts.control, "tell", deaf)
+    monkeypatch.setattr(launcher.control, "tell", deaf)
 
 
 @pytest.mark.parametrize("with_planner", [False, True], ids=["hosts", "hosts and planner"])
-def test_hosts_that_are_silent_are_killed_at_the_same_time(
+def test_workers_that_are_silent_are_killed_at_the_same_time(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_planner: bool
 ) -> None:
     """If their machine is silent too, each takes as long as the deadline of a kill."""
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
-        engine = session.internals.runtime
-        assert isinstance(engine, ClusterRuntime)
-        silent, kill = {"loader-worker/0", "constructor-worker/0"}, engine._parts.control.kill
+        runtime = runtime_of(session)
+        assert isinstance(runtime, ClusterRuntime)
+        silent, kill = (
+            {"loader-worker/0", "constructor-worker/0"},
+            launcher_of(runtime).control.kill,
+        )
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()
 
         def waits_for_the_others(handle: ActorHandle) -> None:
@@ -240,10 +244,10 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
                 all_there.wait()
             kill(handle)
 
-        monkeypatch.setattr(engine._parts.control, "kill", waits_for_the_others)
+        monkeypatch.setattr(launcher_of(runtime).control, "kill", waits_for_the_others)
 
         def strike(session: ov.Session) -> None:
-            stopped.update(pid for name, pid in hosts_of(session).items() if name in silent)
+            stopped.update(pid for name, pid in workers_of(session).items() if name in silent)
             for pid in stopped:
                 halt(pid)
             if with_planner:
@@ -252,4 +256,4 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
         assert play(session, act={5: strike}) == alone
         assert not all_there.broken
         hit = silent | ({"planner"} if with_planner else set())
-        assert parts_lost(session.metrics()["recoveries"], hit) == hit
+        assert workers_lost(session.metrics()["recoveries"], hit) == hit

@@ -1,8 +1,8 @@
-"""Cutting steps for the processes that carry them out: what loader hosts send by their shares, and
-constructors look up by theirs, is to the document what one process would have done.
+"""Cutting steps for the processes that carry them out: what loader workers send by their shares,
+and constructors look up by theirs, is to the document what one process would have done.
 
-The hosts here are plain lists. Documents are numbers, each popped once, so wherever one turns up is
-known.
+The workers here are plain lists. Documents are numbers, each popped once, so wherever one turns up
+is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ITEM_COLUMNS = ("size", "cost", "memory", "out", "offset")
 
 @dataclass
 class Scene:
-    """Loaders with documents before them, the hosts they are on, and what a planner would know of
+    """Loaders with documents before them, the workers they are on, and what a planner would know of
     it all.
     """
 
@@ -46,7 +46,7 @@ class Scene:
     )  # (document, loader), as the planner counts them
     kept_at: dict[int, list[tuple[int, int]]] = field(
         default_factory=dict
-    )  # by loader host: the same, as the host counts
+    )  # by loader worker: the same, as the worker counts
     sent: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)  # planned, and for nobody
     n_documents: int = 0
@@ -73,7 +73,7 @@ class Scene:
         return loaders
 
     def join(self) -> None:
-        """A source that joins, on a host of its own."""
+        """A source that joins, on a worker of its own."""
         self.n_hosts += 1
         loaders = self.add_source()
         for loader in loaders:
@@ -171,10 +171,10 @@ class Scene:
             substep=column(4) if rng.random() < 0.5 else None,
         )
 
-    # what the hosts do with their shares
+    # what the workers do with their shares
 
     def carry_out(self, part: LoaderPlan, h: int) -> dict[int, list[int]]:
-        """A loader host: documents by constructor host."""
+        """A loader worker: documents by constructor worker."""
         loaders = part.loaders.tolist()
         assert loaders == sorted(set(loaders))
         assert all(self.host_of[loader] == h for loader in loaders)
@@ -329,7 +329,7 @@ def settle(
     absent=st.sampled_from((0.0, 0.3, 1.0)),
 )
 @examples(300)
-def test_hosts_do_with_their_shares_what_one_process_does_with_the_whole(
+def test_workers_do_with_their_shares_what_one_process_does_with_the_whole(
     rng: Random, look_ahead: bool, hooks: bool, whole: bool, absent: float
 ) -> None:
     scene = Scene(rng, look_ahead, hooks, whole)
@@ -378,14 +378,14 @@ def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) ->
     return PlannedStep(plan, np.array(pops), np.arange(n), "", AFTER, **more)
 
 
-def test_a_host_all_of_whose_documents_go_to_one_constructor_is_told_no_numbers() -> None:
+def test_a_worker_all_of_whose_documents_go_to_one_constructor_is_told_no_numbers() -> None:
     cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).route(
         stage_of([0, 1, 0, 1], [2, 2], 2), AFTER, np.array([True, True])
     )
     assert [(p.to, p.take) for p in cuts.parts.values()] == [((0,), ()), ((0,), ())]
 
 
-def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_host() -> None:
+def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_worker() -> None:
     cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).route(
         stage_of([0], [1], 2), AFTER, np.array([True, True])
     )
@@ -407,7 +407,7 @@ def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
     cutter.route(stage_of([0], [1, 0], 1), AFTER, served)
 
 
-def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_host_alone() -> (
+def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_worker_alone() -> (
     None
 ):
     placement = placed_on(host_of=[0, 1, 1], constructor_of=[0, 1])
@@ -430,7 +430,7 @@ def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own
         ), "numbers are of its own documents"
 
 
-def test_parts_and_plans_carry_the_generation_and_after_going_back_nothing_is_held() -> None:
+def test_parts_and_plans_carry_the_generation_and_after_a_rollback_nothing_is_held() -> None:
     cutter = cutter_for(host_of=[0], constructor_of=[0])
     cutter.route(stage_of([0, 0], [3], 1, kept=np.array([2])), AFTER, np.array([True]))
     cutter.rollback(5)

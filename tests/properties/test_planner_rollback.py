@@ -44,6 +44,7 @@ from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_s
 from overlord.planning.strategies import resolve
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob, schedule_of
+from tests.internals import acked_steps, completed_state, end_planner, source_of_loader
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_cores import Nowhere, outcome_of
@@ -81,13 +82,13 @@ class Drive:
         skips = any(isinstance(e, Skip) for e in said)
         todo = list(said)
         for rank in range(RANKS):
-            self._do(self.planner.handle(Attach(rank)) if not todo else [])
+            self.do(self.planner.handle(Attach(rank)) if not todo else [])
         for _ in range(200_000):
             while todo and (skips or _first(todo[0]) <= self.planner.open_step + self.prefetch + 1):
                 self._say(todo.pop(0))
             for rank in range(RANKS):
-                if rank not in self.planner._consumed:
-                    self._do(self.planner.handle(Attach(rank)))
+                if rank not in acked_steps(self.planner):
+                    self.do(self.planner.handle(Attach(rank)))
             if self.finish is not None and not any(self._next(r) is not None for r in range(RANKS)):
                 return self
             moves: list[Any] = [q for q in self.queues if q] + [
@@ -103,7 +104,7 @@ class Drive:
             if isinstance(move, int):
                 self._take(move)
             else:
-                self._move(move.popleft())
+                self.move(move.popleft())
             self.planner.check()
         raise AssertionError("no end")
 
@@ -120,12 +121,12 @@ class Drive:
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         for number, loader in enumerate(self.loaders):
             self.loaders[number] = loader.restarted(
-                cursors[self.planner._demand.source_of[number]], self.base
+                cursors[source_of_loader(self.planner, number)], self.base
             )
             # What a loader of before said is still on its way; what it had begun leads to nothing.
             self.queues[number] = deque(m for m in self.queues[number] if isinstance(m, Announce))
         self.finish = None
-        self._do(self.planner.adopt(old))
+        self.do(self.planner.adopt(old))
 
     def _say(self, what: Any) -> None:
         if isinstance(what, Add):
@@ -149,7 +150,7 @@ class Drive:
             commands = self.planner.handle(what)
         if self.planner.ended is None or any(isinstance(c, EndOfJob) for c in commands):
             self.past.said(what)
-        self._do(commands)
+        self.do(commands)
 
     def _next(self, rank: int) -> int | None:
         return next((s for s in self.steps if s > self.taken[rank]), None)
@@ -160,7 +161,7 @@ class Drive:
         self.taken[rank] = step
         if (metrics := self.say(rank, step)) is not None:
             self._report(Report(step, rank, metrics))
-        self._do(self.planner.handle(Consumed(rank, step)))
+        self.do(self.planner.handle(Consumed(rank, step)))
         assert self.planner.taken is not None
         self.past.took(self.planner.taken)
 
@@ -180,9 +181,9 @@ class Drive:
             assert not self.planner.in_time(report)
             self._report(report)
 
-    def _move(self, message: Any) -> None:
+    def move(self, message: Any) -> None:
         if isinstance(message, Announce):
-            self._do(self.planner.handle(message))
+            self.do(self.planner.handle(message))
         else:
             number, what = message
             for command in self.loaders[number].handle(what):
@@ -193,7 +194,7 @@ class Drive:
                 )
                 self.queues[number].append(said)
 
-    def _do(self, commands: list[Any]) -> None:
+    def do(self, commands: list[Any]) -> None:
         for command in commands:
             match command:
                 case Refill(loader=number):
@@ -206,7 +207,7 @@ class Drive:
                     self.stages[plan.step] = (command.digest, skipped)
                     self.states[plan.step] = plain(
                         self.blueprint.export(
-                            self.past._log.completed(command.after, self.blueprint.job.names)
+                            completed_state(self.past, command.after, self.blueprint.job.names)
                         )
                     )
                     for number in pops.nonzero()[0].tolist():
@@ -314,7 +315,7 @@ def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_the_end() 
     old = Planner(spec(until=0))
     assert isinstance(old.handle(Attach(0))[0], EndOfJob)
     new = Planner(spec(until=0), generation=STRIDE)
-    new._ended = old.finished
+    end_planner(new, old.finished)
     with pytest.raises(PlanError, match="the job ends before step 0"):
         new.handle(
             NewSource(
@@ -340,7 +341,7 @@ def test_one_who_cannot_go_on_ends_the_job_at_the_same_step_again() -> None:
     assert new.adopt(old) == [EndOfJob(3, error)]
 
 
-def test_a_strategy_that_is_no_function_is_told_of() -> None:
+def test_a_strategy_that_is_no_function_is_reported() -> None:
     made = [
         ov.Source.from_dataset("a", [{"tokens": [k]} for k in range(40)], transforms=[ov.Tokens()])
     ]
@@ -362,14 +363,14 @@ def test_a_strategy_that_is_no_function_is_told_of() -> None:
     )
     drive = Drive(job, 3, backs=0, prefetch=4)
     for rank in range(RANKS):
-        drive._do(drive.planner.handle(Attach(rank)))
+        drive.do(drive.planner.handle(Attach(rank)))
     while len(drive.stages) < 3:
-        drive._move(next(q for q in drive.queues if q).popleft())
+        drive.move(next(q for q in drive.queues if q).popleft())
     drive.go_back()
 
     def go_on() -> None:
         for _ in range(1000):
-            drive._move(next(q for q in drive.queues if q).popleft())
+            drive.move(next(q for q in drive.queues if q).popleft())
 
     with pytest.raises(
         PlanError,
