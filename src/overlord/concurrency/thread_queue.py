@@ -40,8 +40,9 @@ class ThreadQueue:
                 log.exception("a queued call failed")
 
     def close(self) -> None:
-        """End the threads after the queued calls. A thread in a long call ends by itself: it is a
-        daemon.
+        """End the threads after the queued calls.
+
+        A thread in a long call is not awaited: it is a daemon.
         """
         for _ in self._threads:
             self._work.put(None)

@@ -1,9 +1,9 @@
 """A job's journal: every plan and event is written before it is executed.
 
-``journal/checkpoint.py`` decides what is written. The event loop calls the journal, and a thread of
-its own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that
-applies them. Once an append has failed nothing more is written, so that the journal always holds
-everything that was executed. The job then ends before the step that could not be written.
+``journal/checkpoint.py`` defines the entries. The event loop calls the journal, and a thread of its
+own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that applies
+them. Once an append has failed nothing more is written, so that the journal always holds everything
+that was executed. The job then ends before the step that could not be written.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ SEGMENT_BYTES = 2**22
 
 
 class JobJournal(NullJournal):
-    """The journal of a fresh job (``JobJournal.fresh``) or of one that resumes
-    (``JobJournal.resumed``).
+    """The journal of a new job (``fresh``) or of a job that resumes (``resumed``).
 
     ``begin`` is called before the first plan.
     """
@@ -59,7 +58,7 @@ class JobJournal(NullJournal):
         interval: Interval | None = None,
         launch: str = "",
     ):
-        """Use ``fresh`` or ``resumed`` instead."""
+        """Initialize the journal; use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
         self._storage, self._header, self._log, self._interval = (
             storage,
@@ -94,7 +93,7 @@ class JobJournal(NullJournal):
 
     @staticmethod
     def fresh(where: Where, name: str) -> JobJournal:
-        """Return a new journal; an existing one is an error.
+        """Return a new journal; raise if one exists.
 
         Nothing is written before ``begin``: a launch that fails leaves no journal.
         """
@@ -116,8 +115,8 @@ class JobJournal(NullJournal):
     ) -> tuple[JobJournal, Recovered]:
         """Open the journal of a job, which may be empty, and return it with its content.
 
-        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch: a
-        job that was fenced off must not return through another of its processes.
+        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch.
+        So a job that was fenced off cannot return through another of its processes.
         """
         storage = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
@@ -149,9 +148,9 @@ class JobJournal(NullJournal):
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a new segment
 
     def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
-        """Record the start of the stream, before anything is planned.
+        """Record the start of the stream, before any step is planned.
 
-        A journal that has a start already is left as it is.
+        A journal that already has a start is not changed.
         """
         self._job = _job_entry(blueprint, state.step)
         if self._last is None:
@@ -162,8 +161,8 @@ class JobJournal(NullJournal):
     def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         """Queue planned steps for writing, before any process receives them.
 
-        ``taken`` is the last step that all ranks acknowledged; None where no rank takes part. Steps
-        that are written already and are planned again must have the same plans.
+        ``taken`` is the last step that all ranks acknowledged; None if no rank takes part. Steps
+        that are already written and are planned again must have the same plans.
         """
         acked, found = (
             self._acked if taken is None else max(taken, self._acked),
@@ -188,8 +187,9 @@ class JobJournal(NullJournal):
         self._prune()
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Return whether the plan is written already; another plan of its step is a
-        ``PlanError``.
+        """Return whether the plan is already written.
+
+        Raise ``PlanError`` if another plan of its step is written.
         """
         if stage.plan.step >= self._next:
             return False
@@ -239,14 +239,14 @@ class JobJournal(NullJournal):
     def went_back(self, step: int, generation: int, reason: str) -> None:
         """Record a rollback: a worker was lost, and the steps after this one are planned again.
 
-        It is for people only, so it is written with the next append.
+        The entry is only for readers of the journal, so it is written with the next append.
         """
         self._pending.append(checkpoint.rollback(step, generation, reason))
 
     def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
-        """Start the stream anew at a state: trainers loaded it, or the mesh changed.
+        """Restart the stream at a state: trainers loaded it, or the mesh changed.
 
-        Earlier plans do not count any more. They are pruned, although their steps may have higher
+        Earlier plans no longer count. They are pruned, although their steps may have higher
         numbers.
         """
         self._job, self._digests = _job_entry(blueprint, state.step), {}
@@ -271,7 +271,7 @@ class JobJournal(NullJournal):
         self._counts["snapshots"] += 1
 
     def _snapshot(self) -> None:
-        """Write a snapshot, after the pending entries: it contains their effect."""
+        """Write a snapshot after the pending entries, whose effect it contains."""
         assert self._last is not None
         assert self._job is not None
         rolls = self._storage.whole or self._segment_bytes >= SEGMENT_BYTES
@@ -376,8 +376,9 @@ class JobJournal(NullJournal):
 
 
 def entries(records: Sequence[Record]) -> list[Entry]:
-    """Return the meaning of records; a body that this version does not know is a
-    ``JournalError``.
+    """Return the entries of records.
+
+    Raise ``JournalError`` for a body that this version does not know.
     """
     found = []
     for record in records:
@@ -397,7 +398,8 @@ def _job_entry(prepared: PreparedJob, step: int) -> Entry:
 
 
 def slots_of(job: Job) -> str:
-    """Return a text of the job's mesh and ``sync``: they decide the slots of a step's samples, and
-    so its plan, but not the samples.
+    """Return a text of the job's mesh and ``sync``.
+
+    They decide the slots of a step's samples, and so its plan, but not the samples.
     """
     return f"{job.place!r}, sync={job.sync!r}"

@@ -79,7 +79,7 @@ class ResumePoint:
 
 
 class Journaled(Protocol):
-    """A runtime, as far as the start of its journal is concerned."""
+    """A runtime whose journal a ``JournalStart`` sets."""
 
     journal: NullJournal
 
@@ -101,7 +101,7 @@ class JournalStart:
     def write(self, engine: Journaled, blueprint: PreparedJob) -> None:
         """Write the start before the runtime plans a step; close the runtime if that fails.
 
-        A coordinator in its own process writes for itself.
+        A coordinator in its own process writes the start itself.
         """
         try:
             if (write := getattr(engine, "write_beginning", None)) is not None:
@@ -125,7 +125,7 @@ class Durable:
 
 
 class WriteAheadGate:
-    """Admits planner commands in order, and no plan before its journal record is durable.
+    """A gate that admits planner commands in order, and no plan before its record is durable.
 
     A plan that is not durable is held, and with it every later planner command. Other commands
     pass. Runs on: event loop.
@@ -149,7 +149,7 @@ class WriteAheadGate:
     def record(self, event: Any) -> list[Any]:
         """Apply an event to the planner and journal it: it is durable on return.
 
-        Returns the planner's commands. If the event cannot be written, the job ends.
+        Return the planner's commands. If the event cannot be written, the job ends.
         """
         planner = self._planner()
         in_time = isinstance(event, Report) and planner.in_time(event)
@@ -165,7 +165,7 @@ class WriteAheadGate:
         return [*commands]
 
     def admit(self, command: Any) -> Any | None:
-        """Return the command to execute now, or None where it is held or refused."""
+        """Return the command to execute now, or None if it is held or refused."""
         if isinstance(command, Durable):
             return command.command
         if not isinstance(command, PLANNED):
@@ -181,9 +181,9 @@ class WriteAheadGate:
         return isinstance(command, PlannedStep) and not self._journal.has(command.plan.step)
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Hand a plan to the journal, with all plans of the same turn.
+        """Pass a plan to the journal, with all plans of the same turn.
 
-        Where the journal refuses it, the job ends before this step.
+        If the journal refuses it, the job ends before this step.
         """
         same_turn = [c for c in self._commands.queue if isinstance(c, PlannedStep)]
         try:
@@ -200,7 +200,7 @@ class WriteAheadGate:
     def _release(self) -> None:
         """Execute held commands up to the first plan that is not durable.
 
-        The journal calls this when a plan became durable, or cannot.
+        The journal calls this when a plan became durable or failed.
         """
         # Read before the plans are looked at: a plan that is not durable by then never will be.
         error = self._journal.failed
@@ -228,7 +228,7 @@ class WriteAheadGate:
         self._held.clear()
 
     def acked(self) -> None:
-        """Journal the acknowledged steps where no plan follows that would record them."""
+        """Journal the acknowledged steps if no plan follows that would record them."""
         planner = self._planner()
         try:
             self._journal.took(planner.taken, last=planner.finished is not None)
@@ -236,7 +236,7 @@ class WriteAheadGate:
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 
     def waiting_for(self) -> str:
-        """Describe the journal write that the next step waits for; empty without one."""
+        """Describe the journal write that the next step waits for; empty if there is none."""
         steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""
 
@@ -246,9 +246,10 @@ def lose_source(
     handle: Callable[[SourceLost], None],
     watchers: Iterable[Callable[[SourceLost], None]],
 ) -> None:
-    """Apply the loss of a source, which the planner asks for, as an event of the log.
+    """Remove a source whose storage was given up, as an event of the journal.
 
-    ``handle`` records it before a step is planned without the source; then watchers are called.
+    ``handle`` records the event before a step is planned without the source; then watchers are
+    called.
     """
     log.error(
         "source %r removed from step %d on, its storage was given up: %s",

@@ -1,5 +1,6 @@
-"""Idempotent, interruptible shutdown: completed steps are not repeated when it is called again
-after Ctrl-C.
+"""Idempotent, interruptible shutdown.
+
+Completed steps are not repeated when the shutdown is called again after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ def in_turn(steps: Steps) -> None:
 
 
 class CloseOnce:
-    """Steps that run once, however often and from whichever thread they are requested."""
+    """Shutdown steps that run once, however often and from whichever thread they are requested."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._steps: Steps | None = None
 
     def go(self, steps: Callable[[], Steps]) -> None:
-        """Run the steps that are left. Return at once if another call is running them: this one may
-        be a signal handler that has interrupted it.
+        """Run the remaining steps; return at once if another call is running them.
+
+        The caller may be a signal handler that has interrupted that call.
         """
         if not self._lock.acquire(blocking=False):
             return

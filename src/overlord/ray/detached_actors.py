@@ -12,7 +12,7 @@ NAMESPACE = "overlord-jobs"
 
 
 def keep(factory: type, name: str) -> Any:
-    """Create a detached actor. Its calls run concurrently."""
+    """Create a detached actor, whose calls run concurrently."""
     options: dict[str, Any] = {
         "name": name,
         "namespace": NAMESPACE,

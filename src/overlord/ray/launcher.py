@@ -1,8 +1,8 @@
 """Actors that Ray places, starts and watches, and that are called by our own connections.
 
 Ray finds a machine, starts a process there, reports its end, and registers its name. The actor then
-dials this process (``worker.py``), and all calls go that way. So calls, errors and deadlines are
-those of ``rpc/listener.py``. This module starts actors and handles their ends.
+connects to this process (``worker.py``), and all calls use that connection. So calls, errors and
+deadlines are those of ``rpc/listener.py``. This module starts actors and handles their ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KILLED = "killed"
 
 
 class RayRecord(ActorRecord):
-    """An actor that Ray starts and that dials in."""
+    """The record of an actor that Ray starts and that connects to this process."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -67,7 +67,10 @@ class RayRecord(ActorRecord):
 
 
 class RayActorSystem(BaseActorSystem[RayRecord]):
-    """Actors of a Ray cluster. Callbacks of futures and deaths run in threads of this class."""
+    """The actor system of a Ray cluster.
+
+    Callbacks of futures and deaths run in threads of this class.
+    """
 
     def __init__(
         self, address: str | None = None, *, job: str = "overlord", ports: range | None = None
@@ -101,7 +104,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     # starting
 
     def nodes(self) -> list[Node]:
-        """Return the nodes for actors; none if there is no choice."""
+        """Return the nodes for actors; empty on a cluster of this machine alone."""
         return CLUSTER.nodes() if CLUSTER.far else []
 
     def pid_here(self, handle: ActorHandle) -> int:
@@ -109,8 +112,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         return handle.record.pid if isinstance(handle.record, RayRecord) else 0
 
     def asked(self) -> dict[str, dict[str, float]]:
-        """Return the resources requested from Ray for every actor: cores, memory in bytes, and
-        resources that the cluster defines.
+        """Return the resources requested from Ray for every actor.
+
+        These are cores, memory in bytes, and resources that the cluster defines.
         """
         places = {r.name: r.place for r in self._living() if r.place is not None}
         return {
@@ -177,10 +181,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _start_without_resources(
         self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
     ) -> None:
-        """Restart an actor that Ray has given no process, without its resources.
+        """Restart an actor without its resources if Ray has not started a process for it.
 
-        Another job took what was idle on its node, and Ray would wait as long as that job runs. So
-        the actor uses idle resources without a reservation, as if there had been no room before.
+        Another job took the idle resources of its node, and Ray would wait until that job ends. So
+        the actor runs without a reservation, as on a node without room.
         """
         if not self._is_awaited(record) or (started := CLUSTER.has_process(actor)):
             return
@@ -235,8 +239,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
                 )
 
     def _kill(self, record: RayRecord, why: str = KILLED) -> None:
-        """Kill an actor. It exits by itself once its connection is closed, also if Ray can do
-        nothing. If Ray reports nothing, it counts as gone.
+        """Kill an actor.
+
+        It also exits by itself once its connection is closed, even if Ray can do nothing. If Ray
+        reports nothing, it counts as dead.
         """
         with record.inbound.lock:
             record.killed, actor = record.killed or why, record.actor
@@ -257,8 +263,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         return self._listener.in_its_thread or self._events.is_me()
 
     def _disconnected(self, record: RayRecord, reason: str) -> None:
-        """Its connection ended: nearly always because its process ended, which Ray reports by
-        itself. A process that lives on is useless.
+        """Kill an actor whose connection ended, unless Ray reports its end first.
+
+        Nearly always its process has ended. A process without a connection is useless.
         """
         if self._closed or record.reason is not None:
             return
@@ -272,8 +279,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         after(rpc_timeouts.TIMEOUTS.death_notice_s, kill_if_alive)
 
     def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
-        """Ray reports the end of an actor. Its earlier messages still count: the end of its
-        connection shows that all were read.
+        """Record the end of an actor, as Ray reports it.
+
+        Earlier messages still count: all were read once its connection ends.
         """
         if actor is not record.actor:  # another was started in its place
             return
@@ -326,9 +334,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             record.fault = fault
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls, close and exit; kill those that have not at the
-        deadline.
-        """
+        """Let every actor finish its calls and exit; kill the others at the deadline."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if self._in_callback():

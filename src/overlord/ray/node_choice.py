@@ -1,10 +1,9 @@
-"""Choose the node of a cluster for each worker of a job. The choice is pure; an actor system
-executes it.
+"""Choose the node of a cluster for each worker of a job.
 
-Nodes of trainers come first, as in the Overlord paper (arXiv 2504.09844): they have idle cores and
-memory, and batches built there reach a rank through shared memory. Constructors run where the ranks
-of their groups are. Loaders take a share of the idle cores of those nodes, and nodes without ranks
-when that is used up.
+The choice is pure; an actor system executes it. Nodes of trainers come first, as in the Overlord
+paper (arXiv 2504.09844). They have idle cores and memory, and batches built there reach a rank
+through shared memory. Constructors run where the ranks of their groups are. Loaders take a share of
+the idle cores of those nodes, and nodes without ranks when that is used up.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _ONE_OF = re.compile(r"in\((.*)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the cluster: its names, and cores and bytes that no actor has requested. Its
-    operators define labels and resources.
+    """A node of the cluster: its names, and cores and bytes that no actor has requested.
+
+    The operators of the cluster define labels and resources.
     """
 
     id: str
@@ -43,9 +43,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The requested layout: the node of every rank, if known, and the ranks of each constructor
-    worker.
-    """
+    """The requested layout: the node of every rank, and the ranks of each constructor worker."""
 
     rank_nodes: tuple[str, ...] = ()
     ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor worker
@@ -68,8 +66,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """The node of a worker and its request there. The request is empty if there is no room, since a
-    request beyond the idle resources waits. ``node`` is empty if the cluster should choose one.
+    """The node of a worker and the resources requested there.
+
+    The request is empty if the node has no room, since Ray would wait for the resources. ``node``
+    is empty if the cluster should choose one.
     """
 
     node: str
@@ -86,10 +86,10 @@ class Spot:
 
 
 def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
-    """Return whether a label matches ``wanted``, as Ray writes it: ``cpu``, ``!spot``, ``in(a,
-    b)``, ``!in(a, b)``.
+    """Return whether a label matches ``wanted``, in the syntax of Ray.
 
-    A node without the label differs from every value.
+    The syntax is ``cpu``, ``!spot``, ``in(a, b)`` or ``!in(a, b)``. A node without the label
+    differs from every value.
     """
     found, negated = labels.get(key), wanted.startswith("!")
     listed = _ONE_OF.fullmatch(wanted.removeprefix("!"))
@@ -115,8 +115,9 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
 
 
 def at_most(node: Node, before: Node) -> Node:
-    """Return a node with no more idle resources than before. Recent requests may not yet be
-    subtracted from its figures.
+    """Return a node with no more idle resources than before.
+
+    Recent requests may not yet be subtracted from its numbers.
     """
     return replace(
         node,
@@ -132,10 +133,9 @@ def at_most(node: Node, before: Node) -> Node:
 def choose(
     name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0
 ) -> Spot:
-    """Return the spot for a worker that needs ``memory`` bytes. ``placed`` holds the spots of all
-    workers by name.
+    """Return the spot for a worker that needs ``memory`` bytes.
 
-    There is at least one node.
+    ``placed`` holds the spots of all workers by name. There is at least one node.
     """
     trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
     load = Counter(spot.node for worker, spot in placed.items() if worker != name)
@@ -195,9 +195,9 @@ def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | N
 
 
 def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
-    """Return the spot of a restarted worker, as long as its node is alive.
+    """Return the spot of a restarted worker; None if its node is lost.
 
-    Its resources may belong to others now, or not be free yet. Then it requests nothing, since a
+    Its resources may belong to others now, or not be free yet. Then it requests none, since a
     restart must not wait.
     """
     if (node := next((n for n in nodes if n.id == spot.node), None)) is None:
@@ -260,9 +260,7 @@ def surplus(
 def moves(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> dict[str, Spot]:
-    """Return the loader workers that should move, off nodes that run too many and to nodes with
-    room.
-    """
+    """Return new spots for loader workers that should move from crowded nodes to nodes with room."""
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
         for worker in crowded.leave:
@@ -278,8 +276,9 @@ def _number(worker: str) -> int:
 
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node without ranks that is best for the planner, which requests nothing; None if
-    all nodes have ranks.
+    """Return the node without ranks that is best for the planner; None if all nodes have ranks.
+
+    The planner requests no resources.
     """
     others = [
         n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
@@ -289,8 +288,9 @@ def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
 
 
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
-    """Return the labels of a node that the cluster should find: one without ranks, whose share is
-    used up.
+    """Return the labels of a node that the cluster should find.
+
+    It must be a node without ranks, because the share of nodes with ranks is used up.
     """
     trainers = sorted(
         n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
@@ -299,12 +299,12 @@ def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
 
 
 def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
-    """Return the constructor worker of every data-parallel group. ``nodes_of`` holds the known
-    nodes of the ranks of each group.
+    """Return the constructor worker of every data-parallel group.
 
-    A worker runs on one node, so its groups should too. Every node gets workers in proportion to
-    its groups. With fewer workers than nodes, a worker serves the groups of several nodes. Without
-    known nodes, groups are assigned in turn.
+    ``nodes_of`` holds the known nodes of the ranks of each group. A worker runs on one node, so its
+    groups should too. Every node gets workers in proportion to its groups. With fewer workers than
+    nodes, a worker serves the groups of several nodes. Without known nodes, groups are assigned in
+    turn.
     """
     at = [Counter(nodes).most_common(1)[0][0] if nodes else "" for nodes in nodes_of]
     groups = Counter(at)
@@ -340,8 +340,9 @@ def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]
 
 
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
-    """Return what is wrong with a layout, as text. A missing node would be skipped, and its ranks
-    served from elsewhere.
+    """Return the problems of a layout, one sentence each.
+
+    A missing node would be skipped, and its ranks served from elsewhere.
     """
     missing = dict.fromkeys(
         called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)

@@ -1,5 +1,6 @@
-"""Connections of actors that dial in. An actor shows a token and its lease id, and takes calls by
-that connection from then on.
+"""The listener for actors that connect to their caller.
+
+An actor presents a token and its lease id. From then on it receives calls by that connection.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Call = tuple[int, bytes, list[np.ndarray]]
 
 
 class InboundConnection:
-    """The connection of one actor that dials in. Calls made before it connects are queued.
+    """The connection of one actor that connects to its caller.
 
-    ``lock`` guards all fields, so that queued calls go first.
+    Calls made before it connects are queued. ``lock`` guards all fields, so that queued calls are
+    sent first.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class InboundConnection:
         self._queued: list[Call] = []
 
     def attach(self, connection: ServerConnection) -> None:
-        """Use a connection, and send the queued calls. Call with the lock held."""
+        """Use a connection and send the queued calls. Call with the lock held."""
         # Messages of an actor are kept for long, so they are copied out of its segments.
         connection.max_held, connection.waits_for_slots = 0, False
         connection.max_queued_bytes = UNBOUNDED
@@ -63,7 +65,7 @@ class InboundConnection:
 
 
 class InboundActor(Protocol):
-    """The part of an actor's record that a listener uses."""
+    """The fields of an actor's record that a listener uses."""
 
     name: str
     handle: ActorHandle | None
@@ -85,11 +87,11 @@ def complete_call(
 
 
 class ActorListener(Generic[A]):
-    """Accepts the connections of expected actors and receives their replies.
+    """A listener that accepts the connections of expected actors and receives their replies.
 
-    ``on_hello`` reads the hello of an actor. ``on_disconnect(record, reason)`` reports the end of a
-    connection whose process is not known to have died. ``on_end(record)`` reports that an actor
-    ended and all its messages were read. Callbacks run in the server's thread.
+    ``on_hello`` receives the hello of an actor. ``on_disconnect(record, reason)`` reports the end
+    of a connection whose process may still be alive. ``on_end(record)`` reports that an actor ended
+    and all its messages were read. Callbacks run in the server's thread.
     """
 
     def __init__(
@@ -121,7 +123,10 @@ class ActorListener(Generic[A]):
         return self._server.in_its_thread
 
     def expect(self, record: A) -> int:
-        """Expect an actor to connect, and return its new lease id. Its former one is void."""
+        """Expect an actor to connect, and return its new lease id.
+
+        A former lease id of the actor becomes invalid.
+        """
         self._expected.pop(record.inbound.lease_id, None)
         record.inbound.lease_id = next(self._lease_ids)
         self._expected[record.inbound.lease_id] = record
@@ -132,9 +137,9 @@ class ActorListener(Generic[A]):
         return self._expected.get(lease_id)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
-        """The launcher reports that the process is gone; ``fault`` is the exception of its factory.
+        """Record that the process of an actor exited, as its launcher reports.
 
-        Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count.
         """
         if (record := self._expected.pop(lease_id, None)) is not None:
             with record.inbound.lock:
@@ -195,7 +200,10 @@ class ActorListener(Generic[A]):
 
 
 def after(seconds: float, act: Callable[[], None]) -> None:
-    """Call ``act`` later in a daemon thread, which does not delay the end of the program."""
+    """Call ``act`` after ``seconds`` in a daemon thread.
+
+    A daemon thread does not delay the end of the program.
+    """
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()

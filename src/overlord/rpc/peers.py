@@ -1,10 +1,10 @@
 """Direct calls to actors that another process started.
 
-The launching process sends each actor the address of its caller. The actor dials the server of the
-caller, shows a token and a lease id, and takes calls by that connection from then on. So the
-successor of a caller that died gets the same actors. Should the dead caller resume, it has none: an
-actor listens only to the server that it was directed to last. Calls and replies are those of the
-other actor systems.
+The launching process sends each actor the address of its caller. The actor connects to the server
+of the caller and presents a token and a lease id. From then on it receives calls by that
+connection. If the caller dies, the actors connect to its successor. If the dead caller resumes, it
+has no actors: an actor accepts only the server to which it was redirected last. Calls and replies
+are those of the other actor systems.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EndProcess = Callable[[str, int, str], None]  # name, lease id, reason
 
 
 class RpcRecord(ActorRecord):
-    """An actor that dials in."""
+    """The record of an actor that connects to this process."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -50,15 +50,15 @@ class RpcRecord(ActorRecord):
 
 
 def _cannot_end(name: str, lease_id: int, why: str) -> None:
-    """No process is known that could end the actor."""
+    """Do nothing: no known process could end the actor."""
 
 
 class RpcServer(BaseActorSystem[RpcRecord]):
-    """Calls actors that connect to it.
+    """An actor system whose actors connect to it.
 
     ``end(name, lease_id, why)`` asks the launcher of an actor to end it. ``cut`` reports an actor
-    whose connection broke, nearly always because its process ended. In both cases ``died`` is
-    expected to follow. Callbacks run in the server's thread.
+    whose connection broke, nearly always because its process ended. In both cases a call of
+    ``died`` is expected. Callbacks run in the server's thread.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def expect(self, name: str) -> tuple[ActorHandle, int]:
         """Expect an actor to connect, for the first time or again; return its handle and lease id.
 
-        It can be called at once.
+        The handle can be used at once.
         """
         record = RpcRecord(name)
         with self._names_lock:
@@ -90,9 +90,9 @@ class RpcServer(BaseActorSystem[RpcRecord]):
             return record.handle, self._listener.expect(record)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
-        """The launcher reports that an actor is gone; ``fault`` is the exception of its factory.
+        """Record that an actor exited, as its launcher reports.
 
-        Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count.
         """
         self._listener.died(lease_id, reason, fault)
 
@@ -100,7 +100,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         self.kill_all([handle])
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
-        """Kill actors concurrently: a silent one may take seconds."""
+        """Kill actors concurrently: one that does not respond may take seconds."""
         timeout_s = TIMEOUTS.killed_elsewhere_s
         records, deadline = [self._own(handle) for handle in handles], time.monotonic() + timeout_s
         for record in records:
@@ -116,7 +116,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Disconnect. The actors keep running: their launcher ends them."""
+        """Disconnect from all actors, which keep running until their launcher ends them."""
         if self._close_once():
             for record in self._living():
                 self._over(record, SHUT_DOWN, quiet=True)
@@ -152,13 +152,13 @@ def _refuse_start(
 
 
 def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
-    """Return the exception of the factory of an actor that died of it, else None."""
+    """Return the exception of the factory of a dead actor; None if it died otherwise."""
     error = control.call(dead, "").exception(0)
     return None if isinstance(error, ActorLost) else error
 
 
 class Dial(Protocol):
-    """The function that opens a connection; ``transport.server.dial`` outside simulations."""
+    """A function that opens a connection; ``transport.connect.dial`` outside simulations."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
@@ -166,8 +166,9 @@ class Dial(Protocol):
 
 
 class RpcEndpoint:
-    """The other side: an actor that takes calls from the server it was directed to last. It also
-    takes those of its launcher.
+    """The actor's side: it executes calls of the server to which it was redirected last.
+
+    It also executes calls of its launcher.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class RpcEndpoint:
     def meet(self, address: str, token: str, lease_id: int) -> None:
         """Connect to this server, and disconnect from the former one.
 
-        It does not wait: the server may be stuck and be replaced by another.
+        It does not wait: the server may hang and be replaced by another.
         """
         with self._lock:
             self._redirects += 1

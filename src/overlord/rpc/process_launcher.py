@@ -1,5 +1,4 @@
-"""Actors as processes of this machine: one socket pair per actor, and one thread that reads for all
-of them.
+"""Actors as processes of this machine: one socket pair per actor, and one I/O thread for all.
 
 Calls and replies are frames: the number of the call, then (method, arguments) or (success, value or
 error).
@@ -46,7 +45,10 @@ READS = 16  # of one actor in a row, before others are served
 
 
 class ProcessRecord(ActorRecord):
-    """An actor that is a process. Only the I/O thread reads and closes; any thread may send."""
+    """The record of an actor that is a process.
+
+    Only the I/O thread reads and closes; any thread may send.
+    """
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -60,7 +62,7 @@ class ProcessRecord(ActorRecord):
         self.broken = ""  # why its replies cannot be read
 
     def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> bool:
-        """Send a call or queue it; return True if the I/O thread has to send the rest."""
+        """Send a call or queue it; return whether the I/O thread has to send the rest."""
         message = encode_message(number, header, columns)
         with self.send_lock:
             if self.closed:
@@ -74,7 +76,7 @@ class ProcessRecord(ActorRecord):
             return not waiting and not self._write()
 
     def write_more(self) -> bool:
-        """Send queued calls; return True when everything is sent."""
+        """Send queued calls; return whether all are sent."""
         with self.send_lock:
             return self.closed or self._write()
 
@@ -111,8 +113,9 @@ class ProcessRecord(ActorRecord):
 
 
 class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
-    """Runs every actor in a process of the fork server. Callbacks of futures and deaths run in the
-    I/O thread.
+    """An actor system that runs every actor in a process of the fork server.
+
+    Callbacks of futures and deaths run in the I/O thread.
     """
 
     def __init__(self) -> None:
@@ -152,9 +155,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls, close and exit; kill those that have not at the
-        deadline.
-        """
+        """Let every actor finish its calls and exit; kill the others at the deadline."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if threading.current_thread() is self._thread:
@@ -269,7 +270,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
                 record.kill()
 
     def _read(self, record: ProcessRecord, times: int) -> bool:
-        """Handle replies, with at most ``times`` reads; return False if no more will come."""
+        """Handle replies with at most ``times`` reads; return False at the end of the socket."""
         try:
             for _ in range(times):
                 if not record.buffer.read(record.sock):
@@ -299,7 +300,10 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             record.fault = value
 
     def _ended(self, record: ProcessRecord) -> None:
-        """The process is gone. Replies that it sent before still count."""
+        """Record that a process has exited.
+
+        Replies that it sent before still count.
+        """
         self._selector.unregister(record.process.sentinel)
         with self._start_lock:
             code = record.process.exitcode
@@ -363,7 +367,10 @@ def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def _pidfd(pid: int | None) -> int:
-    """Return a pidfd, since a pid may be reused by another process; -1 if there is none."""
+    """Return a pidfd of a process, or -1 if the system has none.
+
+    A pid may be reused by another process.
+    """
     try:
         return os.pidfd_open(pid or 0)
     except (AttributeError, OSError):

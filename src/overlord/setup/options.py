@@ -1,4 +1,4 @@
-"""Launch options: they decide how a job runs, never which samples it gives."""
+"""Launch options: they decide how a job runs, never which samples it delivers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTITION = ("auto", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlacement:
-    """Where a job runs on a Ray cluster. None of these changes the stream."""
+    """The placement of a job on a Ray cluster; none of these fields changes the stream."""
 
     address: str | None = None
     """``host:port`` of the head of a cluster. None: a cluster of this machine, for this job."""
@@ -50,7 +50,7 @@ class RayPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """Bounds of the memory that loading holds. None of these changes the stream."""
+    """Bounds of the memory that loading holds; none of these fields changes the stream."""
 
     total: int | str | None = None
     """For loading on this machine, ``"64GB"`` or bytes: it bounds the sum of the others."""
@@ -66,7 +66,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Launch options, with the fields of all groups. None of them changes the stream."""
+    """Launch options, with the fields of all groups; none of them changes the stream."""
 
     prefetch: int = 4
     # steps of the window that are built; None: all in one process, 2 in several processes, where
@@ -131,7 +131,7 @@ class Options:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
-        """Return options by name; refuse unknown names."""
+        """Return options by name; raise ``JobError`` for an unknown name."""
         refuse_unknown(given)
         return Options(**given)
 
@@ -331,7 +331,7 @@ class Options:
         return found
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """Check that a plan is not made before the report it uses can have arrived.
+        """Check that a report can arrive before the plan that uses it.
 
         Jobs without feedback have no such bound.
         """
@@ -346,7 +346,7 @@ class Options:
 
 
 def refuse_unknown(given: Iterable[str]) -> None:
-    """Raise for names that no option has, with the nearest one that exists."""
+    """Raise ``JobError`` for unknown option names, with the nearest known name."""
     known = [f.name for f in fields(Options)]
     if unknown := [name for name in given if name not in known]:
         raise JobError(

@@ -11,7 +11,7 @@ from overlord.sources.index import RemovedSource
 
 
 def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
-    """Return the sources whose storage was given up by the step of a saved state."""
+    """Return the sources that were removed before the step of a saved state."""
     try:
         lost = [
             e

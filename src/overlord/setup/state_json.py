@@ -1,7 +1,7 @@
 """A ``StreamState`` as plain JSON values, and back, with the errors of a state that does not fit.
 
-Names and numbers only: nothing in a state is ever executed. Events and reports have their JSON form
-in ``planning/state_json.py``.
+A state holds names and numbers only; nothing in it is ever executed. Events and reports have their
+JSON form in ``planning/state_json.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DATASET_STATE = (
 def state_to_json(
     state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a state as plain JSON values, by the names of its sources."""
+    """Return a state as plain JSON values, keyed by the names of its sources."""
     return {
         "version": STATE_VERSION,
         "job": job,
@@ -144,7 +144,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
 
 
 def _check_ahead(state: StreamState, job: Job) -> None:
-    """Refuse a state with passed-over samples where the batch is counted in tokens."""
+    """Refuse a state with passed-over samples if the batch is counted in tokens."""
     if job.batch.tokens is None or not any(map(len, state.ahead)):
         return
     raise StateMismatch(
@@ -160,9 +160,7 @@ def _check_ahead(state: StreamState, job: Job) -> None:
 
 
 def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:
-    """Return the state, without its schedule's state where that does not fit and ``allow`` permits
-    a new start.
-    """
+    """Return the state; drop the state of its schedule if it does not fit and ``allow`` permits it."""
     if state.schedule is None:
         return state
     try:  # on a copy: a state that does not fit must change nothing
@@ -210,8 +208,9 @@ def _check_fingerprint(
 def _differences(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return entries of the fingerprint that differ (saved, now), and added sources that the job
-    does not list.
+    """Return entries of the fingerprint that differ, each as (saved, now).
+
+    Also return added sources that the job does not list.
     """
     then = fingerprint_in(saved["fingerprint"], list(saved["cursors"]))
     differ = {

@@ -1,7 +1,7 @@
 """The client of a rank whose plan broadcasts: one rank of a group fetches for all of them.
 
-The fetcher has a client for every step queue of its group (one per bucket; several if DP is
-broadcast), packs their steps into one frame and broadcasts it. Each rank of the group slices its
+The fetcher has a client for every step queue of its group: one per bucket, and several if DP is
+broadcast. It packs their steps into one frame and broadcasts it. Each rank of the group slices its
 own view out of the step of its queue, as a constructor would have done. Steps, state and reports
 are the same as without a broadcast; fewer ranks have a connection.
 """
@@ -215,9 +215,10 @@ class BroadcastClient(Client):
         return frame
 
     def _receive_loaded(self) -> dict[str, Any]:
-        """Return the outcome of the fetcher's load.
+        """Return the frame with the outcome of the fetcher's load.
 
-        The fetcher may have sent some steps before: they are dropped, or kept if it was refused.
+        The fetcher may have sent some steps before. They are dropped, or kept if the state was
+        refused.
         """
         steps: list[dict[str, Any]] = []
         for _ in range(SEARCHED_FRAMES):
@@ -290,6 +291,7 @@ class BroadcastClient(Client):
         )
 
     def _state_of(self, queue: StepQueue, state: State) -> dict[str, Any]:
+        """Return the state after ``state``, from the own client or from the session."""
         if self._own is not None:
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
@@ -340,7 +342,7 @@ class BroadcastClient(Client):
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
         """Load a state on a rank that is served, after its fetcher.
 
-        The fetcher's frame is received in any case: later it would be taken for a step.
+        The fetcher's frame is received in any case. Later it would be taken for a step.
         """
         refused: OverlordError | None = None
         try:

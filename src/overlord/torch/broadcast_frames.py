@@ -236,7 +236,10 @@ def _others(service: Service) -> list[int]:
 
 
 def portable_error(error: BaseException, rank: int) -> Exception:
-    """Return an error that can be sent; StopIteration must not end a loop silently elsewhere."""
+    """Return an error that can be sent to other ranks.
+
+    A received ``StopIteration`` would silently end a loop, so it is replaced.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return ActorLost(

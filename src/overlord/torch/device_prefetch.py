@@ -48,7 +48,7 @@ class DevicePrefetcher:
     """Iterates a client's steps as ``TensorStep`` on a device, ``depth`` of them prefetched.
 
     It has the interface of the client. On CUDA a step is packed into one pinned buffer and copied
-    by one call on a stream of its own; the trainer's stream waits for the copy, the trainer does
+    by one call on a stream of its own. The trainer's stream waits for the copy; the trainer does
     not. On the CPU nothing is copied: tensors share the memory of the step. Other devices receive
     plain copies. ``waited_s``: seconds that the trainer has waited here. ``close`` closes the
     client too.
@@ -99,7 +99,7 @@ class DevicePrefetcher:
 
     @property
     def world_size(self) -> int | None:
-        """The ranks of the mesh; None if the client does not have the number."""
+        """The number of ranks of the mesh; None if the client does not have it."""
         found: int | None = getattr(self.client, "world_size", None)
         return found
 
@@ -182,8 +182,9 @@ class DevicePrefetcher:
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Return the state after the trainer's last step, or at a mark; prefetched steps do not
-        count.
+        """Return the state after the trainer's last step, or at a mark.
+
+        Prefetched steps do not count.
         """
         after = at or self._after or self.client.state_dict
         state: State = after()
@@ -248,7 +249,7 @@ class DevicePrefetcher:
         self._thread.start()
 
     def _stop(self, seconds: float) -> None:
-        """Stop the thread and wait for its end; then no other thread uses the client."""
+        """Stop the thread and wait for its end; afterwards no other thread uses the client."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -103,10 +103,11 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
 
 
 def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
-    """Check that all ranks send rows of one dtype: otherwise rows would be garbage, not an error.
+    """Check that all ranks send rows of one dtype.
 
-    Ranks compare their dtypes in the first exchange of a group. A rank without rows that later
-    changes its dtype is only warned: all ranks may have changed it.
+    Otherwise rows would be garbage without an error. Ranks compare their dtypes in the first
+    exchange of a group. A rank without rows that later changes its dtype only logs a warning: all
+    ranks may have changed it.
     """
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
@@ -212,7 +213,7 @@ def place_rows(
 def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return ``value`` with a backward that includes the exchange of ``rows``.
 
-    For ranks that do not use rows in their loss.
+    Use it on ranks that do not use rows in their loss.
     """
     return value + rows[:0].sum().to(value.dtype)
 
@@ -285,7 +286,7 @@ def share_rows(
 
 
 def _field(maps: Any, *names: str) -> np.ndarray:
-    """Return an array of the maps of a step or of ``plan.routes().for_rank()``."""
+    """Return an array from the maps of a step or of ``plan.routes().for_rank()``."""
     for name in names:
         if isinstance(maps, Mapping) and name in maps:
             found = maps[name]

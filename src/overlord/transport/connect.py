@@ -1,5 +1,6 @@
-"""Client side of a connection: use the unix socket if it answers, TCP otherwise, then do the
-handshake.
+"""Client side of a connection: connect by unix socket or TCP, then authenticate.
+
+The unix socket is used if it answers, TCP otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def dial(
 ) -> tuple[SocketConnection, dict[str, Any]]:
     """Connect to the server at ``address``; return the connection and the server's welcome.
 
-    ``name`` is how the server calls this client in its errors.
+    The server uses ``name`` for this client in its errors.
     """
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
