@@ -783,7 +783,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         for client in clients:
             client.close()
         assert there.line().startswith(
-            "goes on with step 10: step 9 is the last that all ranks took"
+            "continues with step 10: step 9 is the last that all ranks took"
         )
         assert there.line() == "10", (
             "who submitted died and said nothing: whoever reaches the cluster finds out "

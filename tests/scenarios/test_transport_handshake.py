@@ -124,7 +124,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
             exactly(sock, size)
             sock.sendall(PREFIX.pack(MAGIC, VERSION, 4, 40) + bytes(40))
 
-    _against(impostor, LinkRefused, "does not know the token")
+    _against(impostor, LinkRefused, "does not have the token")
 
 
 def test_a_server_of_another_version_is_named_with_both_versions():

@@ -211,7 +211,7 @@ def test_a_name_that_is_no_segments_is_told_and_other_files_do_not_matter(tmp_pa
         log.append([plan(0)])
     assert numbers(tmp_path) == [0]
     (tmp_path / "copy of 0.ovj").write_bytes(b"")
-    with pytest.raises(JournalError, match=r"got 'copy of 0.ovj'; take it away"):
+    with pytest.raises(JournalError, match=r"got 'copy of 0.ovj'; remove it from the journal"):
         read_all(tmp_path)
 
 

@@ -109,7 +109,7 @@ class EventLoop:
                     last = time.perf_counter()
             except BaseException as error:
                 self.broken = error
-                log.exception("the event loop stopped")
+                log.exception("event loop stopped: a call failed")
                 self._failed(error)
                 return
 

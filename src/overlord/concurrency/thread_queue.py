@@ -37,7 +37,7 @@ class ThreadQueue:
             try:
                 work()
             except Exception:
-                log.exception("a queued call failed")
+                log.exception("queued call failed")
 
     def close(self) -> None:
         """End the threads after the queued calls.

@@ -104,7 +104,7 @@ class DirectoryStorage:
             raise JournalError(
                 self.shown,
                 f"expected segments like 000000000000.ovj, got {strange[0]!r}",
-                "take it away",
+                "remove it from the journal",
             )
         return found
 

@@ -115,7 +115,7 @@ class JournalLog:
             raise JournalError(
                 storage.shown,
                 what,
-                'go on from it with resume="auto", or give the job another journal',
+                'continue it with resume="auto", or give the job another journal',
             )
         log = cls(storage, header, token_hex(8), 1, None, segment_bytes)
         log.claim()
@@ -297,7 +297,7 @@ class JournalLog:
         return JournalTaken(
             f"{self._storage.shown}/{taken.name}",
             what,
-            "stop this process: nothing it writes counts any more",
+            "stop this process: its writes no longer count",
         )
 
     def _note_numbers(self, records: Iterable[Record]) -> None:
@@ -492,10 +492,10 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
 def _of_another_launch(storage: JournalStorage, found: SegmentHeader) -> JournalTaken:
     what = (
         f"{found.writer} with generation {found.generation} has taken over: another launch of "
-        "this job has gone on with its journal"
+        "this job has continued its journal"
     )
     remedy = (
-        "stop this job: nothing it does counts any more; to have it instead of the other, "
+        "stop this job: its writes no longer count; to run it instead of the other, "
         'stop that one and launch with resume="auto"'
     )
     return JournalTaken(f"{storage.shown}/{name_of(found.ordinal)}", what, remedy)

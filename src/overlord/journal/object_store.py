@@ -50,7 +50,7 @@ class ObjectStoreStorage:
             raise JournalError(
                 self.shown,
                 f"expected segments like 000000000000.ovj, got {strange[0]!r}",
-                "take it away",
+                "remove it from the journal",
             )
         self._files = dict(sorted(found.items()))
         return list(self._files)

@@ -239,7 +239,7 @@ class Recovered:
         """The reason why the stream continues at its step, as a sentence."""
         if self.empty:
             return "the journal has no step yet"
-        planned = f"steps up to {self.next_step - 1} were planned, and come again as they were"
+        planned = f"steps up to {self.next_step - 1} were planned, and are replanned unchanged"
         if self.acked < 0:
             return (
                 f"no step was taken by all ranks; {planned}"

@@ -75,7 +75,7 @@ class ResumePoint:
     why: str
 
     def __str__(self) -> str:
-        return f"goes on with step {self.step}: {self.why}"
+        return f"continues with step {self.step}: {self.why}"
 
 
 class Journaled(Protocol):
@@ -202,7 +202,7 @@ class WriteAheadGate:
 
         The journal calls this when a plan became durable or failed.
         """
-        # Read before the plans are looked at: a plan that is not durable by then never will be.
+        # Read this before the plans: a plan that is not durable by then never will be.
         error = self._journal.failed
         waiting = next((c.plan.step for c in self._held if self._waits(c)), None)
         if waiting is not None and error is not None:

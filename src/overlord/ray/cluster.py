@@ -159,7 +159,9 @@ class Cluster:
             return None
         with self._held(f"{spec.name} to be started, after other requests"):
             if not self._users:
-                raise OverlordError("the cluster was released")
+                raise OverlordError(
+                    f"{spec.name}: expected a connected cluster, got a released one; launch again"
+                )
             # Every name is used once: Ray keeps the name of a killed actor as long as it is
             # referenced.
             named = {

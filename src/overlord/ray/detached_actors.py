@@ -25,7 +25,11 @@ def keep(factory: type, name: str) -> Any:
         return ray.remote(factory).options(**options).remote(name)
     except exceptions.ActorAlreadyExistsError:
         raise JobError(
-            [f"another process has just submitted a job named {name!r} to this cluster"], "submit"
+            [
+                f"job {name!r}: expected a new name, got that of a job that another process "
+                "has just submitted; use another name"
+            ],
+            "submit",
         ) from None
 
 

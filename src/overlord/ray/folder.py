@@ -139,8 +139,7 @@ def _root() -> Path:
     if why and root != standard:
         if why != "too long":
             log.warning(
-                "%s is not used for the files of Ray, but /tmp: other accounts can change it, "
-                "since %s",
+                "files of Ray put into /tmp instead of %s: other accounts can change it, since %s",
                 root,
                 why,
             )

@@ -176,7 +176,11 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
     def _warn_that_it_waits(self, record: RayRecord) -> None:
         if self._is_awaited(record):
-            log.warning("%s waits for %s", record.name, no_room(record.place, CLUSTER.nodes()))
+            log.warning(
+                "start of %s delayed, waiting for %s",
+                record.name,
+                no_room(record.place, CLUSTER.nodes()),
+            )
 
     def _start_without_resources(
         self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
@@ -192,7 +196,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             self._check_start_later(record, actor, spec, code)
             return
         log.warning(
-            "%s was not given %s on its node in %g s; started without",
+            "%s started without its resources: %s not available on its node within %g s",
             record.name,
             record.place.wanted,
             TIMEOUTS.process_s,

@@ -260,7 +260,7 @@ def surplus(
 def moves(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> dict[str, Spot]:
-    """Return new spots for loader workers that should move from crowded nodes to nodes with room."""
+    """Return new spots for loader workers that should move from crowded nodes to others."""
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
         for worker in crowded.leave:

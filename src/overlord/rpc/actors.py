@@ -299,7 +299,7 @@ class BaseActorSystem(Generic[R]):
             raise ActorLost(
                 name,
                 "there is no actor of this name"
-                + (did_you_mean(name, known) if known else "; there is none at all"),
+                + (did_you_mean(name, known) if known else "; no actor is alive"),
             )
         return handle
 
@@ -313,7 +313,7 @@ class BaseActorSystem(Generic[R]):
             try:
                 callback(handle, reason)
             except Exception:
-                log.exception("the death callback of actor %s failed", handle.name)
+                log.exception("death callback of actor %s failed", handle.name)
 
         self._own(handle).on_end(notify)
 

@@ -164,13 +164,14 @@ class ActorListener(Generic[A]):
         record = self._expected.get(lease_id) if type(lease_id) is int else None
         if record is None or record.name != name or type(pid) is not int:
             raise OverlordError(
-                f"expected an actor that is awaited, got {name!r:.60} with lease id "
+                f"expected an actor with a valid lease id, got {name!r:.60} with lease id "
                 f"{lease_id!r:.20}"
             )
         with record.inbound.lock:
             if record.inbound.connection is not None or record.reason is not None:
                 raise OverlordError(
-                    f"{record.name} with lease id {lease_id} is connected already, or was given up"
+                    f"{record.name}: expected one connection with lease id {lease_id}, got "
+                    "another, or the actor was given up"
                 )
             assert record.handle is not None
             record.handle.pid = pid

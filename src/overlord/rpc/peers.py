@@ -193,7 +193,7 @@ class RpcEndpoint:
             self._redirects += 1
             redirect, former, self._connection = self._redirects, self._connection, None
         if former is not None:
-            former.close("another server calls from now on")
+            former.close("redirected to another server")
         hello = {"name": self._name, "lease_id": lease_id, "pid": os.getpid()}
         threading.Thread(
             target=self._connect,
@@ -242,7 +242,7 @@ class RpcEndpoint:
         except ActorLost:
             pass
         except DataStall as stalled:
-            log.warning("%s: %s; closed its connection", self._name, stalled)
+            log.warning("connection of %s closed: %s", self._name, stalled)
             connection.close(str(stalled))
 
     def close(self) -> None:

@@ -234,7 +234,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
                 try:
                     key.data(events)
                 except Exception:
-                    log.exception("the I/O thread of the actor system caught an exception")
+                    log.exception("handler failed in the I/O thread of the actor system")
         self._selector.close()
         self._woken.close()
 
@@ -339,7 +339,7 @@ def _begin(
         process.start()
     except (EOFError, ConnectionError) as e:
         raise ActorLost(
-            name, f"the fork server ended before it could start it{forkserver.UNGUARDED}"
+            name, f"the fork server exited before it could start it{forkserver.UNGUARDED}"
         ) from e
     except Exception as e:
         if what := _unsendable(factory, args):

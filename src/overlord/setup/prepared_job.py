@@ -41,7 +41,7 @@ from overlord.sources.retry import StorageStats
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 
-READ_AHEAD = 2  # steps, where everything is in one process
+READ_AHEAD = 2  # steps, if everything is in one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ def open_loader(
 class PreparedJob:
     """A job with everything that is read once and shared by all its cores."""
 
-    profile: JobProfile | None = None  # measured costs of its sources, where there are any
+    profile: JobProfile | None = None  # measured costs of its sources, if any
 
     def __init__(
         self, job: Job, options: Options, removed: Mapping[str, RemovedSource] | None = None
@@ -127,7 +127,7 @@ class PreparedJob:
         self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = job_fingerprint(job, self.indexes, self.pipelines)
-        self.floor = 0  # the first step that was never planned, where earlier steps are replanned
+        self.floor = 0  # the first step that was never planned, if earlier steps are replanned
         self._workers: list[TransformWorker] = []
 
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:

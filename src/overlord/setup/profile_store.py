@@ -71,13 +71,13 @@ def load(path: Path | str) -> JobProfile:
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
-            raise BadProfile(f"expected at most {LARGEST} bytes")
+            raise BadProfile(f"expected at most {LARGEST} bytes, got more")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
         pass  # no profile was saved yet
     except (OSError, ValueError, RecursionError) as error:
         log.warning(
-            "profile %s is not used, sources are measured again: %s", shown(path), f"{error}"[:300]
+            "profile %s ignored, sources are measured again: %s", shown(path), f"{error}"[:300]
         )
     return JobProfile()
 
@@ -119,7 +119,7 @@ def _put(uri: str, profile: JobProfile) -> bool:
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, WouldBlock) as error:
         log.warning(
-            "profile %s is not saved: %s", shown(uri), str(error) or "the store did not accept it"
+            "profile %s not saved: %s", shown(uri), str(error) or "the store did not accept it"
         )
         return False
     return True
@@ -136,14 +136,14 @@ def save(path: Path | str, profile: JobProfile) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-profile-")
     except OSError as error:
-        log.warning("profile %s is not saved: %s", path, error)
+        log.warning("profile %s not saved: %s", path, error)
         return False
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             json.dump(profile.to_plain(), out, indent=1)
         os.replace(name, path)
     except OSError as error:
-        log.warning("profile %s is not saved: %s", path, error)
+        log.warning("profile %s not saved: %s", path, error)
         with suppress(OSError):
             os.unlink(name)
         return False

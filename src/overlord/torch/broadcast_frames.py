@@ -126,7 +126,7 @@ class FrameBroadcast:
                 f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited "
                 f"for rank {self._service.fetcher}, and "
             )
-            lost = OverlordError(f"{stopped}has lost the limits of its frames; join again")
+            lost = OverlordError(f"{stopped}cannot find its next frame; join again")
             self._broken = fault if isinstance(fault, Exception) else lost
             raise
 

@@ -17,7 +17,7 @@ from overlord.errors import OverlordError, StateMismatch
 
 KEY = "overlord"
 FILE = "overlord.json"
-REMEDY = "save and load what state_dict() gave, unchanged"
+REMEDY = "save and load the result of state_dict() unchanged"
 
 
 class LoaderState:

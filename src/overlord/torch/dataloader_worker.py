@@ -54,7 +54,7 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
         raise JobError(
             [
                 f"num_workers: expected 0 or 1, got {info.num_workers}; each worker would "
-                "launch the whole job and give every step again. "
+                "launch the whole job and deliver every step again. "
                 "Loaders and constructors of a session work in parallel: see "
                 "launch(loaders=, workers=, runtime=)"
             ],

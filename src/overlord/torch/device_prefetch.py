@@ -31,7 +31,7 @@ from overlord.torch.tensor_step import (
 )
 
 POLL_S = 1.0  # between two checks that the thread is alive
-# The thread pauses so long after the trainer took a step, if another step is ready.
+# Pause of the thread after the trainer took a step, if another step is ready.
 HOLD_BACK_S = 0.02
 HOLD_BACK = 0.1  # but no longer than this share of the time between two steps
 PAUSE_S = 60.0  # for the thread to return from the client, before a state is loaded

@@ -113,7 +113,7 @@ def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
     if (known := _agreed.get(key)) is not None:
         if not len(rows) and rows.dtype != known:
             log.warning(
-                "rank %d routes 0 rows of %s, before of %s; the other ranks must change it too",
+                "dtype of the 0 rows of rank %d changed to %s from %s; change it on all ranks",
                 dist.get_rank(),
                 rows.dtype,
                 known,
@@ -202,7 +202,7 @@ def place_rows(
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
         raise PlanError(
-            f"place_rows: expected places in {len(flat)} tokens, got {int(at.max())}; a "
+            f"place_rows: expected positions in {len(flat)} tokens, got {int(at.max())}; a "
             "CP slice needs positions="
         )
     return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
@@ -272,8 +272,8 @@ def share_rows(
     count, indexed = counts.tolist()
     if count != indexed:  # raise on all ranks: otherwise the others would wait for the first
         raise PlanError(
-            f"share_rows: expected a place for each row on rank {first}, got {count} rows "
-            f"and {indexed} places in index"
+            f"share_rows: expected a position for each row on rank {first}, got {count} rows "
+            f"and {indexed} positions in index"
         )
     places = torch.empty(count, dtype=torch.int64, device=rows.device)
     if dist.get_rank() == first:

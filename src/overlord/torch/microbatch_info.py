@@ -23,7 +23,7 @@ class MicrobatchInfo:
     here: int = -1  # in these arrays; fewer in a slice of CP
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
-    labels: str = ""  # the convention of the labels; empty if there is no label to tell it from
+    labels: str = ""  # the convention of the labels; empty if it cannot be detected
 
     @property
     def sliced(self) -> bool:

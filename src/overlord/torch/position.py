@@ -12,7 +12,7 @@ from overlord.client.caller_check import Ahead
 from overlord.errors import StateMismatch
 from overlord.torch.saved_state import State
 
-REMEDY = "save and load what state_dict() gave, unchanged"
+REMEDY = "save and load the result of state_dict() unchanged"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def check_for(annotation: Any) -> Check | None:
         return _PLAIN[annotation]
     cls = type(None) if annotation is None else (origin or annotation)
     if not isinstance(cls, type):
-        raise TypeError(f"no check is known for the annotation {annotation!r}")
+        raise TypeError(f"record field: expected a supported annotation, got {annotation!r}")
     return lambda value: isinstance(value, cls)
 
 

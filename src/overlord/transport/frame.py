@@ -235,7 +235,7 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
             columns.append(np.ndarray(shape, dtype, view, offset))
         # An empty array may have other dimensions that are larger than any memory.
         except (ValueError, OverflowError) as e:
-            raise _wrong(len(columns), f"expected a possible shape, got {shape}") from e
+            raise _wrong(len(columns), f"expected a valid shape, got {shape}") from e
         at = offset + nbytes
     if at != len(view):
         raise FrameError(

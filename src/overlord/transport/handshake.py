@@ -105,7 +105,7 @@ def _decoded(body: bytes, peer: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise LinkRefused(peer, f"expected a map in its handshake: {e}") from e
+        raise LinkRefused(peer, f"expected a map in its handshake, got invalid bytes: {e}") from e
 
 
 def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
@@ -118,7 +118,7 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
     answer = yield from _read(WELCOME, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
         raise LinkRefused(
-            peer, "the server does not know the token; check that the address is of this job"
+            peer, "the server does not have the token; check that the address belongs to this job"
         )
     return _decoded(answer[32:], peer)
 

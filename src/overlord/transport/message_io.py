@@ -315,4 +315,4 @@ def _view(row: tuple[int, ...], views: list[np.ndarray]) -> np.ndarray:
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:
-        raise FrameError(f"expected a possible shape, got {shape}", f"column {i}") from e
+        raise FrameError(f"expected a valid shape, got {shape}", f"column {i}") from e

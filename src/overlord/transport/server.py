@@ -262,9 +262,13 @@ class Server:
 
         The oldest handshake is refused to free its socket.
         """
-        log.warning("cannot accept connections: %s", error.strerror)
+        log.warning("accepting connections paused for 0.2 s: %s", error.strerror)
         if self._pending:
-            self._refuse(next(iter(self._pending.values())), "no room", later=True)
+            self._refuse(
+                next(iter(self._pending.values())),
+                "the server can open no more connections",
+                later=True,
+            )
         if not self._paused_until:
             self._paused_until = time.monotonic() + 0.2
             for sock in self._listeners:

@@ -75,7 +75,7 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
         raise FrameError(
-            f"expected valid Unicode, got {e.object!r:.60} with half a character in it", "value"
+            f"expected valid Unicode, got {e.object!r:.60} with a lone surrogate", "value"
         ) from e
 
 
@@ -356,7 +356,7 @@ def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
             f"{offsets.dtype}{offsets.shape}"
         )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
-        return f"expected offsets that rise within 0..{len(values)}, got others"
+        return f"expected increasing offsets within 0..{len(values)}, got others"
     return ""
 
 
