@@ -22,7 +22,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, Overl
 from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback, StepsAcked
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_payload_gather import documents, placed
@@ -43,7 +43,7 @@ class Started:
         self.loader = self.loader_link(1)
 
     def loader_link(self, incarnation: int, host: int = 3) -> Connection:
-        return dial(
+        return open_connection(
             self.host.address(),
             "t",
             {"role": "loader", "host": host, "incarnation": incarnation},
@@ -326,7 +326,7 @@ class Line:
             token="t",
             where=where,
             next_step=0,
-            dial=self.dial,
+            open_connection=self.dial,
             now=lambda: self.time,
             sleep=self.sleep,
             **{"address": "overlord://x:1/y", "reconnect_s": 20.0, **settings},

@@ -451,7 +451,7 @@ JOINS = """
                 flush=True,
             )
             ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
-            keeper = ray_cluster.keep(ray_jobs.JobActor, "still")
+            keeper = ray_cluster.create_detached(ray_jobs.JobActor, "still")
             try:
                 ray_jobs.served("still", open_one.address)
             except ov.OverlordError as error:
@@ -684,7 +684,7 @@ NODES = """
             until(lambda: [(j.state, j.taken) for j in ray_jobs.jobs(address)] == [("running", 9)])
             print(
                 ray_cluster.ask(
-                    ray_cluster.kept_by("alone"), "resumed", timeout_s=20, what="where it goes on"
+                    ray_cluster.find_detached("alone"), "resumed", timeout_s=20, what="where it goes on"
                 ),
                 flush=True,
             )

@@ -214,7 +214,7 @@ def while_it_is_written(
             return what(self, lambda: real(self, event))
         return real(self, event)
 
-    monkeypatch.setattr(JobJournal, "said", said)
+    monkeypatch.setattr(JobJournal, "write_event", said)
     return written
 
 

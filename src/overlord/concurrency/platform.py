@@ -19,7 +19,7 @@ from overlord.process.malloc import limit_arenas
 from overlord.process.time_slice import in_background
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.transport.connection import Connection
-from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, dial
+from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 INTERFACE = "OVERLORD_INTERFACE"  # variable: the address at which other machines reach this one
@@ -68,12 +68,12 @@ class Platform:
         if background:
             in_background()
 
-    def pump(self, name: str) -> EventLoop:
+    def event_loop(self, name: str) -> EventLoop:
         """Return a new event loop."""
         return EventLoop(name)
 
-    def executor(self, workers: int, pump: EventLoop) -> Executor:
-        return ThreadExecutor(workers, pump)
+    def executor(self, workers: int, loop: EventLoop) -> Executor:
+        return ThreadExecutor(workers, loop)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` in a thread; it may block."""
@@ -98,7 +98,7 @@ class Platform:
         time.sleep(seconds)
 
     def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
-        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_slots=MAX_SEGMENTS)
+        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_segments=MAX_SEGMENTS)
 
     def serve(
         self,
@@ -118,7 +118,7 @@ class Platform:
             **where,
         )
 
-    def dial(
+    def open_connection(
         self,
         address: str,
         token: str,
@@ -127,8 +127,8 @@ class Platform:
         timeout_s: float,
         ring: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        connection, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
-        connection.waits_for_slots = False
+        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection.waits_for_segments = False
         return connection, welcome
 
     def end(self, code: int) -> None:

@@ -28,7 +28,7 @@ class ThreadQueue:
         """Append a call."""
         self._work.put(work)
 
-    def is_me(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the caller runs in one of the threads."""
         return threading.current_thread() in self._threads
 

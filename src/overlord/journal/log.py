@@ -29,7 +29,7 @@ from overlord.journal.segment import (
     seed_of,
 )
 from overlord.journal.segments import Reading, SegmentChain, Truncation, pruned
-from overlord.journal.storage import JournalStorage, NameTaken, place_of, whoami
+from overlord.journal.storage import JournalStorage, NameTaken, storage_of, whoami
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
@@ -502,7 +502,7 @@ def _of_another_launch(storage: JournalStorage, found: SegmentHeader) -> Journal
 
 
 def _storage_of(where: Where) -> JournalStorage:
-    return place_of(where) if isinstance(where, str | os.PathLike) else where
+    return storage_of(where) if isinstance(where, str | os.PathLike) else where
 
 
 def _closing(storage: JournalStorage, opening: Callable[[], T]) -> T:

@@ -87,7 +87,7 @@ class JournalStorage(Protocol):
     def close(self) -> None: ...
 
 
-def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
+def storage_of(uri: str | os.PathLike[str]) -> JournalStorage:
     """Return the storage of a directory's path or a store's URI, without opening it."""
     text = os.fspath(uri)
     if problems := uri_problems(text):

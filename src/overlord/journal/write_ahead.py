@@ -39,7 +39,7 @@ class NullJournal:
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the event loop with it
     # called on the event loop when a record became durable, or cannot
-    heard: Callable[[], None] = staticmethod(lambda: None)
+    on_durable: Callable[[], None] = staticmethod(lambda: None)
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
         """Write in a thread from now on; ``post`` runs a call on the event loop."""
@@ -48,17 +48,17 @@ class NullJournal:
         """Return whether the plan of a step is durable."""
         return True
 
-    def begin(self, state: StreamState, blueprint: PreparedJob) -> None: ...
-    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
-    def said(self, event: Any) -> None: ...
-    def joined(self, event: AddSource, blueprint: PreparedJob) -> None: ...
-    def reported(self, report: Report) -> None: ...
-    def took(self, step: int | None, last: bool) -> None: ...
-    def went_back(self, step: int, generation: int, reason: str) -> None: ...
-    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None: ...
+    def write_start(self, state: StreamState, prepared: PreparedJob) -> None: ...
+    def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
+    def write_event(self, event: Any) -> None: ...
+    def write_added_source(self, event: AddSource, prepared: PreparedJob) -> None: ...
+    def write_report(self, report: Report) -> None: ...
+    def write_acked(self, step: int | None, last: bool) -> None: ...
+    def write_rollback(self, step: int, generation: int, reason: str) -> None: ...
+    def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None: ...
     def close(self, taken: int = -1) -> None: ...
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {}
 
 
@@ -98,7 +98,7 @@ class JournalStart:
     floor: int = 0  # the first step that was never planned
     anew: bool = False  # records of steps after the state are void
 
-    def write(self, engine: Journaled, blueprint: PreparedJob) -> None:
+    def write(self, engine: Journaled, prepared: PreparedJob) -> None:
         """Write the start before the runtime plans a step; close the runtime if that fails.
 
         A coordinator in its own process writes the start itself.
@@ -108,9 +108,9 @@ class JournalStart:
                 write(self)
                 return
             if self.anew:
-                self.journal.rewound(engine.planner.state(), blueprint, self.floor)
+                self.journal.write_rewind(engine.planner.state(), prepared, self.floor)
             else:
-                self.journal.begin(engine.planner.state(), blueprint)
+                self.journal.write_start(engine.planner.state(), prepared)
         except BaseException:
             engine.close()
             raise
@@ -144,7 +144,7 @@ class WriteAheadGate:
     def journal(self, journal: NullJournal) -> None:
         self._journal = journal
         if journal is not UNWRITTEN:
-            journal.heard = self._release
+            journal.on_durable = self._release
 
     def record(self, event: Any) -> list[Any]:
         """Apply an event to the planner and journal it: it is durable on return.
@@ -155,9 +155,9 @@ class WriteAheadGate:
         in_time = isinstance(event, Report) and planner.in_time(event)
         commands = planner.handle(event)
         if in_time:
-            self._journal.reported(event)
+            self._journal.write_report(event)
         try:
-            self._journal.said(event)
+            self._journal.write_event(event)
         except JournalError as error:
             planner = self._planner()
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
@@ -187,7 +187,7 @@ class WriteAheadGate:
         """
         same_turn = [c for c in self._commands.queue if isinstance(c, PlannedStep)]
         try:
-            self._journal.planned([stage, *same_turn], self._planner().taken)
+            self._journal.write_plans([stage, *same_turn], self._planner().taken)
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
@@ -231,7 +231,7 @@ class WriteAheadGate:
         """Journal the acknowledged steps if no plan follows that would record them."""
         planner = self._planner()
         try:
-            self._journal.took(planner.taken, last=planner.finished is not None)
+            self._journal.write_acked(planner.taken, last=planner.finished is not None)
         except JournalError as error:
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 

@@ -180,7 +180,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def leave_no_socket() -> None:
+def remove_socket_at_exit() -> None:
     """Remove the fork server's socket and its folder when the server exits.
 
     Call it in the fork server. Python leaves the removal to the program, which cannot do it after
@@ -230,7 +230,7 @@ def die_with_parent() -> None:
         exit_now(1)
 
 
-def how_it_ended(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """Describe an exit code; None means that the fork server has not reported it in time."""
     if code is None:
         return "exit code unknown"

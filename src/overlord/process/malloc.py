@@ -46,7 +46,7 @@ def system_pool() -> Iterator[None]:
         del os.environ[POOL]
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system.
 
     Use it when much less memory is needed from now on, as after loading a tokenizer.

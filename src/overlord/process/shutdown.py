@@ -11,7 +11,7 @@ from threading import Lock
 Steps = list[Callable[[], object]]
 
 
-def in_turn(steps: Steps) -> None:
+def run_all(steps: Steps) -> None:
     """Run every step, even if earlier ones fail, and raise the first exception.
 
     Completed steps are removed from the list, so another call runs only the failed ones.
@@ -34,7 +34,7 @@ class CloseOnce:
         self._lock = Lock()
         self._steps: Steps | None = None
 
-    def go(self, steps: Callable[[], Steps]) -> None:
+    def run(self, steps: Callable[[], Steps]) -> None:
         """Run the remaining steps; return at once if another call is running them.
 
         The caller may be a signal handler that has interrupted that call.
@@ -44,6 +44,6 @@ class CloseOnce:
         try:
             if self._steps is None:
                 self._steps = steps()
-            in_turn(self._steps)
+            run_all(self._steps)
         finally:
             self._lock.release()

@@ -31,7 +31,7 @@ WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 REFUSE = f"only {MODE}=disabled in the environment of this program turns authentication off"
 
 
-class Unwelcome(Exception):
+class ClusterRefused(Exception):
     """The reason why a cluster is not used, as text for the user."""
 
 
@@ -93,7 +93,7 @@ def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
     """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
-        raise Unwelcome(
+        raise ClusterRefused(
             f"none of its nodes runs on this machine (its nodes: {there}): join it first, "
             f"ray start --address={address}"
         )
@@ -128,7 +128,7 @@ def is_refused() -> bool:
     """Return whether the environment turns authentication off explicitly."""
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
-        raise Unwelcome(f"{MODE}: expected token or disabled, got {mode!r}")
+        raise ClusterRefused(f"{MODE}: expected token or disabled, got {mode!r}")
     return mode.lower() == "disabled"
 
 
@@ -137,29 +137,29 @@ def token_named() -> bool:
     return any(os.environ.get(key) for key in TOKENS)
 
 
-def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) -> None:
+def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) -> None:
     """Check the authentication of a cluster that was not started here.
 
-    ``lets_in(with_token)`` returns whether it accepts a client with the token found here, or
+    ``accepts(with_token)`` returns whether it accepts a client with the token found here, or
     without a token.
     """
     if is_refused():
-        if not lets_in(False):
-            raise Unwelcome(
+        if not accepts(False):
+            raise ClusterRefused(
                 f"it requires a token, but {MODE}=disabled here; unset that, and set its "
                 f"token by {WHERE}"
             )
         warn("the cluster", "everyone who reaches its ports")
         return
     if not has_token():
-        raise Unwelcome(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
-    if lets_in(False):  # before the token is sent: an intruder in the cluster would get it
-        raise Unwelcome(
+        raise ClusterRefused(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
+    if accepts(False):  # before the token is sent: an intruder in the cluster would get it
+        raise ClusterRefused(
             "it asks for no token, so everyone who reaches its ports can run code there: start "
             f"it with {MODE}=token. {REFUSE}"
         )
-    if not lets_in(True):
-        raise Unwelcome(f"it rejects the token in {WHERE}")
+    if not accepts(True):
+        raise ClusterRefused(f"it rejects the token in {WHERE}")
 
 
 def asks_for_token(address: str) -> bool:

@@ -26,7 +26,7 @@ from overlord.ray.connection import (
     ping_head,
     refuse_another,
 )
-from overlord.ray.detached_actors import ask, keep, kept, kept_by
+from overlord.ray.detached_actors import ask, create_detached, detached_names, find_detached
 from overlord.ray.head import Head
 from overlord.ray.node_choice import Node
 from overlord.ray.nodes import here, living_nodes, node_here
@@ -40,11 +40,11 @@ __all__ = [
     "Cluster",
     "ask",
     "cluster",
+    "create_detached",
+    "detached_names",
+    "find_detached",
     "head_now",
     "here",
-    "keep",
-    "kept",
-    "kept_by",
     "kill",
     "node_here",
     "opened",
@@ -202,7 +202,7 @@ class Cluster:
         """Return the id of a node, given its name, address or id."""
         known = self.nodes()
         for found in known:
-            if found.is_called(node):
+            if found.has_name(node):
                 return found.id
         if not self.far:
             raise JobError(

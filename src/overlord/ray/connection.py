@@ -21,7 +21,7 @@ from overlord.import_path import FirstHere
 from overlord.process.malloc import system_pool
 from overlord.ray.auth import (
     MODE,
-    Unwelcome,
+    ClusterRefused,
     asks_for_token,
     check_folder,
     check_joined,
@@ -33,7 +33,7 @@ from overlord.ray.auth import (
     token_named,
     warn,
 )
-from overlord.ray.folder import Folder, Terminated, environment_kept
+from overlord.ray.folder import Folder, SigtermHandler, environment_kept
 from overlord.ray.ray_import import exceptions, ray, ray_constants, ray_worker, raylet
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.setup.options import n_cores
@@ -62,7 +62,7 @@ class RayConnection:
 
     def __init__(self) -> None:
         self._address: str | None = None
-        self._terminated = Terminated()
+        self._terminated = SigtermHandler()
         self._folder: Folder | None = None  # of a cluster that was started here
         self._environment: list[str] = []  # names of variables that were set here
         self._disconnecting: threading.Thread | None = None
@@ -94,7 +94,7 @@ class RayConnection:
                 system_pool(),
                 _loopback() if address is None else contextlib.nullcontext(),
             ):
-                self._terminated = Terminated()
+                self._terminated = SigtermHandler()
                 try:
                     ray.init(address or "local", **settings)
                 finally:
@@ -254,7 +254,7 @@ def _has_token() -> bool:
     try:
         return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
     except exceptions.AuthenticationError as fault:  # the environment names a file that is missing
-        raise Unwelcome(str(fault).partition(". ")[0]) from fault
+        raise ClusterRefused(str(fault).partition(". ")[0]) from fault
 
 
 def head_accepts(address: str, with_token: bool) -> bool:
@@ -332,12 +332,12 @@ def refuse_another(address: str | None, now: str, why: str) -> None:
 def _problem(address: str | None, fault: Exception) -> str:
     text = (
         str(fault)
-        if isinstance(fault, (Unwelcome, OverlordError))
+        if isinstance(fault, (ClusterRefused, OverlordError))
         else f"{type(fault).__name__}: {str(fault)[:500]}"
     )
     if address is None:
         return f"runtime: 'ray' could not start a cluster on this machine: {text}"
-    if isinstance(fault, Unwelcome):
+    if isinstance(fault, ClusterRefused):
         return f"address: the cluster at {address!r} is not used: {text}"
     return (
         f"address: {address!r} could not be reached as a Ray cluster; expected host:port of its "

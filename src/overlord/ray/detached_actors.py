@@ -11,7 +11,7 @@ from overlord.ray.ray_import import exceptions, ray
 NAMESPACE = "overlord-jobs"
 
 
-def keep(factory: type, name: str) -> Any:
+def create_detached(factory: type, name: str) -> Any:
     """Create a detached actor, whose calls run concurrently."""
     options: dict[str, Any] = {
         "name": name,
@@ -33,7 +33,7 @@ def keep(factory: type, name: str) -> Any:
         ) from None
 
 
-def kept() -> list[str]:
+def detached_names() -> list[str]:
     """Return the names of all detached actors."""
     return sorted(
         found["name"]
@@ -42,7 +42,7 @@ def kept() -> list[str]:
     )
 
 
-def kept_by(name: str) -> Any:
+def find_detached(name: str) -> Any:
     """Return the detached actor of this name; None if it has just been stopped."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)

@@ -31,7 +31,7 @@ MAX_ROOT = 16
 MAKING_S = 3600.0  # far above the time to create a folder: its creator was killed
 
 
-class Terminated:
+class SigtermHandler:
     """Preserves the SIGTERM handler of the program.
 
     Ray replaces it by a handler that exits. A trainer that saves its state on SIGTERM would lose
@@ -71,7 +71,7 @@ class Folder:
 
     def __init__(self, root: Path | None = None):
         root = root or _root()
-        remove_left(root)
+        remove_leftovers(root)
         made = make_private(root, UNFINISHED)
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         # On a file system without locks, other programs cannot lock either and keep the folder.
@@ -96,7 +96,7 @@ class Folder:
         os.close(self._lock)
 
 
-def remove_left(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove folders of programs that were killed."""
     for old in root.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):

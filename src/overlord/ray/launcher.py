@@ -264,7 +264,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         )
 
     def _in_callback(self) -> bool:
-        return self._listener.in_its_thread or self._events.is_me()
+        return self._listener.in_its_thread or self._events.is_current()
 
     def _disconnected(self, record: RayRecord, reason: str) -> None:
         """Kill an actor whose connection ended, unless Ray reports its end first.
@@ -314,11 +314,11 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _ended(self, record: RayRecord) -> None:
         assert record.inbound.end is not None
         if record.exiting:
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
         elif record.fault is not None:
-            self._over(record, factory_failed(record.fault), fault=record.fault)
+            self._mark_ended(record, factory_failed(record.fault), fault=record.fault)
         else:
-            self._over(record, record.inbound.end[0])
+            self._mark_ended(record, record.inbound.end[0])
         record.exited.set()
 
     def _connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
@@ -345,7 +345,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             raise OverlordError(
                 "shutdown: it waits for the thread that runs callbacks; call it from another thread"
             )
-        self._end_by(
+        self._run_shutdown(
             lambda: [
                 lambda: self._dismiss_all(timeout_s),
                 lambda: self._listener.close(HURRY_S),
@@ -358,10 +358,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         )
 
     def _dismiss_all(self, timeout_s: float) -> None:
-        for record in self._dismiss(self._living(), timeout_s, self._kill):
+        for record in self._request_exit(self._living(), timeout_s, self._kill):
             record.exited.wait(HURRY_S)
             # Ray ends a suspended process in a few seconds.
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)

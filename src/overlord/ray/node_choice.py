@@ -36,7 +36,7 @@ class Node:
     resources: Mapping[str, float] = field(default_factory=dict)  # in total
     idle_resources: Mapping[str, float] = field(default_factory=dict)
 
-    def is_called(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Return whether ``name`` is its id, name or address."""
         return name in (self.id, self.name, self.address)
 
@@ -137,7 +137,7 @@ def choose(
 
     ``placed`` holds the spots of all workers by name. There is at least one node.
     """
-    trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
+    trainers = [n for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)]
     load = Counter(spot.node for worker, spot in placed.items() if worker != name)
     held, taken = Counter[str](), defaultdict[tuple[str, str], float](float)
     for worker, spot in placed.items():
@@ -190,7 +190,7 @@ def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | N
         for rank in layout.ranks_of[int(number)]
         if rank < len(layout.rank_nodes)
     )
-    found = (n for called, _ in ranks.most_common() for n in trainers if n.is_called(called))
+    found = (n for called, _ in ranks.most_common() for n in trainers if n.has_name(called))
     return next(found, None)
 
 
@@ -227,7 +227,7 @@ def surplus(
     """
     found = []
     for node in nodes:
-        ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
+        ranks = any(node.has_name(rank_node) for rank_node in layout.rank_nodes)
         share = layout.share if ranks else 1.0
         there = [worker for worker, spot in placed.items() if spot.node == node.id]
         allowed = max(
@@ -280,9 +280,7 @@ def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
 
     The planner requests no resources.
     """
-    others = [
-        n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
-    ]
+    others = [n for n in nodes if not any(n.has_name(rank_node) for rank_node in layout.rank_nodes)]
     suited = [n for n in others if layout.suits(n)] or others
     return max(suited, key=lambda n: (n.idle_cores, n.id), default=None)
 
@@ -293,7 +291,7 @@ def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
     It must be a node without ranks, because the share of nodes with ranks is used up.
     """
     trainers = sorted(
-        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+        n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     )
     return {**layout.labels, **({NODE_ID: f"!in({','.join(trainers)})"} if trainers else {})}
 
@@ -332,10 +330,10 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
     return found
 
 
-def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
+def with_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
     """Return the same nodes, each with one name: two names of one node would count as two."""
     names = Counter(n.name for n in nodes)
-    found = [next(n for n in nodes if n.is_called(name)) for name in called]
+    found = [next(n for n in nodes if n.has_name(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
 
 
@@ -345,7 +343,7 @@ def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     A missing node would be skipped, and its ranks served from elsewhere.
     """
     missing = dict.fromkeys(
-        called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)
+        called for called in layout.rank_nodes if not any(n.has_name(called) for n in nodes)
     )
     known = ", ".join(sorted(n.name or n.address or n.id for n in nodes))
     found = [
@@ -402,7 +400,7 @@ def _nodes_text(nodes: Sequence[Node]) -> str:
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
     """Return the number of cores that loader and constructor workers may use in total."""
     trainers = {
-        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+        n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     }
     return max(
         1,

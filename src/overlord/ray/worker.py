@@ -25,7 +25,7 @@ from overlord.ray.timeouts import TIMEOUTS
 from overlord.rpc.process_server import HANGUP
 from overlord.rpc.server import CONTROL, ActorServer, exit_code
 from overlord.transport.connection import TIMEOUT, SocketConnection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,11 @@ class ActorBody:
             "machine": this_machine(),
             "output": output,
         }
-        connection, _ = dial(spec.address, spec.token, hello, timeout_s=TIMEOUTS.dial_s)
+        connection, _ = open_connection(
+            spec.address, spec.token, hello, timeout_s=TIMEOUTS.connect_s
+        )
         connection.max_held = 0  # messages are kept for long, so they are copied
-        connection.waits_for_slots = False
+        connection.waits_for_segments = False
         calls = CallConnection(connection)
         server = ActorServer(spec.name, calls.reply)
         try:

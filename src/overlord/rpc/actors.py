@@ -109,7 +109,7 @@ class ActorRecord:
         self._numbers = itertools.count(1)  # of calls
         self._quiet = False
 
-    def opened(self, method: str) -> tuple[int, PendingCall]:
+    def open_call(self, method: str) -> tuple[int, PendingCall]:
         """Register a call that is about to be sent.
 
         If the actor has ended, the future already holds its error.
@@ -122,7 +122,7 @@ class ActorRecord:
         answer.set_exception(self._lost())
         return number, answer
 
-    def answered(self, number: int, ok: bool, value: Any) -> None:
+    def complete_call(self, number: int, ok: bool, value: Any) -> None:
         """Complete a pending call."""
         with self._lock:
             answer = self._pending.pop(number, None)
@@ -133,7 +133,7 @@ class ActorRecord:
         else:
             answer.set_exception(value)
 
-    def ended(
+    def mark_ended(
         self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
         """Mark the actor as ended, once; fail its pending calls and run its callbacks.
@@ -229,7 +229,7 @@ class BaseActorSystem(Generic[R]):
         try:
             record.handle = self._start(record, factory, args)
         except BaseException:
-            self._over(record, "it could not be started", quiet=True)
+            self._mark_ended(record, "it could not be started", quiet=True)
             raise
         return record.handle
 
@@ -240,12 +240,12 @@ class BaseActorSystem(Generic[R]):
         """
         record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
-        number, answer = record.opened(method)
+        number, answer = record.open_call(method)
         if not answer.done():
             try:
                 self._send(record, number, header, columns)
             except OverlordError as e:
-                record.answered(number, False, e)
+                record.complete_call(number, False, e)
                 raise
         return answer
 
@@ -339,7 +339,7 @@ class BaseActorSystem(Generic[R]):
             raise OverlordError(f"{handle} belongs to another actor system; call it there")
         return handle.record
 
-    def _over(
+    def _mark_ended(
         self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
         """Mark an actor as ended.
@@ -349,13 +349,13 @@ class BaseActorSystem(Generic[R]):
         with self._names_lock:
             if self._names.get(record.name) is record:
                 del self._names[record.name]
-        return record.ended(reason, fault=fault, quiet=quiet)
+        return record.mark_ended(reason, fault=fault, quiet=quiet)
 
     def _living(self) -> list[R]:
         with self._names_lock:
             return list(self._names.values())
 
-    def _dismiss(
+    def _request_exit(
         self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
     ) -> list[R]:
         """Ask actors to finish their calls and exit; kill the others at the deadline.
@@ -376,20 +376,20 @@ class BaseActorSystem(Generic[R]):
             for record in records:
                 if not record.exited.is_set():
                     kill(record)
-                    self._over(record, SHUT_DOWN, quiet=True)
+                    self._mark_ended(record, SHUT_DOWN, quiet=True)
             raise
         for record in late:
             log.warning("actor %s did not exit in %.1f s; killed", record.name, timeout_s)
             kill(record)
         return late
 
-    def _end_by(self, steps: Callable[[], Steps]) -> None:
+    def _run_shutdown(self, steps: Callable[[], Steps]) -> None:
         """Run the shutdown steps once.
 
         After an interrupt, the next call runs the remaining steps.
         """
         self._closed = True
-        self._ending.go(steps)
+        self._ending.run(steps)
 
     def _close_once(self) -> bool:
         """Close the actor system; return True only for the first call."""

@@ -47,7 +47,7 @@ class InboundConnection:
     def attach(self, connection: ServerConnection) -> None:
         """Use a connection and send the queued calls. Call with the lock held."""
         # Messages of an actor are kept for long, so they are copied out of its segments.
-        connection.max_held, connection.waits_for_slots = 0, False
+        connection.max_held, connection.waits_for_segments = 0, False
         connection.max_queued_bytes = UNBOUNDED
         self.connection = connection
         for call in self._queued:
@@ -72,7 +72,7 @@ class InboundActor(Protocol):
     reason: str | None
     inbound: InboundConnection
 
-    def answered(self, number: int, ok: bool, value: Any) -> None: ...
+    def complete_call(self, number: int, ok: bool, value: Any) -> None: ...
 
 
 A = TypeVar("A", bound=InboundActor)
@@ -83,7 +83,7 @@ def complete_call(
     record: InboundActor, number: int, header: bytes, columns: list[np.ndarray]
 ) -> None:
     """Complete the pending call that a reply belongs to."""
-    record.answered(number, *open_reply(record.name, header, columns))
+    record.complete_call(number, *open_reply(record.name, header, columns))
 
 
 class ActorListener(Generic[A]):

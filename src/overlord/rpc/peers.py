@@ -34,7 +34,7 @@ from overlord.rpc.listener import ActorListener, InboundConnection
 from overlord.rpc.server import ActorServer, exit_code
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 
 log = logging.getLogger("overlord")
 
@@ -119,7 +119,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         """Disconnect from all actors, which keep running until their launcher ends them."""
         if self._close_once():
             for record in self._living():
-                self._over(record, SHUT_DOWN, quiet=True)
+                self._mark_ended(record, SHUT_DOWN, quiet=True)
             self._listener.close(timeout_s)
 
     # in the server's thread
@@ -127,7 +127,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def _ended(self, record: RpcRecord) -> None:
         assert record.inbound.end is not None
         reason, fault = record.inbound.end
-        self._over(record, reason, fault=fault)
+        self._mark_ended(record, reason, fault=fault)
         record.exited.set()
 
     def _disconnected(self, record: RpcRecord, reason: str) -> None:
@@ -157,8 +157,8 @@ def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
     return None if isinstance(error, ActorLost) else error
 
 
-class Dial(Protocol):
-    """A function that opens a connection; ``transport.connect.dial`` outside simulations."""
+class OpenConnection(Protocol):
+    """A function that opens a connection, as ``transport.connect.open_connection``."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
@@ -176,15 +176,20 @@ class RpcEndpoint:
         name: str,
         actor: object,
         *,
-        dial: Dial = dial,
-        leave: Callable[[int], None] = exit_now,
+        open_connection: OpenConnection = open_connection,
+        exit_process: Callable[[int], None] = exit_now,
     ):
-        self._name, self._actor, self._dial, self._exit = name, actor, dial, leave
+        self._name, self._actor, self._open_connection, self._exit = (
+            name,
+            actor,
+            open_connection,
+            exit_process,
+        )
         self._lock = threading.Lock()
         self._redirects = 0
         self._connection: Connection | None = None
 
-    def meet(self, address: str, token: str, lease_id: int) -> None:
+    def redirect(self, address: str, token: str, lease_id: int) -> None:
         """Connect to this server, and disconnect from the former one.
 
         It does not wait: the server may hang and be replaced by another.
@@ -205,7 +210,9 @@ class RpcEndpoint:
     def _connect(self, redirect: int, address: str, token: str, hello: dict[str, Any]) -> None:
         while self._redirects == redirect:
             try:
-                connection, _ = self._dial(address, token, hello, timeout_s=TIMEOUTS.dial_s)
+                connection, _ = self._open_connection(
+                    address, token, hello, timeout_s=TIMEOUTS.connect_s
+                )
             except DataStall:
                 continue
             except (ActorLost, LinkRefused) as gone:  # a new redirect will follow

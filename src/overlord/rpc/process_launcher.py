@@ -162,7 +162,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             raise OverlordError(
                 "shutdown: it waits for the thread that runs callbacks; call it from another thread"
             )
-        self._end_by(
+        self._run_shutdown(
             lambda: [
                 lambda: self._dismiss_all(timeout_s),
                 lambda: self._post(self._end),
@@ -175,7 +175,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     def _dismiss_all(self, timeout_s: float) -> None:
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
-        for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
+        for record in self._request_exit(records, timeout_s, ProcessRecord.kill):
             record.exited.wait(TIMEOUTS.killed_s)
 
     def _at_exit(self) -> None:
@@ -291,7 +291,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     ) -> None:
         ok, value = open_reply(record.name, header, columns)
         if number != CONTROL:
-            record.answered(number, ok, value)
+            record.complete_call(number, ok, value)
         elif ok:
             record.started = True
         elif record.exiting:
@@ -312,14 +312,14 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             self._read(record, sys.maxsize)
         record.close()
         if record.exiting:
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
         else:
-            self._over(record, _reason(record, code), fault=record.fault)
+            self._mark_ended(record, _reason(record, code), fault=record.fault)
         record.exited.set()
 
 
 def _reason(record: ProcessRecord, code: int | None) -> str:
-    how = forkserver.how_it_ended(code)
+    how = forkserver.describe_exit(code)
     if record.broken:
         return record.broken
     if record.fault is not None:

@@ -186,7 +186,7 @@ class PreparedJob:
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
-    def floored(self, floor: int) -> PreparedJob:
+    def with_floor(self, floor: int) -> PreparedJob:
         """Return this job for a planner that replans the steps below the floor.
 
         An event that arrives now does not change those steps.
@@ -217,14 +217,14 @@ class PreparedJob:
 
     def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:
         """Open the loaders of one source, each with its reader."""
-        spec, made = self.kit(i), []
-        for start in self.openings(i, cursor):
+        spec, made = self.reader_spec(i), []
+        for start in self.loader_starts(i, cursor):
             loader, reader, worker = open_loader(spec, start, self.handles)
             self._workers += [worker] if worker is not None else []
             made.append((loader, reader))
         return made
 
-    def openings(self, i: int, cursor: Cursor) -> list[LoaderStart]:
+    def loader_starts(self, i: int, cursor: Cursor) -> list[LoaderStart]:
         """Return the start messages of one source's loaders.
 
         Loaders are numbered source by source.
@@ -232,7 +232,7 @@ class PreparedJob:
         n, first = self.loaders_of(i), sum(map(self.loaders_of, range(i)))
         return [LoaderStart(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
 
-    def kit(self, i: int) -> ReaderSpec:
+    def reader_spec(self, i: int) -> ReaderSpec:
         """Return the reader spec of a source."""
         source = self.job.sources[i]
         return ReaderSpec(
@@ -248,7 +248,7 @@ class PreparedJob:
         """Return whether a source's transforms run in worker processes."""
         return self.pipelines[i].holds_lock or self.job.sources[i].workers != "threads"
 
-    def at_nothing(self) -> dict[str, dict[str, Any]]:
+    def zero_metrics(self) -> dict[str, dict[str, Any]]:
         """Return the storage and image metrics of every source by name, all at zero."""
         found: dict[str, dict[str, Any]] = {}
         for name, index, pipeline in zip(self.job.names, self.indexes, self.pipelines, strict=True):
@@ -322,7 +322,7 @@ class PreparedJob:
             source=self.source_spec(-1),
         )
 
-    def fitting(self, saved: Any) -> PreparedJob:
+    def for_saved_state(self, saved: Any) -> PreparedJob:
         """Return this job with the schedule that it had when the state was saved.
 
         That schedule does not include sources added later.

@@ -152,7 +152,9 @@ def save(path: Path | str, profile: JobProfile) -> bool:
 
 def fingerprints(prepared: PreparedJob) -> dict[str, str]:
     """Return the cost fingerprints of all sources by name."""
-    return {name: fingerprint_of(prepared.kit(i)) for i, name in enumerate(prepared.job.names)}
+    return {
+        name: fingerprint_of(prepared.reader_spec(i)) for i, name in enumerate(prepared.job.names)
+    }
 
 
 # at launch
@@ -194,7 +196,7 @@ def quick(
             except IndexError:
                 return
             try:
-                made = measure(prepared.kit(i), QUICK, lambda: time.monotonic() >= deadline)
+                made = measure(prepared.reader_spec(i), QUICK, lambda: time.monotonic() >= deadline)
             except Exception as error:  # its loader raises the same error later
                 log.debug("source %r not measured: %s", loads[i].name, error)
                 continue
@@ -218,7 +220,7 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
     if (
         not kinds & {"tokenize", "images"}
         or any(t.user_code for t in pipeline.transforms)
-        or prepared.kit(i).processes
+        or prepared.reader_spec(i).processes
     ):
         return False
     if index.access.fs is None or not index.access.local or not index.files:

@@ -10,7 +10,7 @@ from overlord.planning.state_json import event_in
 from overlord.sources.index import RemovedSource
 
 
-def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
+def removed_before(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
     """Return the sources that were removed before the step of a saved state."""
     try:
         lost = [

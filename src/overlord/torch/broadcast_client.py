@@ -38,7 +38,7 @@ from overlord.serving.step_publisher import MOVED
 from overlord.torch.broadcast_frames import FrameBroadcast, portable_error
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service
-from overlord.transport.state_codec import seal
+from overlord.transport.state_codec import encode_state
 
 log = logging.getLogger("overlord")
 
@@ -477,7 +477,7 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
 
 def sealed(state: State) -> EncodedState:
     """Return a state in its encoded form."""
-    return state if isinstance(state, EncodedState) else seal(state)
+    return state if isinstance(state, EncodedState) else encode_state(state)
 
 
 def _mark(state: Mapping[str, Any]) -> str:

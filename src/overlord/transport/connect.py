@@ -23,7 +23,7 @@ MAX_HOLD = 2**16
 AGAIN_S = TIMEOUTS.retry_s
 
 
-def dial(
+def open_connection(
     address: str,
     token: str,
     hello: dict[str, Any],
@@ -42,7 +42,7 @@ def dial(
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _dial(
+            return _open_connection(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
         # This process was suspended for seconds, or a thousand others connected first: no reason to
@@ -57,7 +57,7 @@ def dial(
         time.sleep(AGAIN_S)
 
 
-def _dial(
+def _open_connection(
     address: str,
     token: str,
     hello: dict[str, Any],

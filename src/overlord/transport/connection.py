@@ -221,7 +221,7 @@ class SocketConnection:
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
         # False: without a free segment arrays are copied through the socket.
-        self.waits_for_slots = True
+        self.waits_for_segments = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
 
@@ -282,7 +282,7 @@ class SocketConnection:
         def take(nbytes: int) -> np.ndarray | None:
             pool = self._encoder.pool
             assert pool is not None
-            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_slots:
+            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_segments:
                 return pool.take(nbytes)
             try:
                 return pool.wait(nbytes, wait_s)

@@ -39,7 +39,7 @@ class Accepted:
     """An authenticated peer: its hello, and the function that signs our welcome."""
 
     hello: dict[str, Any]
-    seal: Callable[[dict[str, Any]], bytes]
+    sign_welcome: Callable[[dict[str, Any]], bytes]
 
 
 def _packet(kind: int, body: bytes) -> bytes:
@@ -135,8 +135,8 @@ def server_side(token: str, peer: str) -> Steps:
     if not hmac.compare_digest(answer[:32], _proof(token, b"client", theirs + mine, answer[32:])):
         raise LinkRefused(peer, "wrong token")
 
-    def seal(welcome: dict[str, Any]) -> bytes:
+    def sign_welcome(welcome: dict[str, Any]) -> bytes:
         body = msgspec.msgpack.encode(welcome)
         return _packet(WELCOME, _proof(token, b"server", theirs + mine, body) + body)
 
-    return Accepted(hello=_decoded(answer[32:], peer), seal=seal)
+    return Accepted(hello=_decoded(answer[32:], peer), sign_welcome=sign_welcome)

@@ -30,14 +30,14 @@ from overlord.transport.address import (
     reachable,
     tune,
 )
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import CLOSES
 from overlord.transport.handshake import Accepted, refusal, server_side
 from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.timeouts import TIMEOUTS
 
-__all__ = ["Server", "dial"]
+__all__ = ["Server", "open_connection"]
 
 MAX_PENDING = 256  # connections in the handshake; beyond it the oldest is refused
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -301,7 +301,7 @@ class Server:
             server=self,
         )
         try:
-            welcome = accepted.seal(
+            welcome = accepted.sign_welcome(
                 {"welcome": self._on_open(connection, hello), "hold": self._hold}
             )
         except Exception as e:  # the peer receives the text of any error of the callback

@@ -95,9 +95,19 @@ class SharedMemoryPool:
     """
 
     def __init__(
-        self, *, max_bytes: int = 2**30, max_slots: int = 64, name: str = "", wait_s: float = 60.0
+        self,
+        *,
+        max_bytes: int = 2**30,
+        max_segments: int = 64,
+        name: str = "",
+        wait_s: float = 60.0,
     ):
-        self.max_bytes, self.max_slots, self.name, self.wait_s = max_bytes, max_slots, name, wait_s
+        self.max_bytes, self.max_segments, self.name, self.wait_s = (
+            max_bytes,
+            max_segments,
+            name,
+            wait_s,
+        )
         # A leaf lock: while it is held, no other lock is taken and nothing waits.
         self._lock = threading.Lock()
         self._wait_lock = threading.Lock()  # held by the caller that waits for a segment
@@ -190,7 +200,7 @@ class SharedMemoryPool:
                 return loose
             free = sorted((s for s in self._segments if s.free), key=lambda s: s.last_use)
             if size > self.max_bytes - self.nbytes + sum(s.nbytes for s in free) or (
-                not free and len(self._segments) >= self.max_slots
+                not free and len(self._segments) >= self.max_segments
             ):
                 return None
             while not self._has_room(size):
@@ -210,7 +220,7 @@ class SharedMemoryPool:
         self._addresses = [segment.address for segment in self._by_address]
 
     def _has_room(self, size: int) -> bool:
-        return len(self._segments) < self.max_slots and self.nbytes + size <= self.max_bytes
+        return len(self._segments) < self.max_segments and self.nbytes + size <= self.max_bytes
 
     def _remove(self, segment: Segment) -> None:
         """Remove a segment. Its memory is freed with its last mapping."""

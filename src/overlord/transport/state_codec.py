@@ -10,12 +10,12 @@ from overlord.transport.codec import decode, encode
 from overlord.transport.frame import pack, unpack
 
 
-def seal(state: StreamState) -> EncodedState:
+def encode_state(state: StreamState) -> EncodedState:
     """Encode a state."""
     return EncodedState(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
 
 
-def unseal(sealed: EncodedState) -> StreamState:
+def decode_state(sealed: EncodedState) -> StreamState:
     """Decode a state; raise ``FrameError`` if the bytes are invalid."""
     frame = unpack(np.ascontiguousarray(sealed.data))
     state = decode(frame.header, frame.columns)
