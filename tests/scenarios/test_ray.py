@@ -793,7 +793,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()
         assert said.startswith("loader-worker/0 is lost: "), "until it needs it"
-        assert "the head of the Ray cluster at " in said
+        assert "Ray head at " in said
         assert "resume the job from its journal on another cluster or runtime" in said
         assert there.line() == "True", "elsewhere it goes on from where it stood"
         assert there.end(60)[0] == 0

@@ -131,7 +131,10 @@ class Recovered:
             )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
         elif state.step != self._planned_to + 1:
-            raise ValueError(f"expected the state after step {self._planned_to}")
+            raise ValueError(
+                f"expected the state after step {self._planned_to}, got that of step "
+                f"{state.step - 1}"
+            )
         elif self._front is not None:
             _same(self._front, state)
         self._front = state if self.checking else None
@@ -142,7 +145,7 @@ class Recovered:
     def _add_plan(self, entry: Entry) -> None:
         step = entry.number
         if step != self._planned_to + 1 or entry.body["step"] != step + 1:
-            raise ValueError(f"expected the plan of step {self._planned_to + 1}")
+            raise ValueError(f"expected the plan of step {self._planned_to + 1}, got step {step}")
         if self._front is not None:
             self._front = changed(self._front, entry.body)
         self.planned[step] = str(entry.body["digest"])
@@ -263,4 +266,6 @@ def _same(folded: StreamState, snapshot: StreamState) -> None:
     """Raise unless a snapshot equals the state that results from the plans before it."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
         differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-        raise ValueError(f"it differs from what the plans before it give in {', '.join(differ)}")
+        raise ValueError(
+            f"expected the state that the plans before it give, got another {', '.join(differ)}"
+        )

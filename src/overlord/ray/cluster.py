@@ -206,7 +206,10 @@ class Cluster:
                 return found.id
         if not self.far:
             raise JobError(
-                [f"node {node!r} was requested, but this runtime has one machine; leave node out"],
+                [
+                    f"node: expected None, since this runtime has one machine, got {node!r}; "
+                    "leave it out"
+                ],
                 f"actor {actor!r}",
             )
         raise JobError(

@@ -57,8 +57,8 @@ class Head:
             assert self._lost_since is not None
             if (for_s := time.monotonic() - self._lost_since) >= self._deadline_s:
                 raise OverlordError(
-                    f"the head of the Ray cluster at {self.address} has not answered for "
-                    f"{for_s:.0f} s, and Ray starts no process without it: restart it, or resume "
+                    f"Ray head at {self.address}: expected an answer, got none for "
+                    f"{for_s:.0f} s; Ray starts no process without it: restart it, or resume "
                     "the job from its journal on another cluster or runtime"
                 )
             time.sleep(TIMEOUTS.head_poll_s)

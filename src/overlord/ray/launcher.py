@@ -343,7 +343,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             return
         if self._in_callback():
             raise OverlordError(
-                "shutdown: it waits for the thread that runs callbacks; call it from another thread"
+                "shutdown: expected a caller outside of callbacks, got a callback; call it "
+                "from another thread"
             )
         self._run_shutdown(
             lambda: [

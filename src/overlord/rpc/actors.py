@@ -177,7 +177,10 @@ def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere
     """Place an actor on a backend with one machine; refuse a requested node."""
     if node is not None:
         raise JobError(
-            [f"node {node!r} was requested, but this runtime has one machine; leave node out"],
+            [
+                f"node: expected None, since this runtime has one machine, got {node!r}; "
+                "leave it out"
+            ],
             f"actor {name!r}",
         )
 
@@ -222,7 +225,10 @@ class BaseActorSystem(Generic[R]):
             self._check_open(name)
             if name in self._names:
                 raise JobError(
-                    ["the name is used by a living actor; kill that first, or use another name"],
+                    [
+                        "expected a free name, got that of a living actor; kill that, or use "
+                        "another name"
+                    ],
                     f"actor {name!r}",
                 )
             self._names[name] = record
@@ -331,12 +337,18 @@ class BaseActorSystem(Generic[R]):
 
     def _check_open(self, name: str) -> None:
         if self._closed:
-            raise OverlordError(f"actor {name!r}: this actor system was shut down; create another")
+            raise OverlordError(
+                f"actor {name!r}: expected a running actor system, got one that was shut down; "
+                "create another"
+            )
 
     def _own(self, handle: ActorHandle) -> R:
         """Return the record of a handle; refuse a handle of another actor system."""
         if not isinstance(handle.record, self._kind):
-            raise OverlordError(f"{handle} belongs to another actor system; call it there")
+            raise OverlordError(
+                f"{handle}: expected an actor of this actor system, got one of another; call it "
+                "there"
+            )
         return handle.record
 
     def _mark_ended(

@@ -84,7 +84,10 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
-                raise OverlordError(f"actor {name!r} is expected already; wait for it, or kill it")
+                raise OverlordError(
+                    f"actor {name!r}: expected a new name, got one that is expected already; "
+                    "wait for it, or kill it"
+                )
             record.handle = ActorHandle(name, None, record)
             self._names[name] = record
             return record.handle, self._listener.expect(record)
@@ -147,7 +150,8 @@ def _refuse_start(
     record: RpcRecord, factory: Callable[..., Any], args: tuple[Any, ...]
 ) -> NoReturn:
     raise OverlordError(
-        f"actor {record.name!r}: actors are started where the job was launched; use expect() here"
+        f"actor {record.name!r}: expected expect() here, got spawn(); start actors where the "
+        "job was launched"
     )
 
 

@@ -160,7 +160,8 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             return
         if threading.current_thread() is self._thread:
             raise OverlordError(
-                "shutdown: it waits for the thread that runs callbacks; call it from another thread"
+                "shutdown: expected a caller outside of callbacks, got a callback; call it "
+                "from another thread"
             )
         self._run_shutdown(
             lambda: [
@@ -184,7 +185,8 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                "this process was forked from the one that owns the actors; call them there"
+                "actor system: expected the process that created it, got a forked copy; call "
+                "actors in the original process"
             )
 
     # starting

@@ -109,7 +109,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
     names = job.names
     cursors = [Cursor(*map(int, saved["cursors"].get(n, Cursor()))) for n in names]
     if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
-        raise ValueError("a cursor is six numbers")
+        raise ValueError("cursors: expected six numbers for each source, got others")
     # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
     cursors = [
         c if c.group < o.n_groups else Cursor(c.epoch + 1)

@@ -70,8 +70,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
                 [
-                    f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client "
-                    "that was given is launched already"
+                    f"{', '.join([*launch_options] or ['rank'])}: expected only with a Job, got it "
+                    "with a client, which is already launched; leave it out"
                 ],
                 "Dataset",
             )
