@@ -126,14 +126,14 @@ class Timed(job_journal.JobJournal):
 
     cpu = 0.0
 
-    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
+    def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         start = time.thread_time()
-        super().planned(stages, taken)
+        super().write_plans(stages, taken)
         self.cpu += time.thread_time() - start
 
-    def took(self, step: int | None, last: bool) -> None:
+    def write_acked(self, step: int | None, last: bool) -> None:
         start = time.thread_time()
-        super().took(step, last)
+        super().write_acked(step, last)
         self.cpu += time.thread_time() - start
 
 

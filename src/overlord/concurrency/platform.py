@@ -34,7 +34,7 @@ class Platform:
     It is sent with the configuration of a worker, so it holds settings only.
     """
 
-    ports: range | None = None  # for servers on a network; None: any
+    ports: range | None = None  # TCP ports of servers on a network; None: any
 
     def __init__(self, ports: range | None = None):
         self.ports = ports

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # of the system files; tests replace it
+ROOT = Path("/")  # root of the system files; tests replace it
 
 
 def cores(root: Path | None = None) -> int:

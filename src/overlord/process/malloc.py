@@ -23,8 +23,8 @@ POOL = "ARROW_DEFAULT_MEMORY_POOL"  # read once, at the first use of Arrow
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
 M_ARENA_MAX = -8  # of <malloc.h>
-# other threads of a worker process that start after the limit is set: event loop, calls, storage
-# watch or two servers
+# threads of a worker process that start after the limit is set: event loop, calls, and the watch
+# of storage or two servers
 LATER = 4
 DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
 

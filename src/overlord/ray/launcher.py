@@ -79,7 +79,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
-            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # of workers
+            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # for workers
             own = NetworkPlatform(ports, here()) if CLUSTER.far else self.machine
             self._listener: ActorListener[RayRecord] = ActorListener(
                 own,

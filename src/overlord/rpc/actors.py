@@ -106,7 +106,7 @@ class ActorRecord:
         self._lock = Lock()
         self._pending: dict[int, PendingCall] = {}
         self._callbacks: list[Callable[[str], None]] = []
-        self._numbers = itertools.count(1)  # of calls
+        self._numbers = itertools.count(1)  # call numbers
         self._quiet = False
 
     def open_call(self, method: str) -> tuple[int, PendingCall]:

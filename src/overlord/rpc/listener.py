@@ -22,7 +22,7 @@ from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.server import Server
 from overlord.transport.server_connection import ServerConnection
 
-# Bytes that may wait for an actor. An event loop must not wait for an actor that is stuck, which
+# Bytes that may be queued for an actor. An event loop must not wait for a stuck actor, which
 # heartbeats detect.
 UNBOUNDED = 2**62
 
@@ -148,7 +148,7 @@ class ActorListener(Generic[A]):
                 self._on_end(record)
             else:
                 # The end of the connection follows its last message. If its machine vanished, no
-                # end would come.
+                # end arrives.
                 after(
                     TIMEOUTS.death_notice_s,
                     lambda: connection.cut("its launcher reported that it is gone"),

@@ -40,8 +40,8 @@ from overlord.rpc.server import CONTROL, factory_failed, open_reply
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.socket_io import ReceiveBuffer, SendBuffer
 
-MAX_WAITING_BYTES = 2**30  # of calls to an actor that is stuck: more would fill the memory
-READS = 16  # of one actor in a row, before others are served
+MAX_WAITING_BYTES = 2**30  # queued calls to a stuck actor: more would fill the memory
+READS = 16  # reads of one actor in a row, before others are served
 
 
 class ProcessRecord(ActorRecord):

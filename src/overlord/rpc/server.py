@@ -17,7 +17,7 @@ from overlord.errors import FrameError, OverlordError
 from overlord.transport.codec import decode, encode
 
 # Call numbers with a special meaning. To an actor CONTROL asks it to exit; from an actor it reports
-# that it started, or failed to start or to close. The caller of NO_REPLY wants no reply.
+# that it started, or failed to start or to close. A call with NO_REPLY has no reply.
 CONTROL, NO_REPLY = 0, 2**64 - 1
 
 log = logging.getLogger("overlord")

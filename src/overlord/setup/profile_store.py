@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 LARGEST = 2**26  # bytes of a profile's file: a hundred thousand sources have less
-QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # of one source, at launch
+QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # bounds of one source at launch
 # Samples of a source between two refreshes: the cost of fewer is mostly chance.
 FEWEST = 64
 

@@ -333,7 +333,7 @@ class BroadcastClient(Client):
                 )
             raise
         self._over = None
-        after = sealed(self._own_client.position)
+        after = encoded_state(self._own_client.position)
         self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )
@@ -461,7 +461,7 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
     )
     return {
         "rank": rank,
-        "info": replace(info, after=sealed(info.after)),
+        "info": replace(info, after=encoded_state(info.after)),
         "bounds": bounds - first,
         "wide": wide,
         "rows": rows,
@@ -475,7 +475,7 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
     }
 
 
-def sealed(state: State) -> EncodedState:
+def encoded_state(state: State) -> EncodedState:
     """Return a state in its encoded form."""
     return state if isinstance(state, EncodedState) else encode_state(state)
 

@@ -85,8 +85,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._pending: Position | None = None  # a state that was loaded before there was a client
         self._allow: tuple[str, ...] = ()
         self._loaded = False  # a state was loaded, from which the next pass continues
-        self._trail = Trail(nothing_ahead)  # of this pass
-        self._passes = 0  # that have begun
+        self._trail = Trail(nothing_ahead)  # positions of this pass
+        self._passes = 0  # passes that have begun
         self._empty = 0  # consecutive passes without an item
         self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
         self._before: Callable[[], State] = dict  # the stream before that step

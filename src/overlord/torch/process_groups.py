@@ -23,7 +23,7 @@ class Service:
     queue_rank: int  # the rank whose step queue holds this rank's microbatches, un-sliced
     members: tuple[int, ...]  # ranks with the same fetcher, in increasing order
     queue_ranks: tuple[int, ...]  # queues that the fetcher reads: one per bucket of its members
-    fetchers: int  # in the whole world
+    fetchers: int  # number of fetching ranks in the world
 
     @property
     def fetches(self) -> bool:

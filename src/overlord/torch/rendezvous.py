@@ -34,7 +34,7 @@ from overlord.session.rendezvous import (
 )
 from overlord.session.rendezvous import join as plain_join
 from overlord.setup.job_agreement import difference, parts_of
-from overlord.torch.broadcast_client import BroadcastClient, BroadcastSetup, sealed
+from overlord.torch.broadcast_client import BroadcastClient, BroadcastSetup, encoded_state
 from overlord.torch.broadcast_frames import FrameBroadcast
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service, make_group, service_of
@@ -130,7 +130,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
             "encodes": encodes,
         }
         published["job"] = parts
-        published["start"] = sealed(session.internals.generation.start)
+        published["start"] = encoded_state(session.internals.generation.start)
         _excuse_served(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:

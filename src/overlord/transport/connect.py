@@ -45,8 +45,7 @@ def open_connection(
             return _open_connection(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
-        # This process was suspended for seconds, or a thousand others connected first: no reason to
-        # end a trainer.
+        # Retry: this process was suspended for seconds, or a thousand others connected first.
         except TryLater as later:
             if time.monotonic() + AGAIN_S > deadline:
                 raise DataStall(
@@ -108,7 +107,7 @@ def _connect_local(address: Address, deadline: float) -> socket.socket:
             sock.close()
             if e.errno != errno.EAGAIN or time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)  # the accept queue is full, and no event tells when it is not
+        time.sleep(0.1)  # the accept queue is full, and no event reports free space
 
 
 def _handshake(

@@ -16,7 +16,7 @@ import numpy as np
 from overlord.errors import FrameError
 from overlord.transport.segment import map_peer_memfd
 
-MAX_SEGMENTS = 4096  # of one peer: as many as a pool may have
+MAX_SEGMENTS = 4096  # segments of one peer: as many as a pool may have
 MAX_FLAGS = 2**16
 
 

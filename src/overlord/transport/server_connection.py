@@ -21,7 +21,7 @@ from overlord.transport.timeouts import TIMEOUTS
 if TYPE_CHECKING:
     from overlord.transport.server import Server
 
-# of one connection, in addition to the socket's buffer; a single message may be larger
+# queue of one connection, in addition to the socket's buffer; a single message may be larger
 MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
 

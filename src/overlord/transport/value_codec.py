@@ -15,10 +15,10 @@ from overlord.errors import FrameError
 from overlord.sample import Columns, Ragged
 from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 
-MAX_DEPTH = 64  # of nested values; messages have about 8
+MAX_DEPTH = 64  # levels of nested values; messages have about 8
 MAX_INT_BYTES = 4096
-LONG_BYTES = 2**14  # from this size bytes travel as a column: the header holds small values
-# a one-dimensional array up to this size stands in the header: a column costs more than the copy
+LONG_BYTES = 2**14  # bytes of this size and more are sent as a column
+# a one-dimensional array up to this size is in the header: a column costs more than the copy
 SMALL_BYTES = 256
 
 # the tags; never renumbered
