@@ -270,7 +270,7 @@ def _owes_nothing(real: Any) -> Any:
 
 def _not_anew(real: Any) -> Any:
     def rewound(self: JobJournal, state: Any, blueprint: Any, floor: int = 0) -> None:
-        self.begin(state, blueprint)
+        self.write_start(state, blueprint)
 
     return rewound
 
