@@ -26,7 +26,7 @@ def _tokens(image: Image.Image) -> list[int]:
 
 
 def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Only decode."""
+    """Decode an image, without further work."""
     with Image.open(io.BytesIO(row["image"])) as image:
         return {"tokens": _tokens(image.convert("RGB"))}
 

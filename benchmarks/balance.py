@@ -95,7 +95,7 @@ QUICK = Extent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All measurements."""
+    """All measurements of one run of the benchmark."""
 
     grid: Grid
     spreads: list[Spread]

@@ -53,7 +53,7 @@ HEADS = {
 
 
 def rates(found: list[Block], mode: str, nbytes: int) -> dict[str, list[float]]:
-    """GB per CPU second of every transport, round by round."""
+    """Return GB per CPU second of every transport, round by round."""
     out: dict[str, list[float]] = defaultdict(list)
     for block in found:
         if (block.mode, block.nbytes) == (mode, nbytes):

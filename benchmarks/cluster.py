@@ -172,10 +172,9 @@ def settings_of(
     peers: Sequence[str],
     repeats: int = 1,
 ) -> list[Setting]:
-    """Return every combination.
+    """Return every combination of jobs, sources and ranks.
 
-    One source per worker only with few sources, and once with as many as this machine has memory
-    for.
+    One source per worker is run only with few sources, and once with as many as fit into memory.
     """
     made = []
     for job in jobs:

@@ -58,7 +58,7 @@ HEAD = [
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run."""
+    """One run of the job: its settings, waits and faults."""
 
     name: str
     prefetch: int

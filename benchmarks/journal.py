@@ -28,7 +28,7 @@ from overlord.journal.append_thread import AppendThread
 from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
-from overlord.journal.storage import place_of
+from overlord.journal.storage import storage_of
 from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import PlannedStep
 from overlord.session.session import Session
@@ -126,14 +126,14 @@ class Timed(job_journal.JobJournal):
 
     cpu = 0.0
 
-    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
+    def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         start = time.thread_time()
-        super().planned(stages, taken)
+        super().write_plans(stages, taken)
         self.cpu += time.thread_time() - start
 
-    def took(self, step: int | None, last: bool) -> None:
+    def write_acked(self, step: int | None, last: bool) -> None:
         start = time.thread_time()
-        super().took(step, last)
+        super().write_acked(step, last)
         self.cpu += time.thread_time() - start
 
 
@@ -150,7 +150,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
     """Run a job on the local runtime that only delivers, for some seconds."""
     n = len(corpus.sources)
     job, TimedWriter.cpu = make_job(corpus, Work("overlord", kind, str(corpus.folder), n, 0)), 0.0
-    place = place_of(folder)
+    place = storage_of(folder)
     place.hold()
     journal = Timed(place, job.name, None)
     journal.make_writer = TimedWriter
@@ -159,7 +159,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
         for client in clients:  # start-up belongs to no step
             next(client)
         before, spent, cpu, began = (
-            journal.figures(),
+            journal.metrics(),
             journal.cpu + TimedWriter.cpu,
             time.process_time(),
             time.perf_counter(),
@@ -169,7 +169,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
             for client in clients:
                 next(client)
             steps += 1
-        wall, cpu, now = time.perf_counter() - began, time.process_time() - cpu, journal.figures()
+        wall, cpu, now = time.perf_counter() - began, time.process_time() - cpu, journal.metrics()
         spent = journal.cpu + TimedWriter.cpu - spent
         state = len(json.dumps(session.state_dict()))
         whole = checkpoint.snapshot(session.internals.runtime.planner.state(), 0)

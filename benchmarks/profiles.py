@@ -42,7 +42,7 @@ class Samples:
         return len(self.source)
 
     def image_tokens(self) -> np.ndarray:
-        """Return the number per sample."""
+        """Return the number of image tokens of each sample."""
         return _row_sums(_tokens_of(self.images.values, self.merge), self.images.offsets)
 
     def tokens(self) -> np.ndarray:

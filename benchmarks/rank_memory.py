@@ -87,7 +87,7 @@ class Slope:
 
     @staticmethod
     def of(runs: Sequence[Figures]) -> Slope:
-        """Compute it from the medians of the runs with the fewest and the most ranks."""
+        """Compute the slope from the medians of the runs with the fewest and the most ranks."""
         least, most = min(run.ranks for run in runs), max(run.ranks for run in runs)
 
         def slope(what: Callable[[Figures], float]) -> float:

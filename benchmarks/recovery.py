@@ -5,8 +5,8 @@
 It takes about two minutes on two idle cores. A trainer of two ranks takes a step every 20 ms from a
 small job with a journal: two loader workers, a constructor worker and a planner process. A worker
 of each kind is killed with SIGKILL, in turn, each after the one before has recovered. ``nodes``
-runs the job on a cluster of two nodes and a head (Ray's cluster utility, with the health checks of
-docs/ray.md), removes the node of a worker and adds another. It needs Linux, and Ray except for
+runs the job on a cluster of two nodes and a head, by Ray's cluster utility with the health checks
+of docs/ray.md. It removes the node of a worker and adds another. It needs Linux, and Ray except for
 ``process``.
 """
 

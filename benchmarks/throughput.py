@@ -244,7 +244,7 @@ def _median(runs: Sequence[Figures], name: str, form: str) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """Return median, lowest and highest."""
+    """Return the median, the lowest and the highest value."""
     middle = format(statistics.median(values), form)
     return (
         middle

@@ -156,7 +156,7 @@ class Sent:
         self._sibling = RpcEndpoint(name, factory(*args))
 
     def meet(self, address: str, token: str, lease_id: int) -> None:
-        self._sibling.meet(address, token, lease_id)
+        self._sibling.redirect(address, token, lease_id)
 
 
 def shout(batch: Any) -> Any:

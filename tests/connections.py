@@ -21,7 +21,7 @@ import numpy as np
 from overlord.transport.address import Address
 from overlord.transport.connection import Connection
 from overlord.transport.handshake import client_side
-from overlord.transport.server import Server, dial
+from overlord.transport.server import Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 MB = 2**20
@@ -161,7 +161,7 @@ def watched_story(handshake_s: float = SOON_S) -> Iterator[Story]:
 
 
 def dialled(address: str, transport: str = "auto", **options: Any) -> Any:
-    return dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, **options)[0]
+    return open_connection(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, **options)[0]
 
 
 def raw(address: str, *, transport: str = "unix") -> socket.socket:
@@ -230,7 +230,9 @@ def serve_messages(
 
 def hold_messages(pipe: PipeEnd, address: str, n: int, transport: str = "auto") -> None:
     """Read n messages, keep them, and report it."""
-    link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the holder")
+    link, _ = open_connection(
+        address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the holder"
+    )
     link.max_held = n
     held = [link.recv(SOON_S) for _ in range(n)]
     pipe.send([value["k"] for value in held])
@@ -238,17 +240,24 @@ def hold_messages(pipe: PipeEnd, address: str, n: int, transport: str = "auto") 
 
 
 def read_nothing(pipe: PipeEnd, address: str, transport: str = "auto") -> None:
-    link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the deaf one")
+    link, _ = open_connection(
+        address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the deaf one"
+    )
     pipe.send(link.peer)
     pipe.poll(None)
 
 
 def send_messages(
-    pipe: PipeEnd, address: str, n: int, nbytes: int, transport: str = "auto", max_slots: int = 64
+    pipe: PipeEnd,
+    address: str,
+    n: int,
+    nbytes: int,
+    transport: str = "auto",
+    max_segments: int = 64,
 ) -> None:
     """Send n messages; then report how many segments the pool ever had, or the error."""
-    ring = SharedMemoryPool(max_slots=max_slots, name="sender")
-    link, _ = dial(
+    ring = SharedMemoryPool(max_segments=max_segments, name="sender")
+    link, _ = open_connection(
         address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
     )
     try:
@@ -263,7 +272,7 @@ def send_messages(
 
 def ping(pipe: PipeEnd, address: str) -> None:
     """Send and receive until the process is killed."""
-    link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S)
+    link, _ = open_connection(address, TOKEN, {}, timeout_s=SOON_S)
     for k in range(10**9):
         link.send(message(k))
         assert is_message(link.recv(SOON_S), k)

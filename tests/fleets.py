@@ -40,7 +40,7 @@ from overlord.messages.loader import Announce
 from overlord.sample import Content
 from overlord.scaling.shards import kept, spread
 from overlord.setup.prepared_job import PreparedJob, open_loader
-from overlord.transport.state_codec import seal
+from overlord.transport.state_codec import encode_state
 
 MOST_MOVES = 100_000  # far more than any of these jobs needs
 # The samples of a step in the order of its plan: (id, tokens).
@@ -75,7 +75,7 @@ class Reading:
 
     def open(self, opening: LoaderStart) -> None:
         loader, reader, _ = open_loader(
-            self._blueprint.kit(opening.source), opening, self._blueprint.handles
+            self._blueprint.reader_spec(opening.source), opening, self._blueprint.handles
         )
         self.loading.open(loader, reader)
 
@@ -168,7 +168,7 @@ class Fleet:
         self.degrees: Counter[tuple[int, int]] = Counter()
         cursors = [Cursor(*c) for c in self.planner.state().cursors.tolist()]
         for i in range(n):
-            for opening in blueprint.openings(i, cursors[i]):
+            for opening in blueprint.loader_starts(i, cursors[i]):
                 self.hosts[0].open(opening)
 
     def run(self, last: int | None = None) -> Fleet:
@@ -268,7 +268,7 @@ class Fleet:
     def _opening(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
         source = next(i for i in range(len(self.shares)) if loader in self._numbers(i))
         return replace(
-            self.blueprint.openings(source, cursor)[loader - self._first[source]],
+            self.blueprint.loader_starts(source, cursor)[loader - self._first[source]],
             generation=generation,
         )
 
@@ -309,7 +309,9 @@ class Fleet:
         assert isinstance(stage.after, StreamState)
         self.states[stage.plan.step] = stage.after
         acked = -1 if self.planner.taken is None else self.planner.taken
-        cuts = self.cutter.route(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
+        cuts = self.cutter.route(
+            stage, encode_state(stage.after), np.ones(self._buckets, bool), acked
+        )
         self.placed[stage.plan.step] = cuts.placed[0]
         for h, part in cuts.parts.items():
             self.hosts[h].inbox.append(part)

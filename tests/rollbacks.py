@@ -78,7 +78,7 @@ class HostByHand:
     def open(self, opening: LoaderStart) -> None:
         self.opened.append(opening)
         loader, reader, _ = open_loader(
-            self.blueprint.kit(opening.source), opening, self.blueprint.handles
+            self.blueprint.reader_spec(opening.source), opening, self.blueprint.handles
         )
         self.loading.open(loader, reader)
 
@@ -163,7 +163,7 @@ class Drawing:
     def openings(self, cursor: Cursor) -> list[LoaderStart]:
         return [
             replace(o, generation=self.generation)
-            for o in self.blueprint.openings(self.source, cursor)
+            for o in self.blueprint.loader_starts(self.source, cursor)
         ]
 
     # events

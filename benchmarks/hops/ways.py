@@ -17,7 +17,7 @@ import numpy as np
 
 from hops.job import Pieces, Reader
 from overlord.transport.connection import TIMEOUT, pair
-from overlord.transport.server import Server, dial
+from overlord.transport.server import Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 AHEAD = 2
@@ -112,7 +112,7 @@ class Pair(OneProcess):
     """
 
     def __init__(self, shared: Any, address: Any):
-        self._ring = SharedMemoryPool(max_slots=AHEAD, name="pair")
+        self._ring = SharedMemoryPool(max_segments=AHEAD, name="pair")
 
     def both(self, pieces: Pieces, reader: Reader, n: int) -> None:
         left, right = pair()
@@ -141,7 +141,7 @@ class Linked(Way):
     def __init__(self, shared: Any, address: Any):
         self._server = self._link = None
         if address is None:
-            self._ring = SharedMemoryPool(max_slots=AHEAD, name="benchmark")
+            self._ring = SharedMemoryPool(max_segments=AHEAD, name="benchmark")
             self._links: list[Any] = []
             self._server = Server(
                 token=TOKEN,
@@ -151,7 +151,9 @@ class Linked(Way):
             )
             self.address = self._server.address
         else:
-            self._link, _ = dial(address, TOKEN, {}, timeout_s=WAIT_S, transport=self.transport)
+            self._link, _ = open_connection(
+                address, TOKEN, {}, timeout_s=WAIT_S, transport=self.transport
+            )
 
     def _on_open(self, link: Any, hello: dict[str, Any]) -> dict[str, Any]:
         link.max_queued_bytes = 0  # one message waits, no more

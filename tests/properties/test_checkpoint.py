@@ -171,13 +171,13 @@ class Checked(JobJournal):
     def start(self, post: Any) -> None:
         """It is read where it is written: in the event loop."""
 
-    def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
-        super().begin(state, blueprint)
+    def write_start(self, state: StreamState, blueprint: PreparedJob) -> None:
+        super().write_start(state, blueprint)
         self._anew(state, blueprint)
         self.wrong = []
 
-    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
-        super().rewound(state, blueprint, floor)
+    def write_rewind(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
+        super().write_rewind(state, blueprint, floor)
         self._anew(state, blueprint)
         self.check()
 
@@ -188,25 +188,25 @@ class Checked(JobJournal):
             tuple(blueprint.job.names),
         )
 
-    def planned(self, stages: Any, taken: int | None) -> None:
-        super().planned(stages, taken)
+    def write_plans(self, stages: Any, taken: int | None) -> None:
+        super().write_plans(stages, taken)
         self.truth |= {stage.plan.step: stage.after for stage in stages}
         self.check()
 
-    def said(self, event: Any) -> None:
-        super().said(event)
+    def write_event(self, event: Any) -> None:
+        super().write_event(event)
         if isinstance(event, (SetMixture, Skip)):
             self.log.add(event, 0)
             self.check()
 
-    def joined(self, event: AddSource, blueprint: PreparedJob) -> None:
-        super().joined(event, blueprint)
+    def write_added_source(self, event: AddSource, blueprint: PreparedJob) -> None:
+        super().write_added_source(event, blueprint)
         self.log.add(event, 0)
         self.names = tuple(blueprint.job.names)
         self.check()
 
-    def reported(self, report: Report) -> None:
-        super().reported(report)
+    def write_report(self, report: Report) -> None:
+        super().write_report(report)
         self.log.report(report, 0)
 
     def check(self) -> None:

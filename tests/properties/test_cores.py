@@ -336,7 +336,7 @@ def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Annou
 def loaders_at(
     blueprint: PreparedJob, cursor: Cursor, n: int, rng: random.Random
 ) -> list[list[Announce]]:
-    job, order, kit = blueprint.job, blueprint.orders[0], blueprint.kit(0)
+    job, order, kit = blueprint.job, blueprint.orders[0], blueprint.reader_spec(0)
     found = []
     for k in range(n):
         loader = Loader(

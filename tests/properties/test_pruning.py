@@ -49,7 +49,7 @@ class Writing:
         self.states = {-1: start(2)}  # behind each step
         self.old: set[str] = set()  # segments from before the job last went back
         self.journal = JobJournal(self.place, "demo", None, OFTEN)
-        self.journal.begin(self.states[-1], self.blueprint)
+        self.journal.write_start(self.states[-1], self.blueprint)
 
     @property
     def blueprint(self) -> Any:
@@ -67,7 +67,7 @@ class Writing:
             made: Any = SimpleNamespace(
                 plan=SimpleNamespace(step=step), after=after, digest=digest(step), skipped=False
             )
-            self.journal.planned([made], self.taken)
+            self.journal.write_plans([made], self.taken)
 
     def take(self, n: int) -> None:
         """So many steps more, of those that were planned; another plan says so."""
@@ -80,7 +80,7 @@ class Writing:
         self.journal, found = JobJournal.resumed(self.place, "demo")
         snapshot_every(self.journal, OFTEN)
         assert found.acked == self.taken
-        self.journal.begin(found.state(found.acked), self.blueprint)
+        self.journal.write_start(found.state(found.acked), self.blueprint)
 
     def rewind(self, n: int) -> None:
         """To a state that was saved, however old."""
@@ -88,7 +88,7 @@ class Writing:
         step = max(-1, self.taken - 3 * n)
         self.states = {behind: state for behind, state in self.states.items() if behind <= step}
         self.taken, self.names = step, self.names[: len(self.states[step].active)]
-        self.journal.rewound(self.states[step], self.blueprint)
+        self.journal.write_rewind(self.states[step], self.blueprint)
 
     def die(self, n: int) -> None:
         """It goes back, and is killed before anything is removed."""
@@ -100,7 +100,7 @@ class Writing:
 
     def join(self, n: int) -> None:
         self.names.append(name := f"s{len(self.names)}")
-        self.journal.joined(
+        self.journal.write_added_source(
             AddSource(max(self.states) + 1, name, f"fingerprint of {name}"), self.blueprint
         )
 

@@ -22,7 +22,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, Overl
 from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback, StepsAcked
 from overlord.messages.loader import StepPayload
 from overlord.transport.connection import CLOSES, Connection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 from tests.internals import connect_at, connection_of, drop_connection, serve_clients
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
@@ -44,7 +44,7 @@ class Started:
         self.loader = self.loader_link(1)
 
     def loader_link(self, incarnation: int, host: int = 3) -> Connection:
-        return dial(
+        return open_connection(
             self.host.address(),
             "t",
             {"role": "loader", "host": host, "incarnation": incarnation},
@@ -298,7 +298,7 @@ class Line:
     def __init__(self, fault: Exception):
         self.fault, self.time, self.dialled = fault, 0.0, list[float]()
 
-    def dial(
+    def open(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
     ) -> tuple[Any, dict[str, Any]]:
         self.dialled.append(self.time)
@@ -323,7 +323,7 @@ class Line:
             token="t",
             where=where,
             next_step=0,
-            dial=self.dial,
+            open_connection=self.open,
             now=lambda: self.time,
             sleep=self.sleep,
             **{"address": "overlord://x:1/y", "reconnect_s": 20.0, **settings},
@@ -391,7 +391,7 @@ def test_a_constructor_that_the_session_has_given_up_ends_its_clients() -> None:
 
 def test_a_constructor_that_closes_while_the_session_is_rewound_is_asked_for_again() -> None:
     line = Line(ActorLost("x", "gone"))
-    dial, n = line.dial, 0
+    real, n = line.open, 0
 
     def closes(address: str, *given: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
         nonlocal n
@@ -399,9 +399,9 @@ def test_a_constructor_that_closes_while_the_session_is_rewound_is_asked_for_aga
         if n < 4:
             raise LinkRefused(address, CLOSES)
         line.fault = OverlordError("here is the next one")
-        return dial(address, *given, **settings)
+        return real(address, *given, **settings)
 
-    line.dial = closes  # type: ignore[method-assign]
+    line.open = closes  # type: ignore[method-assign]
     with pytest.raises(OverlordError, match="here is the next one"):
         line.box(lambda generation: ("overlord://x:1/y", "t"), address="").get(100.0)
     assert (n, line.time < 1.0) == (4, True)
@@ -413,7 +413,7 @@ def test_one_that_refuses_for_another_reason_is_not() -> None:
     def refuses(address: str, *given: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
         raise LinkRefused(address, "wrong token")
 
-    line.dial = refuses  # type: ignore[method-assign]
+    line.open = refuses  # type: ignore[method-assign]
     with pytest.raises(OverlordError, match=r"^wrong token$"):
         line.box(lambda generation: ("overlord://x:1/y", "t"), address="").get(100.0)
     assert line.time < 0.1

@@ -270,4 +270,4 @@ def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(
         assert session.profile() == found
     proxy.faults[:] = [Fault("reset", method="PUT", times=5)]
     assert not profile_store.save(f"{uri}/profile.json", found)
-    assert "profile.json is not saved: " in caplog.text
+    assert "profile.json not saved: " in caplog.text

@@ -426,7 +426,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
     with Program(tmp_path / "program.py", body) as program:
         pid, again, copy = program.ready()
         assert pid == again
-        assert "call them there" in (tmp_path / "said").read_text()
+        assert "call actors in the original process" in (tmp_path / "said").read_text()
         os.kill(program.process.pid, signal.SIGKILL)
         assert left_after([pid], GONE_S) == [], "the copy holds the socket open"
         assert runs(copy)

@@ -20,7 +20,7 @@ from overlord.messages.control import STRIDE, Attach, EndOfJob
 from overlord.messages.loader import StepPayload
 from overlord.sample import Ragged
 from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 from tests.internals import RAGGED_CHECK, runtime_of
 from tests.processes import Played, launch, play, run, until, workers_left, workers_of
 from tests.scenarios.test_process import job, source
@@ -43,7 +43,7 @@ def session(caplog: pytest.LogCaptureFixture) -> Iterator[ov.Session]:
 
 def peer(session: ov.Session, **hello: Any) -> Connection:
     address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
-    link, _ = dial(address, token, hello, timeout_s=10)
+    link, _ = open_connection(address, token, hello, timeout_s=10)
     return link
 
 
@@ -270,7 +270,7 @@ def test_a_wrong_token_opens_nothing(
 ) -> None:
     address, token = runtime_of(session).address_for(0)  # type: ignore[attr-defined]
     with pytest.raises(LinkRefused):
-        dial(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
+        open_connection(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
     Course(session, alone).go_on()
     with caplog.at_level(logging.DEBUG, "overlord"):
         session.metrics()

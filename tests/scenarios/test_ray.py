@@ -452,7 +452,7 @@ JOINS = """
                 flush=True,
             )
             ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
-            keeper = ray_cluster.keep(ray_jobs.JobActor, "still")
+            keeper = ray_cluster.create_detached(ray_jobs.JobActor, "still")
             try:
                 ray_jobs.served("still", open_one.address)
             except ov.OverlordError as error:
@@ -686,7 +686,7 @@ NODES = """
             until(lambda: [(j.state, j.taken) for j in ray_jobs.jobs(address)] == [("running", 9)])
             print(
                 ray_cluster.ask(
-                    ray_cluster.kept_by("alone"), "resumed", timeout_s=20, what="where it goes on"
+                    ray_cluster.find_detached("alone"), "resumed", timeout_s=20, what="where it goes on"
                 ),
                 flush=True,
             )
@@ -785,7 +785,7 @@ def test_workers_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_t
         for client in clients:
             client.close()
         assert there.line().startswith(
-            "goes on with step 10: step 9 is the last that all ranks took"
+            "continues with step 10: step 9 is the last that all ranks took"
         )
         assert there.line() == "10", (
             "who submitted died and said nothing: whoever reaches the cluster finds out "
@@ -795,7 +795,7 @@ def test_workers_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_t
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()
         assert said.startswith("loader-worker/0 is lost: "), "until it needs it"
-        assert "the head of the Ray cluster at " in said
+        assert "Ray head at " in said
         assert "resume the job from its journal on another cluster or runtime" in said
         assert there.line() == "True", "elsewhere it goes on from where it stood"
         assert there.end(60)[0] == 0

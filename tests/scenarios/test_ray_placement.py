@@ -151,7 +151,7 @@ def test_workers_go_to_their_ranks_labels_and_resources_and_do_not_wait_for_what
             "the core that was idle there at launch is another's"
         )
         assert (
-            "late was not given 3 cores and 1 MB on its node in 1 s, and is started without"
+            "late started without its resources: 3 cores and 1 MB not available on its node within 1 s"
             in there.line()
         )
         assert there.line() == "{} {'late': {'cores': 0.0, 'memory': 0.0}}"

@@ -36,7 +36,7 @@ from overlord.errors import (
 from overlord.messages.client import EndOfStream, StepAck
 from overlord.serving.session_server import ServedAddress
 from overlord.serving.step_publisher import StepPublisher
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import Server
 from tests.internals import (
@@ -698,7 +698,7 @@ def cut_control(client: ov.Client) -> None:
 
 def raw(served: ServedAddress, **hello: Any) -> Connection:
     """A data connection without a client."""
-    return dial(
+    return open_connection(
         served.address,
         served.token,
         {"role": "client", "rank": 0, "next": 0, "generation": 0, **hello},
@@ -1123,6 +1123,6 @@ def test_a_hello_of_another_kind_is_refused() -> None:
             {"role": "client", "rank": 9, "next": 0},
         ):
             with pytest.raises(LinkRefused):
-                dial(served.address, served.token, hello, timeout_s=20)
+                open_connection(served.address, served.token, hello, timeout_s=20)
         with ov.connect(served, 0, served.token) as client:
             assert take(client, 1)[0][0] == 0

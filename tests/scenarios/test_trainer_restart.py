@@ -21,7 +21,7 @@ import overlord as ov
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import LinkRefused, OverlordError
 from overlord.serving.session_server import ServedAddress
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import CLOSES
 from tests.internals import QUEUE_CONNECTS, running_job, runtime_of
 from tests.processes import WORKER_RUNTIME, halt, until, workers_of
@@ -144,7 +144,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
 
 def hello(session: ov.Session, served: ServedAddress, rank: int, next_step: int) -> None:
     address, token = running_job(session).remote_ranks.constructor_address(rank)
-    dial(
+    open_connection(
         address,
         token or served.token,
         {"role": "client", "rank": rank, "next": next_step, "generation": 0},

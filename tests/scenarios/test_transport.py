@@ -227,7 +227,7 @@ VIEWS = {
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_peers_segment_is_free_when_the_last_view_dies(kind: str):
-    ring = SharedMemoryPool(max_slots=3, name="server", wait_s=0.05)
+    ring = SharedMemoryPool(max_segments=3, name="server", wait_s=0.05)
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         for k in range(3):
@@ -244,7 +244,7 @@ def test_a_peers_segment_is_free_when_the_last_view_dies(kind: str):
 
 
 def test_a_reader_that_keeps_everything_gets_copies_and_the_pool_goes_on():
-    ring = SharedMemoryPool(max_slots=4, name="server")
+    ring = SharedMemoryPool(max_segments=4, name="server")
     with Story(ring=ring) as story, dialled(story.address) as link:
         link.max_held = 2
         story.wait(lambda s: s.opened)
@@ -285,7 +285,7 @@ def test_a_message_larger_than_the_pool_goes_through_the_socket():
 
 
 def test_a_forked_child_that_ends_frees_nothing_of_its_parent():
-    ring = SharedMemoryPool(max_slots=1, name="server", wait_s=0.05)
+    ring = SharedMemoryPool(max_segments=1, name="server", wait_s=0.05)
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         story.opened[0].send(message(4))
@@ -311,7 +311,7 @@ def send_many(link: Any) -> None:
 
 
 def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
-    ring = SharedMemoryPool(max_slots=3, name="server")
+    ring = SharedMemoryPool(max_segments=3, name="server")
     with Story(ring=ring) as story, child(read_nothing, story.address) as deaf:
         deaf.hears()
         for k in range(3):
@@ -342,7 +342,7 @@ def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: 
         go_on.wait(SOON_S)
 
     with Server(token=TOKEN, on_message=on_message) as server:
-        link = dialled(server.address, transport, ring=SharedMemoryPool(max_slots=4))
+        link = dialled(server.address, transport, ring=SharedMemoryPool(max_segments=4))
         link.send(1)
         assert stuck.wait(SOON_S)
         with pytest.raises(DataStall, match="overlord://"):

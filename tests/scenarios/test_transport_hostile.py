@@ -156,7 +156,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "a shape that cannot be": (
         of_segment(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))),
-        "possible shape",
+        "valid shape",
     ),
     "too many dimensions": (of_segment(lambda: shared(NEW, (0, 0, 0, CODE, 9))), "9 dimensions"),
     "an unknown dtype": (

@@ -124,10 +124,10 @@ def _next_row(cursor: Cursor) -> Cursor:
 
 
 def _cursor_off_by_one(real: Any) -> Any:
-    def openings(self: PreparedJob, i: int, cursor: Cursor) -> Any:
+    def loader_starts(self: PreparedJob, i: int, cursor: Cursor) -> Any:
         return real(self, i, _next_row(cursor) if i == 0 else cursor)
 
-    return openings
+    return loader_starts
 
 
 def _hear_the_past(real: Any) -> Any:
@@ -270,7 +270,7 @@ def _owes_nothing(real: Any) -> Any:
 
 def _not_anew(real: Any) -> Any:
     def rewound(self: JobJournal, state: Any, blueprint: Any, floor: int = 0) -> None:
-        self.begin(state, blueprint)
+        self.write_start(state, blueprint)
 
     return rewound
 
@@ -346,7 +346,7 @@ MUTANTS = (
     Mutant(
         "cursor off by one",
         "a source is opened one row too far",
-        ((PreparedJob, "openings", _cursor_off_by_one),),
+        ((PreparedJob, "loader_starts", _cursor_off_by_one),),
         1,
     ),
     Mutant(
@@ -444,7 +444,7 @@ MUTANTS = (
         "keep the old mesh's journal",
         "a rewind or a change of the mesh is not written: whoever comes back reads the "
         "plans before it",
-        ((JobJournal, "rewound", _not_anew),),
+        ((JobJournal, "write_rewind", _not_anew),),
         4,
         lambda s: s.journal and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
     ),
@@ -468,7 +468,7 @@ MUTANTS = (
     Mutant(
         "do what was said before it is written",
         "a change that people made takes effect, and is lost with the planner",
-        ((JobJournal, "said", _unsaid),),
+        ((JobJournal, "write_event", _unsaid),),
         175,
         _says_to_planner,
     ),

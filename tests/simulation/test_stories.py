@@ -204,7 +204,7 @@ def while_it_is_written(
     """``what`` happens when the first event is to be written, and may write it; all that are
     written, the first included.
     """
-    real, written = JobJournal.said, list[Any]()
+    real, written = JobJournal.write_event, list[Any]()
 
     def said(self: JobJournal, event: Any) -> None:
         if not isinstance(event, SetMixture):
@@ -214,7 +214,7 @@ def while_it_is_written(
             return what(self, lambda: real(self, event))
         return real(self, event)
 
-    monkeypatch.setattr(JobJournal, "said", said)
+    monkeypatch.setattr(JobJournal, "write_event", said)
     return written
 
 

@@ -146,7 +146,7 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
             assert second.state_dict() == saved
     with pytest.raises(
         ov.StateMismatch,
-        match=r"one of a Dataset or StatefulLoader: load it there, or json\.loads its",
+        match=r"the state of a Dataset or StatefulLoader: load it there, or json\.loads its",
     ):
         ov.launch(text_job(tmp_path, microbatches=3), resume=saved)
 
@@ -156,7 +156,9 @@ def test_what_is_no_source_of_steps_is_refused(tmp_path: Path):
         ot.Dataset([])
     with (
         ov.launch(text_job(tmp_path)) as session,
-        pytest.raises(ov.JobError, match="prefetch: for a Job; the client that was given"),
+        pytest.raises(
+            ov.JobError, match="prefetch: expected only with a Job, got it with a client"
+        ),
     ):
         ot.Dataset(session.client(0), prefetch=3)
 
@@ -332,7 +334,7 @@ def test_a_loaded_state_travels_to_a_worker_that_is_spawned(tmp_path: Path):
 @pytest.mark.parametrize("state", [7, {"stream": "{"}, {"stream": "[]"}])
 def test_what_is_no_state_is_refused_by_a_loader(tmp_path: Path, state: Any):
     with pytest.raises(
-        ov.StateMismatch, match=r"save and load what state_dict\(\) gave, unchanged"
+        ov.StateMismatch, match=r"save and load the result of state_dict\(\) unchanged"
     ):
         ot.StatefulLoader(text_job(tmp_path)).load_state_dict(state)
 

@@ -370,7 +370,7 @@ def test_a_state_is_refused_where_the_source_is_missing_or_another() -> None:
         StateMismatch, match=r"source c: added: saved at step 0, got not among the job's sources"
     ) as caught:
         ov.launch(made, resume=state)
-    assert "list what was added in mid-run (c) last in Job.sources" in str(caught.value)
+    assert "list the sources added in mid-run (c) last in Job.sources" in str(caught.value)
     for other, part in (
         (source("c", 399, weight=2.0), "source c: files"),
         (source("c", weight=3.0), "source c: weight"),

@@ -124,7 +124,7 @@ def test_a_state_of_another_version_and_a_damaged_one_are_not_called_another_job
     overlord("run", job, "--steps", "1", "--save", path)
     state = json.loads(path.read_text())
     for change, word in (
-        ({"version": 99}, "the state has another form"),
+        ({"version": 99}, "the state has another version"),
         ({"cursors": {"web": [1], "code": [1]}}, "the state is damaged"),
     ):
         path.write_text(json.dumps({**state, **change}))

@@ -566,7 +566,7 @@ def test_a_state_that_the_schedule_cannot_load_is_refused_and_the_session_stays_
         client = session.client(0)
         next(client)
         state = client.state_dict()
-        with pytest.raises(StateMismatch, match="what it had learned"):
+        with pytest.raises(StateMismatch, match="its saved state"):
             client.load_state_dict({**state, "schedule": {"else": 1}})
         assert session.state_dict()["schedule"] == {"total": 0.0}
         with pytest.raises(StateMismatch, match="damaged"):

@@ -16,7 +16,7 @@ from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.log import JournalLog, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.segment import Header, name_of
-from overlord.journal.storage import place_of
+from overlord.journal.storage import storage_of
 from overlord.sample import SampleId
 from tests.journals import JOB, Memory, numbers, plan, written
 
@@ -122,7 +122,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
 )
 def test_a_place_that_cannot_be_is_named_without_secrets(uri, says):
     with pytest.raises(JournalError, match=says) as caught:
-        place_of(uri)
+        storage_of(uri)
     assert "secretsecret" not in str(caught.value)
 
 
@@ -211,7 +211,7 @@ def test_a_name_that_is_no_segments_is_told_and_other_files_do_not_matter(tmp_pa
         log.append([plan(0)])
     assert numbers(tmp_path) == [0]
     (tmp_path / "copy of 0.ovj").write_bytes(b"")
-    with pytest.raises(JournalError, match=r"got 'copy of 0.ovj'; take it away"):
+    with pytest.raises(JournalError, match=r"got 'copy of 0.ovj'; remove it from the journal"):
         read_all(tmp_path)
 
 

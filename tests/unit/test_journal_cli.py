@@ -162,5 +162,6 @@ def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
     told = overlord("journal", "verify", written)
     assert (
         told.exit_code,
-        "differs from what the plans before it give in columns" in " ".join(told.stderr.split()),
+        "expected the state that the plans before it give, got another columns"
+        in " ".join(told.stderr.split()),
     ) == (1, True)

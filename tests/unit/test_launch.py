@@ -87,7 +87,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "hevy"},
-            "shadows: expected which loaders have a standby, got 'hevy'; did you mean 'heavy'",
+            "shadows: expected the kind of loaders with a standby, got 'hevy'; did you mean 'heavy'",
         ),
         ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
@@ -313,7 +313,7 @@ def test_limits_of_memory_may_be_the_total_alone(monkeypatch: pytest.MonkeyPatch
         ({"memory": {"ring": 1}}, "memory: unknown field 'ring'"),
         (
             {"memory": ov.MemoryLimits(open_files=3), "open_files": 4},
-            "open_files: expected once, got it in memory= too",
+            "open_files: expected it once, got it as a keyword and in memory=",
         ),
         ({"total": 1}, "unknown option 'total'"),
     ],

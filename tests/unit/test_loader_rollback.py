@@ -280,7 +280,7 @@ def test_the_same_word_twice_and_an_older_one_change_nothing() -> None:
     host = run.hosts[0]
     run.hear()
     run.say_again()
-    host.back(Rollback(STRIDE - 1, -1, tuple(run.blueprint.openings(0, Cursor()))))
+    host.back(Rollback(STRIDE - 1, -1, tuple(run.blueprint.loader_starts(0, Cursor()))))
     assert not host.said
     run.go_on(3)
     run.say_again()
@@ -490,7 +490,7 @@ def test_a_standby_is_not_popped_behind_a_rollback_before_it_is_told_where_it_st
     front = shadow.loader.front
     run.hosts[1].part(0, {0: 4})
     assert shadow.loader.front == front
-    [opening] = run.blueprint.openings(0, Cursor())
+    [opening] = run.blueprint.loader_starts(0, Cursor())
     run.hosts[1].follow(
         LoaderStart(
             **{**{f: getattr(opening, f) for f in LoaderStart.__slots__}, "generation": STRIDE}
@@ -567,8 +567,8 @@ class Told:
         self.host = LoaderWorker(
             3,
             WorkerConfig(name="back", token="t", check=True, **settings),
-            {0: self.blueprint.kit(0)},
-            self.blueprint.openings(0, Cursor()),
+            {0: self.blueprint.reader_spec(0)},
+            self.blueprint.loader_starts(0, Cursor()),
             {0: self.constructor.server.address},
             (),
             0,
@@ -614,7 +614,7 @@ class Told:
 
     def back(self, step: int, row: int, generation: int) -> Rollback:
         cursor = Cursor(0, 0, 0, 0, row, 0) if row >= 0 else Cursor()
-        [o] = self.blueprint.openings(0, cursor)
+        [o] = self.blueprint.loader_starts(0, cursor)
         return Rollback(
             generation, step, (LoaderStart(0, 0, 0, 1, cursor, o.budget_bytes, generation),)
         )

@@ -30,7 +30,7 @@ from overlord.process.malloc import DEFAULT, LATER, arena_limit, chosen_by_user,
 from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.sources.arrow_numpy import arrow_of, numpy_of
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 from tests.corpus import write_rows
 from tests.laws import examples
 from tests.processes import WAIT_S
@@ -210,7 +210,9 @@ def test_a_constructor_worker_counts_all_its_threads_however_many_connections_it
         assert peers.get(peers.call(handle, "beat"), WAIT_S)
         for k in range(links):
             hello = {"role": "loader", "host": k, "incarnation": 1}
-            open_links.enter_context(closing(dial(host.address(), "t", hello, timeout_s=WAIT_S)[0]))
+            open_links.enter_context(
+                closing(open_connection(host.address(), "t", hello, timeout_s=WAIT_S)[0])
+            )
         found = sorted(thread.name for thread in set(threading.enumerate()) - before)
     assert len(found) <= LATER + machine.links, found
     assert machine.links == 0, "an arena for each link would hold memory that no thread uses"

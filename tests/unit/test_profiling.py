@@ -111,7 +111,7 @@ def blueprint(made: ov.Job, **options: Any) -> Iterator[PreparedJob]:
 def measured(made: ov.Job, **bounds: Any) -> list[SourceProfile]:
     with blueprint(made) as ready:
         return [
-            measure(ready.kit(i), Bounds(**{"seconds": 60.0, **bounds}))
+            measure(ready.reader_spec(i), Bounds(**{"seconds": 60.0, **bounds}))
             for i in range(len(made.sources))
         ]
 
@@ -136,7 +136,7 @@ def test_rows_and_seconds_are_bounds(corpus: Path) -> None:
     [few] = measured(made, rows=10)
     assert few.samples == 10
     with blueprint(made) as ready:
-        none = measure(ready.kit(0), Bounds(), over=lambda: True)
+        none = measure(ready.reader_spec(0), Bounds(), over=lambda: True)
     assert (none.samples, none.sample_s) == (0, 0.0)
 
 
@@ -192,7 +192,9 @@ def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
         source(corpus, "c", text(corpus)),
     )
     with blueprint(job(same, again, tokenized)) as one, blueprint(job(same, slice_rows=9)) as other:
-        marks = [fingerprint_of(one.kit(i)) for i in range(3)] + [fingerprint_of(other.kit(0))]
+        marks = [fingerprint_of(one.reader_spec(i)) for i in range(3)] + [
+            fingerprint_of(other.reader_spec(0))
+        ]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
 
@@ -238,7 +240,7 @@ def test_a_broken_profile_is_ignored_with_a_warning(
     path.write_bytes(broken)
     with caplog.at_level(logging.WARNING, "overlord"):
         assert profile_store.load(path) == JobProfile()
-    assert [f"profile {path} is not used" in r.getMessage() for r in caplog.records] == [True]
+    assert [f"profile {path} ignored" in r.getMessage() for r in caplog.records] == [True]
     assert profile_store.load(corpus / "nowhere.json") == JobProfile()
     assert len(caplog.records) == 1, "one that is not there is no surprise"
 
@@ -265,7 +267,7 @@ def test_a_profile_that_cannot_be_kept_costs_a_warning(
 ) -> None:
     (corpus / "file").write_text("")
     assert not profile_store.save(corpus / "file" / "profile.json", JobProfile())
-    assert "is not saved" in caplog.text
+    assert "not saved" in caplog.text
 
 
 # the quick look

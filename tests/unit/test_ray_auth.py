@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from overlord.concurrency.platform import NetworkPlatform
-from overlord.ray.auth import Unwelcome, check_joined, check_token, is_refused, same_head
+from overlord.ray.auth import ClusterRefused, check_joined, check_token, is_refused, same_head
 from overlord.ray.worker import LaunchSpec, adopt_environment
 from overlord.transport.address import reachable
 
 SHUT, OPEN = (
     {False: False, True: True},
     {False: True, True: True},
-)  # lets_in(with_token): a client with the token is accepted, one without is not
+)  # accepts(with_token): a client with the token is accepted, one without is not
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
         r"on this machine \(its nodes: 203\.0\.113\.1\): join it first, "
         r"ray start --address=head:6379"
     )
-    with pytest.raises(Unwelcome, match=words):
+    with pytest.raises(ClusterRefused, match=words):
         check_joined([("203.0.113.1", "/nowhere")], "head:6379")
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_token", "lets_in", "words"),
+    ("mode", "has_token", "accepts", "words"),
     [
         (None, True, SHUT, ""),
         ("token", True, SHUT, ""),
@@ -82,7 +82,7 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
 def test_a_cluster_is_used_with_its_token_or_not_at_all(
     mode: str | None,
     has_token: bool,
-    lets_in: dict[bool, bool],
+    accepts: dict[bool, bool],
     words: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -91,10 +91,10 @@ def test_a_cluster_is_used_with_its_token_or_not_at_all(
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     if words:
-        with pytest.raises(Unwelcome, match=words):
-            check_token(lambda: has_token, lets_in.__getitem__)
+        with pytest.raises(ClusterRefused, match=words):
+            check_token(lambda: has_token, accepts.__getitem__)
     else:
-        check_token(lambda: has_token, lets_in.__getitem__)
+        check_token(lambda: has_token, accepts.__getitem__)
     assert caplog.records == []
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from overlord.ray.folder import LOCK, MAKING_S, Folder, Terminated, remove_left
+from overlord.ray.folder import LOCK, MAKING_S, Folder, SigtermHandler, remove_leftovers
 from tests.processes import ROOT
 
 OWNER = """
@@ -60,7 +60,7 @@ def test_what_nobody_holds_goes_though_somebody_has_the_number(tmp_path: Path) -
     (tmp_path / unheld / LOCK).touch()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ov-ray-1-link").symlink_to(tmp_path / "elsewhere")
-    remove_left(tmp_path)
+    remove_leftovers(tmp_path)
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["elsewhere", "ov-ray-1-link", f"ov-ray-{os.getpid()}-old"], (
         "one without a lock may be of an older version that runs"
@@ -72,7 +72,7 @@ def test_one_that_is_being_made_is_not_taken_for_one_that_was_left(tmp_path: Pat
         (tmp_path / name).mkdir()
     then = (tmp_path / "ov-new-then").stat().st_mtime - MAKING_S - 60
     os.utime(tmp_path / "ov-new-then", (then, then))
-    remove_left(tmp_path)
+    remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["ov-new-now"]
 
 
@@ -84,12 +84,12 @@ def test_what_a_program_does_when_it_is_asked_to_end_is_its_own_affair() -> None
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, saves)
-        kept = Terminated()
+        kept = SigtermHandler()
         signal.signal(signal.SIGTERM, leaves)  # as Ray does
         kept.keep()
         assert signal.getsignal(signal.SIGTERM) is saves
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        kept = Terminated()
+        kept = SigtermHandler()
         signal.signal(signal.SIGTERM, leaves)
         kept.keep()
         assert signal.getsignal(signal.SIGTERM) is leaves, (

@@ -13,7 +13,6 @@ from overlord.ray.node_choice import (
     Spot,
     again,
     at_most,
-    by_one_name,
     choose,
     constructors_by_node,
     cores_for_loading,
@@ -22,6 +21,7 @@ from overlord.ray.node_choice import (
     moves,
     problems,
     surplus,
+    with_one_name,
     without_job,
     without_ranks,
 )
@@ -212,14 +212,14 @@ def test_no_constructor_worker_serves_two_nodes_while_there_are_enough_and_none_
 
 
 def test_two_names_of_one_node_are_one() -> None:
-    assert by_one_name(TRAINERS, ["gpu-0", "t0", "10.0.0.1", "10.0.0.2"]) == (
+    assert with_one_name(TRAINERS, ["gpu-0", "t0", "10.0.0.1", "10.0.0.2"]) == (
         "gpu-0",
         "gpu-0",
         "gpu-0",
         "gpu-1",
     )
     twins = [Node(id="x", name="same"), Node(id="y", name="same")]
-    assert by_one_name(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
+    assert with_one_name(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
 
 
 # cores that other jobs have taken since

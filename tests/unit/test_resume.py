@@ -100,7 +100,7 @@ def test_a_fresh_launch_on_a_journal_that_is_not_empty_is_refused_and_says_how_t
         take(session, 2)
     with pytest.raises(
         ov.JournalError,
-        match=r'expected an empty journal, got \d+ records.*go on from it with resume="auto"',
+        match=r'expected an empty journal, got \d+ records.*continue it with resume="auto"',
     ):
         ov.launch(job(tmp_path))
     with ov.launch(job(tmp_path), resume="auto") as session:
@@ -194,7 +194,7 @@ def test_it_goes_on_behind_the_last_step_that_all_ranks_took_and_says_so(
         assert [next(client).step for client in clients] == [3, 3]
     why = (
         r"job 'resumed' resumes at step 3: step 2 is the last that all ranks took; "
-        r"steps up to \d+ were planned, and come again as"
+        r"steps up to \d+ were planned, and are replanned unchanged"
     )
     assert any(re.search(why, record.getMessage()) for record in caplog.records)
 
@@ -259,7 +259,7 @@ def test_a_source_that_joined_is_listed_last_and_goes_on(tmp_path: Path) -> None
 
     assert run(tmp_path, True) == run(None, False)
     with pytest.raises(
-        ov.StateMismatch, match=r"list what was added in mid-run \(c\) last in Job.sources"
+        ov.StateMismatch, match=r"list the sources added in mid-run \(c\) last in Job.sources"
     ):
         ov.launch(job(tmp_path), resume="auto")
 

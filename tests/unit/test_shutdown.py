@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlord.process.shutdown import CloseOnce, in_turn
+from overlord.process.shutdown import CloseOnce, run_all
 
 
 def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> (
@@ -21,12 +21,12 @@ def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_d
     ending = CloseOnce()
     steps = lambda: [lambda: done.append("first"), interrupted, lambda: done.append("last")]  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        ending.go(steps)
+        ending.run(steps)
     assert done == ["first", "tried", "last"]
     with pytest.raises(OSError, match="later"):
-        ending.go(steps)
-    ending.go(steps)
-    ending.go(steps)
+        ending.run(steps)
+    ending.run(steps)
+    ending.run(steps)
     assert done == ["first", "tried", "last", "tried", "tried"]
 
 
@@ -35,14 +35,14 @@ def test_what_went_wrong_first_is_raised() -> None:
         raise fault
 
     with pytest.raises(KeyboardInterrupt):
-        in_turn([lambda: fails(KeyboardInterrupt()), lambda: fails(OSError())])
+        run_all([lambda: fails(KeyboardInterrupt()), lambda: fails(OSError())])
 
 
 def test_the_handler_of_a_signal_that_ends_what_is_being_ended_waits_for_nobody() -> None:
     ending, done = CloseOnce(), list[str]()
-    ending.go(
+    ending.run(
         lambda: [
-            lambda: ending.go(lambda: [lambda: done.append("twice")]),
+            lambda: ending.run(lambda: [lambda: done.append("twice")]),
             lambda: done.append("once"),
         ]
     )

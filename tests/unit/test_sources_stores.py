@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
-from overlord.journal.storage import place_of
+from overlord.journal.storage import storage_of
 from overlord.sources import range_file
 from overlord.sources.base import Unreachable
 from overlord.sources.files import Files
@@ -108,7 +108,7 @@ def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(
             journal=uri,
         )
     with pytest.raises(JournalError, match="from the environment") as refused:
-        place_of(uri)
+        storage_of(uri)
     assert not any(
         kept in (repr(caught.value) + str(caught.value) + str(refused.value) + repr(refused.value))
         for kept in (SECRET, TOKEN)
@@ -162,7 +162,7 @@ def test_an_endpoint_that_is_no_address_is_told_and_not_repeated(monkeypatch, na
     with pytest.raises(SourceError, match=f"{name}: expected http://host:port") as caught:
         Files.resolve("s3://bucket/x.parquet", source="web")
     with pytest.raises(JournalError, match=f"{name}: expected http://host:port") as refused:
-        place_of("s3://bucket/journal").names()
+        storage_of("s3://bucket/journal").names()
     assert TOKEN not in str(caught.value) + str(refused.value)
 
 
@@ -171,7 +171,7 @@ def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
     with pytest.raises(SourceError, match="unknown scheme 'https'") as caught:
         Files.resolve(uri, source="web")
     with pytest.raises(JournalError, match="got https://") as refused:
-        place_of(uri)
+        storage_of(uri)
     assert not any(
         kept in (str(caught.value) + repr(caught.value) + str(refused.value) + repr(refused.value))
         for kept in (SECRET, TOKEN)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
-from overlord.process.forkserver import how_it_ended
+from overlord.process.forkserver import describe_exit
 from overlord.sources.clean_tables import table_of
 from overlord.sources.mixed_columns import column_of
 from overlord.transforms import transform_process
@@ -836,7 +836,7 @@ def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pyte
 
 
 def test_how_a_process_ended_is_said_as_far_as_it_is_known():
-    assert [how_it_ended(code) for code in (-9, 3, None)] == [
+    assert [describe_exit(code) for code in (-9, 3, None)] == [
         "killed by signal 9",
         "exit code 3",
         "exit code unknown",

@@ -219,7 +219,7 @@ def submit(
     with cluster.cluster(_checked(address, "submit")):
         _remove_finished(job.name)
         code = cluster.pickled(job.name, (job, options))
-        actor = cluster.keep(JobActor, job.name)
+        actor = cluster.create_detached(JobActor, job.name)
         try:
             given = (
                 job.name,
@@ -245,7 +245,7 @@ def submit(
 
 def _remove_finished(name: str) -> None:
     """Remove the actor of a finished job of this name; raise if the job is not finished."""
-    if name not in cluster.kept() or (actor := cluster.kept_by(name)) is None:
+    if name not in cluster.detached_names() or (actor := cluster.find_detached(name)) is None:
         return
     before = _status(name, actor, {})
     if before.state.partition(":")[0] not in OVER:
@@ -263,7 +263,7 @@ def _remove_finished(name: str) -> None:
 def _wait_until_gone(name: str, what: str) -> None:
     """Wait until Ray lists no job of this name, after its actor was killed."""
     deadline = time.monotonic() + STOP_S
-    while name in cluster.kept():
+    while name in cluster.detached_names():
         if time.monotonic() > deadline:
             raise DataStall(what, STOP_S)
         time.sleep(0.05)
@@ -273,7 +273,7 @@ def jobs(address: str | None) -> list[Status]:
     """Return the status of all jobs that were submitted to a cluster and not stopped."""
     with cluster.cluster(_checked(address, "status")):
         names = {node.id: node.name or node.address for node in cluster.CLUSTER.nodes()}
-        found = {name: cluster.kept_by(name) for name in cluster.kept()}
+        found = {name: cluster.find_detached(name) for name in cluster.detached_names()}
         return [_status(name, actor, names) for name, actor in found.items() if actor is not None]
 
 
@@ -302,7 +302,7 @@ def stop(name: str, address: str | None) -> str:
         except DataStall:
             why = f"it did not stop within {STOP_S:g} s"
         except ActorLost as lost:  # it blocks; or another process stops it at the same time
-            why = lost.reason if cluster.kept_by(name) is not None else ""
+            why = lost.reason if cluster.find_detached(name) is not None else ""
         except OverlordError as fault:
             why = f"it failed to close: {fault}"
         finally:
@@ -312,8 +312,8 @@ def stop(name: str, address: str | None) -> str:
 
 
 def _actor(name: str, what: str) -> Any:
-    known = cluster.kept()
-    actor = cluster.kept_by(name) if name in known else None
+    known = cluster.detached_names()
+    actor = cluster.find_detached(name) if name in known else None
     if actor is None:
         known = [other for other in known if other != name]
         raise JobError(

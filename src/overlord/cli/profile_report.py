@@ -48,7 +48,7 @@ def profile_job(
     found, failures = list[SourceProfile](), list[str]()
     for i, name in enumerate(prepared.job.names):
         try:
-            made = measure(prepared.kit(i), bounds)
+            made = measure(prepared.reader_spec(i), bounds)
             if made.samples:
                 found.append(made)
             else:

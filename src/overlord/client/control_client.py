@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import TIMEOUT, Connection
 
 CONTROL_SERVER = "the session's control server"
@@ -100,7 +100,7 @@ class ControlClient:
                 )
                 raise ActorLost(CONTROL_SERVER, words) from fault
             try:
-                link, welcome = dial(
+                link, welcome = open_connection(
                     self.address,
                     self.token,
                     {"role": self._role, "rank": self.rank},

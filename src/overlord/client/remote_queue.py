@@ -27,7 +27,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, Overl
 from overlord.messages.client import EndOfStream, StepAck, StepInfo, StepMessage
 from overlord.messages.control import EncodedState
 from overlord.transport.address import shown
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection
 
 log = logging.getLogger("overlord")
@@ -71,11 +71,15 @@ class RemoteStepQueue:
         reconnect_s: float = 60.0,
         on_moved: Callable[[EncodedState], None] = lambda state: None,
         beside: Callable[[RemoteStepQueue], Iterable[RemoteStepQueue]] = lambda box: (),
-        dial: Callable[..., tuple[Any, Any]] = dial,
+        open_connection: Callable[..., tuple[Any, Any]] = open_connection,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self._dial, self._now, self._sleep = dial, now, sleep  # simulations replace these
+        self._dial, self._now, self._sleep = (
+            open_connection,
+            now,
+            sleep,
+        )  # simulations replace these
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
         self._reconnect_s, self._max_held, self._beside = (

@@ -76,7 +76,7 @@ from overlord.process.pickle_check import sendable
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import hosting_of, loads_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
-from overlord.transport.state_codec import seal
+from overlord.transport.state_codec import encode_state
 
 log = logging.getLogger("overlord")
 
@@ -453,7 +453,7 @@ class Coordinator:
         log.warning("rolled back %s: %s", to, reason)
         self._send_rollback(state, step, old.holds_over or new.holds_over, restarted)
         self.gate.rollback()
-        self.journal.went_back(step, generation, reason)
+        self.journal.write_rollback(step, generation, reason)
         self.planner = new
         self.run(new.adopt(old))
         self.recovery.planned(self.planner.next_step - 1, self.planner.floor)
@@ -541,7 +541,7 @@ class Coordinator:
             self.plans.keep(stage)
             for watcher in self.on_stage:
                 watcher(stage)
-        after, acked = seal(stage.after), self.history.acked
+        after, acked = encode_state(stage.after), self.history.acked
         routed = self.router.route(stage, after, self._served > 0, acked)
         for c, plan in routed.placed.items():
             self.pool.constructors[c].out.append(plan)

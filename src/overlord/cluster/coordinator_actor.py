@@ -218,7 +218,7 @@ class CoordinatorActor:
             self._takeover = Takeover(*given, found, send=self._send)
             coordinator = self._takeover.coordinator
             coordinator.journal = journal
-            journal.begin(coordinator.planner.state(), coordinator.prepared)
+            journal.write_start(coordinator.planner.state(), coordinator.prepared)
         except BaseException:
             journal.close()
             raise
@@ -264,11 +264,13 @@ class CoordinatorActor:
                     )
                     coordinator.journal.start(self._event_loop.post)
                 if anew:
-                    coordinator.journal.rewound(
+                    coordinator.journal.write_rewind(
                         coordinator.planner.state(), coordinator.prepared, floor
                     )
                 else:
-                    coordinator.journal.begin(coordinator.planner.state(), coordinator.prepared)
+                    coordinator.journal.write_start(
+                        coordinator.planner.state(), coordinator.prepared
+                    )
             finally:
                 self._opens_journal = False
 
@@ -288,7 +290,7 @@ class CoordinatorActor:
             self._events.put(("finish", finished))
         if (acked := coordinator.history.acked) != self._acked:
             self._acked = acked
-            figures = coordinator.journal.figures()
+            figures = coordinator.journal.metrics()
             self._events.put(
                 StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
@@ -393,7 +395,7 @@ class CoordinatorActor:
                     new,
                     h,
                     budget_bytes,
-                    lambda: coordinator.journal.joined(new.event, coordinator.prepared),
+                    lambda: coordinator.journal.write_added_source(new.event, coordinator.prepared),
                 )
             except JournalError:
                 coordinator.abandon_source(h)
@@ -449,7 +451,7 @@ class CoordinatorActor:
             lambda: {
                 **self._coordinator.figures(),
                 "planner": me,
-                "journal": self._coordinator.journal.figures(),
+                "journal": self._coordinator.journal.metrics(),
             }
         )
 

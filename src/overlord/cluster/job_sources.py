@@ -37,7 +37,7 @@ class JobSources:
         loaders = (*self._placement.loaders, prepared.loaders_of(i))
         before, self.prepared = self.prepared, prepared.with_loaders(loaders, SIDE_BY_SIDE)
         try:
-            starts = self.prepared.openings(i, Cursor())
+            starts = self.prepared.loader_starts(i, Cursor())
             worker = self._pool.start_loader(h, [i], starts, joined=False)
             self._pool.get(self._pool.call(worker, "do", []), START_S)
         except BaseException:

@@ -658,7 +658,7 @@ class Launcher:
             self._lock.notify_all()
         self._stop.set()
         self._stop_reviews()
-        self._ending.go(
+        self._ending.run(
             lambda: [
                 self._let_planner_leave,
                 lambda: self.control.shutdown(LEAVE_S),

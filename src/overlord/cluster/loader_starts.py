@@ -22,12 +22,12 @@ class LoaderStarts:
         """Return the starts of all loaders at a state."""
         prepared = self._prepared()
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
-        return [o for i, cursor in enumerate(cursors) for o in prepared.openings(i, cursor)]
+        return [o for i, cursor in enumerate(cursors) for o in prepared.loader_starts(i, cursor)]
 
     def of(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
         """Return the start of one loader."""
         source = self._placement.source_of(loader)
-        starts = self._prepared().openings(source, cursor)
+        starts = self._prepared().loader_starts(source, cursor)
         start = starts[loader - self._placement.loaders_of(source).start]
         return replace(start, generation=generation)
 

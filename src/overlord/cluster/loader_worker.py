@@ -103,7 +103,7 @@ class LoaderWorker(Worker):
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
         hello = {"role": "loader", "host": self._number, "incarnation": self._born}
-        link, _ = self._platform.dial(
+        link, _ = self._platform.open_connection(
             address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
         )
         self._links[constructor] = link

@@ -171,7 +171,9 @@ class Takeover:
             state, self.stood = found.state(last), found.bare(last)
             if self._barrier.learns:
                 self._barrier.add(Consumed(rank, step) for rank, step in self.stands.items())
-            prepared = prepared.first(len(found.names), found.fingerprint).floored(found.next_step)  # type: ignore[assignment]
+            prepared = prepared.first(len(found.names), found.fingerprint).with_floor(
+                found.next_step
+            )  # type: ignore[assignment]
         starter.hosting = config.hosting_of(len(prepared.specs))
         self.coordinator = Coordinator(
             prepared,

@@ -106,9 +106,14 @@ class Worker(ABC):
         self.name, self._platform = name, settings.machine
         self._platform.prepare(settings.workers, links=links, background=self.BACKGROUND)
         self._events = EventQueue(self._platform.now)
-        self._event_loop = self._platform.pump(name)
+        self._event_loop = self._platform.event_loop(name)
         self._executor = self._platform.executor(settings.workers, self._event_loop)
-        self._rpc = RpcEndpoint(name, self, dial=self._platform.dial, leave=self._platform.end)
+        self._rpc = RpcEndpoint(
+            name,
+            self,
+            open_connection=self._platform.open_connection,
+            exit_process=self._platform.end,
+        )
 
     @abstractmethod
     def _execute(self, command: Any) -> None:
@@ -168,7 +173,7 @@ class Worker(ABC):
 
     def meet(self, address: str, token: str, ticket: int) -> None:
         """Connect to a coordinator in its own process, which calls this worker from now on."""
-        self._rpc.meet(address, token, ticket)
+        self._rpc.redirect(address, token, ticket)
 
     def close(self) -> None:
         self._rpc.close()

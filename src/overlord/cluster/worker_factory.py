@@ -240,5 +240,7 @@ class WorkerFactory:
         if (
             i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]
         ):  # a source that could not join is another by then
-            self._kits[i] = sendable(blueprint.kit(i), f"source {blueprint.job.sources[i].name!r}")
+            self._kits[i] = sendable(
+                blueprint.reader_spec(i), f"source {blueprint.job.sources[i].name!r}"
+            )
         return self._kits[i]

@@ -11,20 +11,25 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class BlockingWork(Protocol):
-    """Work that may wait for storage, for minutes or forever. So it must not run on the event loop,
-    on which others wait.
+    """Work that may wait for storage, for minutes or forever.
+
+    So it must not run on the event loop.
     """
 
     @property
     def many(self) -> bool:
-        """Whether it waits for replies rather than for a core: many such calls may run
-        concurrently.
+        """Whether the work waits for replies rather than for a core.
+
+        Many such calls may run concurrently.
         """
         ...
 
     @property
     def quick(self) -> bool:
-        """Whether it never hangs: work that was short so far may run at once, under ``hasty``."""
+        """Whether the work never hangs.
+
+        Such work may run on the event loop, under ``hasty``, if it was short so far.
+        """
         ...
 
     def hasty(self) -> AbstractContextManager[None]:
@@ -32,15 +37,17 @@ class BlockingWork(Protocol):
         ...
 
     def overdue(self) -> Exception | None:
-        """Return an error if the work should be given up. Another thread calls it now and then. A
-        result that arrives later is dropped.
+        """Return an error if the work should be given up.
+
+        Another thread calls it periodically. A result that arrives later is dropped.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs work elsewhere and passes its result to ``done`` on the event loop. The cost of work of
-    one name is proportional to ``size``.
+    """Runs work in threads and passes its result to ``done`` on the event loop.
+
+    The cost of work of one name is proportional to ``size``.
     """
 
     def submit(
@@ -57,9 +64,10 @@ class Executor(Protocol):
 
 
 class CommandLoop:
-    """Executes commands in order, never re-entered: commands that an execution adds come after it.
+    """A loop that executes commands in order and is never re-entered.
 
-    ``check`` runs after every command (invariants, for tests), ``after`` once the queue is empty.
+    Commands that an execution adds are executed after it. ``check`` runs after every command
+    (invariants, for tests), ``after`` once the queue is empty.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class CommandLoop:
         self.running = False
 
     def run(self, commands: Iterable[Any] = ()) -> None:
-        """Add commands and execute all that are queued, unless an execution is under way."""
+        """Add commands and execute all queued ones, unless an execution is in progress."""
         self.queue.extend(commands)
         if self.running:
             return
@@ -90,5 +98,5 @@ class CommandLoop:
             self._after()
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Remove queued commands."""
+        """Remove queued commands for which ``unwanted`` returns True."""
         self.queue = deque(command for command in self.queue if not unwanted(command))

@@ -32,8 +32,9 @@ WAITING = 32  # concurrent reads of object stores: they wait for replies, not fo
 
 
 class EventLoop:
-    """One thread that runs posted calls in order. All pure cores run on it, so none
-    needs a lock.
+    """One thread that runs posted calls in order.
+
+    All pure cores run on it, so none needs a lock.
     """
 
     def __init__(self, name: str):
@@ -108,20 +109,21 @@ class EventLoop:
                     last = time.perf_counter()
             except BaseException as error:
                 self.broken = error
-                log.exception("the event loop stopped")
+                log.exception("event loop stopped: a call failed")
                 self._failed(error)
                 return
 
     def _next(self, idle_s: float | None) -> Callable[[], None] | None:
-        """Return the next call; a call without effect if none arrives in time."""
+        """Return the next call, or a call without effect if none arrives in time."""
         try:
             return self._calls.get(timeout=idle_s)
         except queue.Empty:
             return _nothing
 
     def at(self) -> str:
-        """Return where the running call is: the function of other code that it is in,
-        else our own.
+        """Return the source position of the running call.
+
+        Prefer the function of other code that Overlord called, else its own function.
         """
         frame, calls = sys._current_frames().get(self._thread.ident or 0), []
         while frame is not None:
@@ -163,8 +165,10 @@ class _Task:
 
 
 class _WorkerThreads:
-    """Daemon threads with a queue; urgent work goes first. Another thread starts when all are busy,
-    up to ``most``. A thread that is stuck in a read does not count.
+    """Daemon threads with a queue; urgent work goes first.
+
+    Another thread starts when all are busy, up to ``most``. A thread that is stuck in a read does
+    not count.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
@@ -222,13 +226,16 @@ class _WorkerThreads:
                     return
 
     def watch(self) -> list[_Task]:
-        """Return running work that can hang; start threads to replace stuck ones."""
+        """Return running work that can hang, and start threads to replace stuck ones."""
         with self._changed:
             self._grow()
             return [task for task in self._running if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Stop accepting work. A thread in the middle of a read ends by itself: it is a daemon."""
+        """Stop accepting work.
+
+        A thread in the middle of a read is not awaited: it is a daemon.
+        """
         with self._changed:
             self._closed = True
             self._urgent.clear()
@@ -241,12 +248,12 @@ class _WorkerThreads:
 
 
 class ThreadExecutor:
-    """A few threads for work, and more for reads that wait for an object store: one that does not
-    answer must not block the others.
+    """Threads for work, and more threads for reads that wait for an object store.
 
-    Work that was short so far runs at once, on the event loop. Longer work of the same name goes
-    back to the threads as soon as it is detected. Reads of a mount or a store never run on the
-    loop, since they may hang; nor does a user's code. Reads of a local disk do, unless they fail.
+    A store that does not answer must not block other work. Work that was short so far runs at once,
+    on the event loop. Longer work of the same name goes back to the threads as soon as it is
+    detected. Reads of a mount or a store never run on the loop, since they may hang; nor does user
+    code. Reads of a local disk do, unless they fail.
     """
 
     def __init__(self, workers: int, loop: EventLoop, inline_s: float = TIMEOUTS.inline_s):
@@ -299,7 +306,10 @@ class ThreadExecutor:
         return True
 
     def _watch_reads(self) -> None:
-        """Give up reads that never end. Runs in its own thread, since their threads hang."""
+        """Give up reads that never end.
+
+        It runs in its own thread, since the threads of such reads hang.
+        """
         while not self._closed.wait(TIMEOUTS.watch_s):
             for task in (*self._workers.watch(), *self._waiting.watch()):
                 assert task.waits is not None
@@ -329,7 +339,7 @@ class ThreadExecutor:
         self._report(task, *self._timed(task.name, task.work, task.size))
 
     def _report(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
-        """Report the result once: a result after the task was given up is dropped."""
+        """Report a result once; drop a result that arrives after its task was given up."""
         with self._report_lock:
             late, task.over = task.over, True
         if not late:

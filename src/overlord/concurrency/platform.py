@@ -1,7 +1,7 @@
 """The platform of a worker: clock, threads, shared memory and connections.
 
-Workers use these only through a platform. So the same workers run in a simulated cluster, where
-each has a machine that a seed makes slow, unreachable or lost.
+Workers use these only through a platform. So the same workers run in a simulated cluster, where a
+seed makes machines slow, unreachable or lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlord.process.malloc import limit_arenas
 from overlord.process.time_slice import in_background
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.transport.connection import Connection
-from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, dial
+from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 INTERFACE = "OVERLORD_INTERFACE"  # variable: the address at which other machines reach this one
@@ -29,11 +29,12 @@ MAX_SEGMENTS = 4096
 
 
 class Platform:
-    """The real machine. It is sent with the configuration of a worker, so it holds
-    settings only.
+    """The real machine.
+
+    It is sent with the configuration of a worker, so it holds settings only.
     """
 
-    ports: range | None = None  # for servers on a network; None: any
+    ports: range | None = None  # TCP ports of servers on a network; None: any
 
     def __init__(self, ports: range | None = None):
         self.ports = ports
@@ -43,8 +44,9 @@ class Platform:
         return os.environ.get(NODE, "")
 
     def inside(self) -> dict[str, Any]:
-        """Return where servers for other workers listen: all are on this machine and need no
-        network.
+        """Return where servers for other workers listen.
+
+        All workers are on this machine, so they need no network.
         """
         return {"tcp": not HAS_SHARED_MEMORY}
 
@@ -57,26 +59,28 @@ class Platform:
         }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
-        """Set up the process of a worker: ``workers`` threads that run concurrently, and one thread
-        for each of ``links``. ``background``: no caller waits for its single calls.
+        """Set up the process of a worker.
+
+        ``workers``: threads that run concurrently. ``links``: connections with a thread each.
+        ``background``: no caller waits for its single calls.
         """
         limit_arenas(workers, links)
         if background:
             in_background()
 
-    def pump(self, name: str) -> EventLoop:
+    def event_loop(self, name: str) -> EventLoop:
         """Return a new event loop."""
         return EventLoop(name)
 
-    def executor(self, workers: int, pump: EventLoop) -> Executor:
-        return ThreadExecutor(workers, pump)
+    def executor(self, workers: int, loop: EventLoop) -> Executor:
+        return ThreadExecutor(workers, loop)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` in a thread; it may block."""
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-        """Call repeatedly in a thread, until the returned function is called."""
+        """Call ``call`` every ``seconds`` in a thread, until the returned function is called."""
         stopped = threading.Event()
 
         def beat() -> None:
@@ -90,11 +94,11 @@ class Platform:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Block this thread. Not allowed on an event loop."""
+        """Block this thread; not allowed on an event loop."""
         time.sleep(seconds)
 
     def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
-        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_slots=MAX_SEGMENTS)
+        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_segments=MAX_SEGMENTS)
 
     def serve(
         self,
@@ -114,7 +118,7 @@ class Platform:
             **where,
         )
 
-    def dial(
+    def open_connection(
         self,
         address: str,
         token: str,
@@ -123,8 +127,8 @@ class Platform:
         timeout_s: float,
         ring: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        connection, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
-        connection.waits_for_slots = False
+        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection.waits_for_segments = False
         return connection, welcome
 
     def end(self, code: int) -> None:
@@ -133,11 +137,10 @@ class Platform:
 
 
 class NetworkPlatform(Platform):
-    """One machine of several: workers reach each other by the network, and by shared memory on the
-    same machine.
+    """One machine of several, whose workers reach each other by the network.
 
-    ``interface`` is for this process alone, on a machine that is not sent. The environment takes
-    precedence.
+    Workers on the same machine use shared memory. ``interface`` is for this process alone, since a
+    platform with it is not sent. The environment takes precedence.
     """
 
     def __init__(self, ports: range | None = None, interface: str = ""):
@@ -151,7 +154,8 @@ class NetworkPlatform(Platform):
         }
 
     def outside(self, host: str) -> dict[str, Any]:
-        """Ignore ``host``: it names the interface of the session's machine, and this may be
-        another.
+        """Return where servers for clients listen; ignore ``host``.
+
+        ``host`` names an interface of the session's machine, and this may be another machine.
         """
         return self.inside()

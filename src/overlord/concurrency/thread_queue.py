@@ -28,7 +28,7 @@ class ThreadQueue:
         """Append a call."""
         self._work.put(work)
 
-    def is_me(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the caller runs in one of the threads."""
         return threading.current_thread() in self._threads
 
@@ -37,11 +37,12 @@ class ThreadQueue:
             try:
                 work()
             except Exception:
-                log.exception("a queued call failed")
+                log.exception("queued call failed")
 
     def close(self) -> None:
-        """End the threads after the queued calls. A thread in a long call ends by itself: it is a
-        daemon.
+        """End the threads after the queued calls.
+
+        A thread in a long call is not awaited: it is a daemon.
         """
         for _ in self._threads:
             self._work.put(None)

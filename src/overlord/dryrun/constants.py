@@ -33,7 +33,7 @@ from overlord.messages.loader import BlockReady, Evaluate, Read
 from overlord.sample import Ragged
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
-from overlord.transport.server import Server, dial
+from overlord.transport.server import Server, open_connection
 
 VERSION = 3  # of the stored file; raise it when a measurement changes
 PROBE_ROWS = 16  # rows of every source that become samples
@@ -141,7 +141,7 @@ def probed(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
 
 def _probe(prepared: PreparedJob, i: int) -> Probe:
     """Read a slice of one chunk and make samples of a few of its rows."""
-    spec = prepared.kit(i)
+    spec = prepared.reader_spec(i)
     spec = replace(spec, order=replace(spec.order, shuffle_chunks=1))
     loader, reader, worker = open_loader(
         spec, LoaderStart(0, i, 0, 1, Cursor(), 2**26), prepared.handles
@@ -410,11 +410,13 @@ def _connections() -> dict[str, float]:
     )
     links = []
     try:
-        first, _ = dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")
+        first, _ = open_connection(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")
         links.append(first)
         before, start = own_bytes(), time.process_time()
         for _ in range(LINKS):
-            links.append(dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")[0])
+            links.append(
+                open_connection(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")[0]
+            )
         connect_s, link_bytes = (
             (time.process_time() - start) / LINKS / 2,
             max(0, own_bytes() - before) / LINKS / 2,

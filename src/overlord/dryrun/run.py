@@ -154,7 +154,7 @@ class DryRun:
         self._loaders: list[Loader] = []
         self._readers: list[StandInReader] = []
         for i, probe in enumerate(probes):
-            for o in made.openings(i, Cursor()):
+            for o in made.loader_starts(i, Cursor()):
                 order, epochs = made.orders[i], made.job.sources[i].epochs
                 self._loaders.append(
                     Loader(

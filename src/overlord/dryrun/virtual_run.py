@@ -178,7 +178,7 @@ class _Simulation:
         report: Trainer | None,
         save: bool,
     ):
-        self._prepared = prepared if resume is None else prepared.fitting(resume)
+        self._prepared = prepared if resume is None else prepared.for_saved_state(resume)
         self._steps, self._delays, self._report, self._save = steps, delays, report, save
         self._executor = VirtualExecutor(seed, delays)
         self._runtime = local_runtime(

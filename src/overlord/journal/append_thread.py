@@ -1,9 +1,9 @@
-"""A thread that appends to the journal, so that the event loop does not wait for a disk or a store.
+"""A thread that appends to the journal, so that the event loop does not wait for storage.
 
 An append takes milliseconds on a disk and longer in a store. Appends that wait at the same time are
 written together, in order, with one sync. After an error nothing more is written, and every waiting
-caller receives that error. A segment that cannot be removed is not such an error: it is not read
-any more, and only takes room.
+caller receives that error. A segment that cannot be removed is not such an error: it is no longer
+read, and only takes space.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AppendThread:
     ) -> int:
         """Queue records to be written, then segments to be pruned.
 
-        Returns the order's number, for ``wait`` and for comparison with ``done``.
+        Return the order's number, for ``wait`` and for comparison with ``done``.
         """
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:

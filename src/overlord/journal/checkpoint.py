@@ -1,9 +1,9 @@
 """The entries of a journal, from which the state after any step can be restored. Pure.
 
 Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written seldom,
-as a *snapshot*; every plan holds only what it changed in the state. A snapshot and the plans since
-give the state after each of them, bit for bit, without reading any data. A snapshot is a change as
-well: one from the empty state.
+as a *snapshot*; every plan holds only its changes to the state. A snapshot and the plans since give
+the state after each of them, bit for bit, without reading any data. A snapshot is stored as a
+change from the empty state.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The meaning of a record. ``number`` is a step. ``where`` is the segment and byte of an entry
-    that was read.
+    """The decoded content of a record.
+
+    ``number`` is a step. ``where`` is the segment and byte of an entry that was read.
     """
 
     kind: str
@@ -58,12 +59,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The rule for the next snapshot: it is due when the plans since the last one hold ``ratio``
-    times its bytes.
+    """The rule for the next snapshot, by the bytes of the plans since the last one.
 
-    Then snapshots add 1/``ratio`` to the bytes written, whatever the number of sources. Replaying
-    the plans costs at most ``ratio`` times as much as reading the snapshot. ``most_bytes`` and
-    ``most_plans`` bound the plans that a restart holds in memory and replays.
+    A snapshot is due when these plans hold ``ratio`` times its bytes. Then snapshots add
+    1/``ratio`` to the bytes written, whatever the number of sources. Replaying the plans costs at
+    most ``ratio`` times as much as reading the snapshot. ``most_bytes`` and ``most_plans`` bound
+    the plans that a restart holds in memory and replays.
     """
 
     ratio: int = 64
@@ -85,7 +86,7 @@ def snapshot(state: StreamState, acked: int) -> Entry:
 
 
 def rewind(state: StreamState, floor: int = 0) -> Entry:
-    """Return a snapshot that starts the stream anew: earlier plans do not count any more.
+    """Return a snapshot that restarts the stream: earlier plans no longer count.
 
     ``floor`` is the first step that events may still change. It is above the state's step where
     some ranks have already received steps that are replanned.
@@ -98,7 +99,7 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
 
 
 def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
-    """Return the entry of a planned step: its digest, and what it changed in the state.
+    """Return the entry of a planned step: its digest, and its changes to the state.
 
     ``acked`` is the last step that all ranks had acknowledged by then.
     """
@@ -127,10 +128,10 @@ def acked(step: int) -> Entry:
 
 
 def rollback(step: int, generation: int, reason: str) -> Entry:
-    """Return the entry of a rollback: a worker was lost, and all steps after ``step`` were
-    replanned.
+    """Return the entry of a rollback after a worker was lost.
 
-    It is for people only: replanning gives the same plans.
+    All steps after ``step`` are replanned with the same plans. So the entry is only for readers of
+    the journal.
     """
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
@@ -162,7 +163,7 @@ def report_of(entry: Entry) -> Report:
 
 
 def changes(before: StreamState | None, after: StreamState) -> Body:
-    """Return the difference from ``before`` to ``after``; from the empty state where it is None.
+    """Return the difference from ``before`` to ``after``; None is the empty state.
 
     Numbers are written as differences, which are small.
     """
@@ -197,7 +198,7 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
 def changed(before: StreamState | None, body: Body) -> StreamState:
     """Return ``after`` from ``before`` and the result of ``changes``.
 
-    A body that does not fit is a ValueError, a TypeError or a KeyError.
+    Raise ValueError, TypeError or KeyError if the body does not fit.
     """
     n = _whole(body["sources"], MOST_SOURCES)
     before = _empty(n, ()) if before is None else widened(before, n)
@@ -237,8 +238,9 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
 
 
 def with_report(state: StreamState, received: Report) -> StreamState:
-    """Return the state with a report that later plans may use; a rank's last report of a step
-    counts.
+    """Return the state with a report that later plans may use.
+
+    The last report of a rank for a step counts.
     """
     known = {(r.step, r.rank): r for r in state.reports}
     known[received.step, received.rank] = received
@@ -246,7 +248,7 @@ def with_report(state: StreamState, received: Report) -> StreamState:
 
 
 def samples_of(body: Body) -> np.ndarray:
-    """Return the number of samples that each source gave to the step of a plan."""
+    """Return the number of samples of each source in the step of a plan."""
     n = _whole(body["sources"], MOST_SOURCES)
     rows = _rows(body, n)
     out, table = np.zeros(n, np.int64), unpacked(body["columns"], len(rows))
@@ -271,8 +273,9 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 
 
 def _fits(owed: Sequence[int]) -> bool:
-    """Return whether all accounts fit into 64 bits. In tokens, after a change of weights, they may
-    not.
+    """Return whether all accounts fit into 64 bits.
+
+    Accounts in tokens may not, after a change of weights.
     """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 
@@ -291,7 +294,7 @@ def _table(state: StreamState) -> np.ndarray:
 
 
 def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:
-    """Return the ages of look-ahead samples: their number by source, and all of them."""
+    """Return the ages of look-ahead samples: their number by source, then all ages."""
     if not ahead:
         return []
     lengths = np.array([len(a) for a in ahead], np.int64)
@@ -309,7 +312,10 @@ def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
 
 
 def _reports_left(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
-    """Return the change of the reports. Usually a plan uses the oldest ones and keeps the rest."""
+    """Return the change of the reports.
+
+    Usually a plan uses the oldest reports and keeps the rest.
+    """
     first = after[0].step if after else (before[-1].step + 1 if before else 0)
     if tuple(r for r in before if r.step >= first) == tuple(after):
         return [first]
@@ -329,7 +335,7 @@ def _flags(data: bytes, n: int) -> np.ndarray:
 
 
 def _rows(body: Body, n: int) -> np.ndarray:
-    """Return the sources in which something changed."""
+    """Return the sources whose rows changed."""
     return np.flatnonzero(_flags(body["rows"], n)) if "rows" in body else np.arange(n)
 
 

@@ -41,8 +41,9 @@ def _form(low: int, high: int) -> str:
 
 
 def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
-    """Return the table that ``packed`` was given; a form or length that is wrong is a
-    ValueError.
+    """Return the table that was given to ``packed``.
+
+    Raise ValueError for a wrong form or length.
     """
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:

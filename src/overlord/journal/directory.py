@@ -32,8 +32,8 @@ _held: set[DirectoryStorage] = set()
 class DirectoryStorage:
     """Segments as files of one directory.
 
-    The lock is the kernel's (flock): it is released when its process exits, however that happens.
-    The lock file stays.
+    The lock is the kernel's (flock): it is released when its process exits, for any reason. The
+    lock file stays.
     """
 
     whole = False
@@ -104,7 +104,7 @@ class DirectoryStorage:
             raise JournalError(
                 self.shown,
                 f"expected segments like 000000000000.ovj, got {strange[0]!r}",
-                "take it away",
+                "remove it from the journal",
             )
         return found
 
@@ -245,8 +245,9 @@ def _sync_directory(path: Path) -> None:
 
 
 def _close_in_child() -> None:
-    """Close all storages in a forked child: it must not write, nor keep the lock when its parent
-    exits.
+    """Close all storages in a forked child.
+
+    The child must not write, nor keep the lock when its parent exits.
     """
     for storage in list(_held):
         storage.close()

@@ -1,9 +1,9 @@
 """A job's journal: every plan and event is written before it is executed.
 
-``journal/checkpoint.py`` decides what is written. The event loop calls the journal, and a thread of
-its own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that
-applies them. Once an append has failed nothing more is written, so that the journal always holds
-everything that was executed. The job then ends before the step that could not be written.
+``journal/checkpoint.py`` defines the entries. The event loop calls the journal, and a thread of its
+own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that applies
+them. Once an append has failed nothing more is written, so that the journal always holds everything
+that was executed. The job then ends before the step that could not be written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from overlord.journal.log import JournalLog, Where
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header
-from overlord.journal.storage import JournalStorage, place_of
+from overlord.journal.storage import JournalStorage, storage_of
 from overlord.journal.timeouts import TIMEOUTS
 from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import (
@@ -45,8 +45,7 @@ SEGMENT_BYTES = 2**22
 
 
 class JobJournal(NullJournal):
-    """The journal of a fresh job (``JobJournal.fresh``) or of one that resumes
-    (``JobJournal.resumed``).
+    """The journal of a new job (``fresh``) or of a job that resumes (``resumed``).
 
     ``begin`` is called before the first plan.
     """
@@ -59,7 +58,7 @@ class JobJournal(NullJournal):
         interval: Interval | None = None,
         launch: str = "",
     ):
-        """Use ``fresh`` or ``resumed`` instead."""
+        """Initialize the journal; use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
         self._storage, self._header, self._log, self._interval = (
             storage,
@@ -88,17 +87,17 @@ class JobJournal(NullJournal):
         self._counts = {"bytes": 0, "plans": 0, "snapshots": 0}
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._on_change = lambda: post(lambda: self.heard())
+        self._on_change = lambda: post(lambda: self.on_durable())
 
     # opening
 
     @staticmethod
     def fresh(where: Where, name: str) -> JobJournal:
-        """Return a new journal; an existing one is an error.
+        """Return a new journal; raise if one exists.
 
         Nothing is written before ``begin``: a launch that fails leaves no journal.
         """
-        storage = place_of(where) if isinstance(where, (str, os.PathLike)) else where
+        storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
             storage.hold()
             if storage.names():
@@ -116,10 +115,10 @@ class JobJournal(NullJournal):
     ) -> tuple[JobJournal, Recovered]:
         """Open the journal of a job, which may be empty, and return it with its content.
 
-        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch: a
-        job that was fenced off must not return through another of its processes.
+        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch.
+        So a job that was fenced off cannot return through another of its processes.
         """
-        storage = place_of(where) if isinstance(where, (str, os.PathLike)) else where
+        storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
         log, records = JournalLog.open(storage, header, allow=tuple(allow), goes_on=bool(launch))
         try:
@@ -148,22 +147,22 @@ class JobJournal(NullJournal):
                 )
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a new segment
 
-    def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
-        """Record the start of the stream, before anything is planned.
+    def write_start(self, state: StreamState, prepared: PreparedJob) -> None:
+        """Record the start of the stream, before any step is planned.
 
-        A journal that has a start already is left as it is.
+        A journal that already has a start is not changed.
         """
-        self._job = _job_entry(blueprint, state.step)
+        self._job = _job_entry(prepared, state.step)
         if self._last is None:
             self._open_anew(checkpoint.snapshot(state, state.step - 1), state)
 
     # plans and events
 
-    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
+    def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         """Queue planned steps for writing, before any process receives them.
 
-        ``taken`` is the last step that all ranks acknowledged; None where no rank takes part. Steps
-        that are written already and are planned again must have the same plans.
+        ``taken`` is the last step that all ranks acknowledged; None if no rank takes part. Steps
+        that are already written and are planned again must have the same plans.
         """
         acked, found = (
             self._acked if taken is None else max(taken, self._acked),
@@ -188,8 +187,9 @@ class JobJournal(NullJournal):
         self._prune()
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Return whether the plan is written already; another plan of its step is a
-        ``PlanError``.
+        """Return whether the plan is already written.
+
+        Raise ``PlanError`` if another plan of its step is written.
         """
         if stage.plan.step >= self._next:
             return False
@@ -201,7 +201,7 @@ class JobJournal(NullJournal):
             raise PlanError(what, stage.plan.step, NO_FUNCTION)
         return True
 
-    def said(self, event: Any) -> None:
+    def write_event(self, event: Any) -> None:
         """Write an event that the planner has accepted, and wait until it is durable.
 
         Messages that are not events of the stream are ignored.
@@ -209,15 +209,15 @@ class JobJournal(NullJournal):
         if isinstance(event, (SetMixture, Skip, SourceLost)):
             self._settle(self._append([*self._pending, checkpoint.event(event, self._next)]))
 
-    def joined(self, event: AddSource, blueprint: PreparedJob) -> None:
+    def write_added_source(self, event: AddSource, prepared: PreparedJob) -> None:
         """Write that a source was added, and wait until it is durable.
 
         The source is recorded by name and fingerprint; its code is in the job.
         """
-        self._job = _job_entry(blueprint, self._next)
+        self._job = _job_entry(prepared, self._next)
         self._settle(self._append([*self._pending, self._job, checkpoint.event(event, self._next)]))
 
-    def reported(self, report: Report) -> None:
+    def write_report(self, report: Report) -> None:
         """Record a report that arrived in time.
 
         It is written with the next append: the next plan is the first that depends on it.
@@ -226,7 +226,7 @@ class JobJournal(NullJournal):
             self._pending.append(checkpoint.report(report))
             self._last = checkpoint.with_report(self._last, report)
 
-    def took(self, step: int | None, last: bool) -> None:
+    def write_acked(self, step: int | None, last: bool) -> None:
         """Record that all ranks acknowledged a step.
 
         The next plan records it too. It is written by itself if no plan follows (``last``), or if
@@ -236,20 +236,20 @@ class JobJournal(NullJournal):
             self._append([*self._pending, checkpoint.acked(step)])
             self._acked = step
 
-    def went_back(self, step: int, generation: int, reason: str) -> None:
+    def write_rollback(self, step: int, generation: int, reason: str) -> None:
         """Record a rollback: a worker was lost, and the steps after this one are planned again.
 
-        It is for people only, so it is written with the next append.
+        The entry is only for readers of the journal, so it is written with the next append.
         """
         self._pending.append(checkpoint.rollback(step, generation, reason))
 
-    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
-        """Start the stream anew at a state: trainers loaded it, or the mesh changed.
+    def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None:
+        """Restart the stream at a state: trainers loaded it, or the mesh changed.
 
-        Earlier plans do not count any more. They are pruned, although their steps may have higher
+        Earlier plans no longer count. They are pruned, although their steps may have higher
         numbers.
         """
-        self._job, self._digests = _job_entry(blueprint, state.step), {}
+        self._job, self._digests = _job_entry(prepared, state.step), {}
         self._open_anew(checkpoint.rewind(state, floor), state)
 
     # writing
@@ -271,7 +271,7 @@ class JobJournal(NullJournal):
         self._counts["snapshots"] += 1
 
     def _snapshot(self) -> None:
-        """Write a snapshot, after the pending entries: it contains their effect."""
+        """Write a snapshot after the pending entries, whose effect it contains."""
         assert self._last is not None
         assert self._job is not None
         rolls = self._storage.whole or self._segment_bytes >= SEGMENT_BYTES
@@ -341,7 +341,7 @@ class JobJournal(NullJournal):
 
     # metrics and close
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         writer = self._writer
         done = (
             {"appends": 0, "seconds": 0.0}
@@ -376,8 +376,9 @@ class JobJournal(NullJournal):
 
 
 def entries(records: Sequence[Record]) -> list[Entry]:
-    """Return the meaning of records; a body that this version does not know is a
-    ``JournalError``.
+    """Return the entries of records.
+
+    Raise ``JournalError`` for a body that this version does not know.
     """
     found = []
     for record in records:
@@ -397,7 +398,8 @@ def _job_entry(prepared: PreparedJob, step: int) -> Entry:
 
 
 def slots_of(job: Job) -> str:
-    """Return a text of the job's mesh and ``sync``: they decide the slots of a step's samples, and
-    so its plan, but not the samples.
+    """Return a text of the job's mesh and ``sync``.
+
+    They decide the slots of a step's samples, and so its plan, but not the samples.
     """
     return f"{job.place!r}, sync={job.sync!r}"

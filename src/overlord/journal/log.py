@@ -1,9 +1,9 @@
-"""The log: records that are durable when ``append`` returns. After a crash it reads back exactly
-what was written.
+"""The log: records that are durable when ``append`` returns.
 
-A log has one writer, which uses it from one thread at a time. Calls wait only for the disk or the
-store. A writer never appends to a segment of another writer. It begins a segment of its own, whose
-header records where the records before it end. So nothing that was once read ever changes.
+After a crash the log reads back exactly what was written. A log has one writer, which uses it from
+one thread at a time. Calls wait only for the disk or the store. A writer never appends to a segment
+of another writer. It begins a segment of its own, whose header records where the records before it
+end. So nothing that was once read ever changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from overlord.journal.segment import (
     seed_of,
 )
 from overlord.journal.segments import Reading, SegmentChain, Truncation, pruned
-from overlord.journal.storage import JournalStorage, NameTaken, place_of, whoami
+from overlord.journal.storage import JournalStorage, NameTaken, storage_of, whoami
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
@@ -76,7 +76,7 @@ class JournalLog:
         reading: Reading | None,
         segment_bytes: int,
     ):
-        """Use ``create`` or ``open`` instead."""
+        """Initialize the log; use ``create`` or ``open`` instead."""
         self.generation = generation
         self.segment_bytes = segment_bytes
         # Bytes that were left out when the journal was opened.
@@ -103,7 +103,7 @@ class JournalLog:
     def create(
         cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES
     ) -> JournalLog:
-        """Create a new journal; an existing one is an error."""
+        """Create a new journal; raise if one exists."""
         storage = _storage_of(where)
         return _closing(storage, lambda: cls._create(storage, header, segment_bytes))
 
@@ -115,7 +115,7 @@ class JournalLog:
             raise JournalError(
                 storage.shown,
                 what,
-                'go on from it with resume="auto", or give the job another journal',
+                'continue it with resume="auto", or give the job another journal',
             )
         log = cls(storage, header, token_hex(8), 1, None, segment_bytes)
         log.claim()
@@ -131,12 +131,11 @@ class JournalLog:
         goes_on: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> tuple[JournalLog, list[Record]]:
-        """Open a journal, or create it, and return it with its records. Older writers are fenced
-        off.
+        """Open a journal, or create it, and return it with its records; fence off older writers.
 
-        A journal of another job is a ``StateMismatch``; ``allow`` names entries of the fingerprint
-        that may differ. With ``goes_on`` the last writer must be of the header's launch. Otherwise
-        no writer is fenced off, and it is a ``JournalTaken``.
+        Raise ``StateMismatch`` for a journal of another job; ``allow`` names entries of the
+        fingerprint that may differ. With ``goes_on`` the last writer must be of the header's
+        launch. Otherwise raise ``JournalTaken``, and fence off no writer.
         """
         storage = _storage_of(where)
         return _closing(storage, lambda: cls._open(storage, header, allow, goes_on, segment_bytes))
@@ -190,7 +189,7 @@ class JournalLog:
         self._begin([], claiming=True)
 
     def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
-        """Write records, with one sync; they are durable when it returns.
+        """Write records with one sync; they are durable on return.
 
         If it raises, each record may be read back or not, but never a part of one. With ``anew``
         the records begin a segment. Once they are durable all segments before it are pruned,
@@ -226,7 +225,7 @@ class JournalLog:
     ) -> None:
         """Begin a new segment with these records.
 
-        With ``anew`` a note after them, in the same append, prunes everything before. If that
+        With ``anew`` a note after them, in the same append, prunes all earlier segments. If that
         append is cut off, the note never exists without the records, and the older segments still
         count.
         """
@@ -298,7 +297,7 @@ class JournalLog:
         return JournalTaken(
             f"{self._storage.shown}/{taken.name}",
             what,
-            "stop this process: nothing it writes counts any more",
+            "stop this process: its writes no longer count",
         )
 
     def _note_numbers(self, records: Iterable[Record]) -> None:
@@ -317,15 +316,15 @@ class JournalLog:
     def prune(self, before: int) -> int:
         """Prune and remove the oldest segments whose records all have lower numbers.
 
-        The segment being written stays. Returns the number of pruned segments. They are not read
-        any more, even if the storage refuses to remove them.
+        The segment being written stays. Return the number of pruned segments. They are no longer
+        read, even if the storage refuses to remove them.
         """
         pruned_segments = self.give_up(before)
         self.sweep()
         return pruned_segments
 
     def give_up(self, before: int) -> int:
-        """Prune without removing: write a durable note that the segments do not count any more.
+        """Prune without removing: write a durable note that the segments no longer count.
 
         A segment that is missing without such a note was lost.
         """
@@ -375,7 +374,7 @@ class JournalLog:
 
     @property
     def shown(self) -> str:
-        """The location of the journal, for people."""
+        """The location of the journal, as text without secrets."""
         return self._storage.shown
 
     @property
@@ -383,7 +382,7 @@ class JournalLog:
         return len(self._kept)
 
     def close(self) -> None:
-        """Release the journal. Without it nothing is lost."""
+        """Release the journal; nothing is lost without this call."""
         self._tip = None
         self._storage.close()
         self._ended = self._ended or JournalError(
@@ -415,7 +414,7 @@ def read(where: Where) -> Reading:
 
 
 def read_all(where: Where) -> list[Record]:
-    """Return the records of a journal; a fault is an error."""
+    """Return the records of a journal; raise if it has a fault."""
     storage = _storage_of(where)
     reading = read(storage)
     if reading.faults:
@@ -424,8 +423,9 @@ def read_all(where: Where) -> list[Record]:
 
 
 def read_if_any(where: Where) -> list[Record]:
-    """Return the records of a journal without holding it; an empty list where there is no journal.
-    A fault is an error.
+    """Return the records of a journal without holding it; empty if there is no journal.
+
+    Raise if the journal has a fault.
     """
     storage = _storage_of(where)
     reading = _load(storage)
@@ -492,21 +492,21 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
 def _of_another_launch(storage: JournalStorage, found: SegmentHeader) -> JournalTaken:
     what = (
         f"{found.writer} with generation {found.generation} has taken over: another launch of "
-        "this job has gone on with its journal"
+        "this job has continued its journal"
     )
     remedy = (
-        "stop this job: nothing it does counts any more; to have it instead of the other, "
+        "stop this job: its writes no longer count; to run it instead of the other, "
         'stop that one and launch with resume="auto"'
     )
     return JournalTaken(f"{storage.shown}/{name_of(found.ordinal)}", what, remedy)
 
 
 def _storage_of(where: Where) -> JournalStorage:
-    return place_of(where) if isinstance(where, str | os.PathLike) else where
+    return storage_of(where) if isinstance(where, str | os.PathLike) else where
 
 
 def _closing(storage: JournalStorage, opening: Callable[[], T]) -> T:
-    """Open a log; a storage whose log could not be opened must not stay locked."""
+    """Open a log; unlock its storage if that fails."""
     try:
         return opening()
     except NameTaken as taken:

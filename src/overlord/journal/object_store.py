@@ -1,4 +1,4 @@
-"""A journal in an object store: one object for every append, created only if none has its name.
+"""A journal in an object store: one object for every append.
 
 A store cannot append and has no locks. But it can refuse to overwrite an object, and segments are
 numbered. The writer that creates the next number continues, and a writer that finds it taken has
@@ -50,7 +50,7 @@ class ObjectStoreStorage:
             raise JournalError(
                 self.shown,
                 f"expected segments like 000000000000.ovj, got {strange[0]!r}",
-                "take it away",
+                "remove it from the journal",
             )
         self._files = dict(sorted(found.items()))
         return list(self._files)
@@ -125,7 +125,7 @@ class ObjectStoreStorage:
         return f"{self._base}/{name}"
 
     def _ask(self, name: str, ask: Callable[[], T]) -> T:
-        """Execute a request; a refusal of the store is a ``JournalError``."""
+        """Execute a request; raise ``JournalError`` if the store refuses it."""
         try:
             return ask()
         except Unreachable as error:

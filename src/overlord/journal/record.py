@@ -1,4 +1,6 @@
-"""One record as bytes, and back. No file is touched here, and nothing that is read is executed.
+"""One record as bytes, and back.
+
+This module touches no file and executes nothing that it reads.
 
 mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind
 and body | checksum of head | kind | body
@@ -57,7 +59,7 @@ NEWER = "it was written by another version of Overlord: read it with that one"
 class Record:
     """One record of the log.
 
-    ``data`` is the body as bytes. It is encoded when the record is made, so later changes by the
+    ``data`` is the body as bytes. It is encoded when the record is created, so later changes by the
     caller are not written.
     """
 
@@ -84,8 +86,9 @@ class Record:
 
     @staticmethod
     def of(kind: str, number: int, body: Any) -> Record:
-        """Make a record. Bytes are kept as they are; other values must be known to the transport's
-        codec.
+        """Return a record with an encoded body.
+
+        Bytes are kept as they are; other values must be known to the transport's codec.
         """
         if isinstance(body, bytes):
             return Record(kind, number, body)
@@ -113,7 +116,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Bytes that differ from what was written."""
+    """Bytes of a segment that differ from the bytes that were written."""
 
     segment: str
     offset: int
@@ -140,7 +143,7 @@ class PlacedRecord(NamedTuple):
 class Scan(NamedTuple):
     """The content of a segment after its header.
 
-    Whole records end at ``end``. After it there are ``torn`` bytes of a write that was cut off.
+    Whole records end at ``end``. ``torn`` bytes of a write that was cut off follow.
     """
 
     records: list[PlacedRecord]
@@ -204,7 +207,7 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
 
 
 def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault | None:
-    """Read the record at a position; None where the bytes end before the record does."""
+    """Read the record at a position; return None if the bytes end before the record does."""
     if len(data) - at < HEAD_BYTES:
         return None
     if data[at : at + len(MARK)] != MARK:
@@ -268,7 +271,7 @@ def _head_at(data: bytes, at: int) -> _Head:
 
 
 def _next_head(data: bytes, at: int, seed: int) -> int:
-    """Return the position of the next whole head; -1 where there is none."""
+    """Return the position of the next whole head; -1 if there is none."""
     while (at := data.find(MARK, at)) >= 0 and at + HEAD_BYTES <= len(data):
         if _stored_crc(data, at) == _head_crc(_unmasked_head(data, at), at, seed):
             return at
@@ -277,7 +280,7 @@ def _next_head(data: bytes, at: int, seed: int) -> int:
 
 
 def unwritten(data: bytes, start: int) -> bool:
-    """Return whether some sector after ``start`` holds only zeros.
+    """Return whether a sector after ``start`` holds only zeros.
 
     Such a sector was never written, although the file is long enough.
     """

@@ -1,5 +1,7 @@
-"""Replay of a journal: the position of the stream, the planned steps, and the state after every
-step that a rollback may return to. Pure.
+"""Replay of a journal, from its records to the states of the stream. Pure.
+
+The result is the position of the stream, the planned steps, and the state after every step that a
+rollback may return to.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ NOT_A_RUN = (
 
 @dataclass(slots=True)
 class Recovered:
-    """The replayed records of a journal.
+    """The result of replaying a journal.
 
     ``state(k)`` is the state after step k: a stream continues from it with step k + 1.
     """
@@ -60,9 +62,9 @@ class Recovered:
 
     @staticmethod
     def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
-        """Replay records in the order in which they were written.
+        """Replay entries in the order in which they were written.
 
-        A record that does not fit is a ``JournalError`` with its position.
+        Raise ``JournalError`` with the position of an entry that does not fit.
         """
         found = Recovered(checking=checking, keeping=keeping)
         for entry in entries:
@@ -90,8 +92,7 @@ class Recovered:
         return found
 
     def add(self, entry: Entry) -> None:
-        """Replay one more record. A record that does not fit is a ValueError, TypeError or
-        KeyError.
+        """Replay one more entry; raise ValueError, TypeError or KeyError if it does not fit.
 
         Pruning stops at the first segment with a step number that may still be needed. After a
         rollback or a restart that segment may be older than the needed snapshot, and newer than the
@@ -130,7 +131,10 @@ class Recovered:
             )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
         elif state.step != self._planned_to + 1:
-            raise ValueError(f"expected the state after step {self._planned_to}")
+            raise ValueError(
+                f"expected the state after step {self._planned_to}, got that of step "
+                f"{state.step - 1}"
+            )
         elif self._front is not None:
             _same(self._front, state)
         self._front = state if self.checking else None
@@ -141,7 +145,7 @@ class Recovered:
     def _add_plan(self, entry: Entry) -> None:
         step = entry.number
         if step != self._planned_to + 1 or entry.body["step"] != step + 1:
-            raise ValueError(f"expected the plan of step {self._planned_to + 1}")
+            raise ValueError(f"expected the plan of step {self._planned_to + 1}, got step {step}")
         if self._front is not None:
             self._front = changed(self._front, entry.body)
         self.planned[step] = str(entry.body["digest"])
@@ -152,12 +156,13 @@ class Recovered:
 
     @property
     def _planned_to(self) -> int:
-        """The last step after which there is a state."""
+        """The last step after which a state is known."""
         return max([*list(self._states)[-1:], *list(self.planned)[-1:]])
 
     def _drop_passed(self) -> None:
-        """Drop everything before the newest snapshot that all ranks have passed, which contains its
-        effect.
+        """Drop all entries before the newest snapshot that all ranks have passed.
+
+        The snapshot contains their effect.
         """
         passed = [] if self.keeping else [step for step in self._states if step <= self.acked]
         if len(passed) > 1:
@@ -181,12 +186,12 @@ class Recovered:
 
     @property
     def open_step(self) -> int:
-        """The first step without a plan since the last rewind: that of the newest state."""
+        """The first step without a plan since the last rewind: the step of the newest state."""
         return self._planned_to + 1
 
     @property
     def events(self) -> list[Event]:
-        """All events since the oldest kept snapshot, also those that are no longer in force."""
+        """All events since the oldest kept snapshot, including those no longer in force."""
         return [event_of(entry) for entry in self._entries if entry.kind == EVENT]
 
     # states
@@ -222,8 +227,9 @@ class Recovered:
         return state
 
     def front(self) -> StreamState:
-        """Return the state after the last planned step, with later reports: the base of the next
-        plan's change.
+        """Return the state after the last planned step, with later reports.
+
+        The next plan is written as a change of this state.
         """
         last = max(self._states)
         state = self._states[last]
@@ -233,10 +239,10 @@ class Recovered:
 
     @property
     def why(self) -> str:
-        """The reason why the stream continues at its step, for people."""
+        """The reason why the stream continues at its step, as a sentence."""
         if self.empty:
             return "the journal has no step yet"
-        planned = f"steps up to {self.next_step - 1} were planned, and come again as they were"
+        planned = f"steps up to {self.next_step - 1} were planned, and are replanned unchanged"
         if self.acked < 0:
             return (
                 f"no step was taken by all ranks; {planned}"
@@ -257,7 +263,9 @@ def _with(state: StreamState, entry: Entry) -> StreamState:
 
 
 def _same(folded: StreamState, snapshot: StreamState) -> None:
-    """Check that a snapshot equals the state that the plans before it give."""
+    """Raise unless a snapshot equals the state that results from the plans before it."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
         differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-        raise ValueError(f"it differs from what the plans before it give in {', '.join(differ)}")
+        raise ValueError(
+            f"expected the state that the plans before it give, got another {', '.join(differ)}"
+        )

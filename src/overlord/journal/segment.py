@@ -1,9 +1,8 @@
-"""A segment: a sequence of records under one name, after a header that identifies the writer. No
-file is touched here.
+"""A segment: a sequence of records under one name, after a header that identifies the writer.
 
-Segments are numbered 0, 1, 2, ... and the number alone is the name. A name that holds the writer's
-generation would let two writers each write "the next" segment. With the number alone only one of
-them can create it, and the other detects that it has been replaced.
+This module touches no file. Segments are numbered 0, 1, 2, ... and the number alone is the name. A
+name that holds the writer's generation would let two writers each write "the next" segment. With
+the number alone only one of them can create it, and the other detects that it has been replaced.
 """
 
 from __future__ import annotations
@@ -65,8 +64,9 @@ class After:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentHeader:
-    """The header of one segment: everything needed to read it, to verify it, and to identify its
-    writer.
+    """The header of one segment.
+
+    It holds everything needed to read the segment, to verify it, and to identify its writer.
     """
 
     ordinal: int
@@ -99,7 +99,7 @@ def name_of(ordinal: int) -> str:
 
 
 def ordinal_of(name: str) -> int:
-    """Return the number in a name; -1 where it is not the name of a segment."""
+    """Return the number in the name of a segment; -1 for any other name."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
@@ -121,7 +121,7 @@ def seed_of(data: bytes) -> int:
 
 
 def open_header(data: bytes, segment: str) -> Opened | Fault | None:
-    """Read the header of a segment; None where the bytes end before the header does."""
+    """Read the header of a segment; return None if the bytes end before the header does."""
     if len(data) < PREFIX_BYTES:
         return None
     magic, version, zero, size = _START.unpack_from(data)
@@ -164,7 +164,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
 
 
 def _header(found: Any) -> SegmentHeader:
-    """Return a header from JSON. Every field is checked, because it comes from a file."""
+    """Return a header from JSON, with every field checked, because it comes from a file."""
     texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {
         "launch": found.get("launch", "")
     }

@@ -1,10 +1,9 @@
-"""The segments of a journal in order, as one log: the records that count, the writes that were cut
-off, and the faults. No file is touched here.
+"""The segments of a journal in order, as one log.
 
-Every segment records where the records before it end. So the bytes after a writer's last
-acknowledged append are left as they are and never read again. They may be half a record, a
-failed append, or a segment that never got its header. Acknowledged bytes cannot go missing
-unnoticed.
+This module finds the records that count, the writes that were cut off, and the faults. It touches
+no file. Every segment records where the records before it end. So the bytes after a writer's last
+acknowledged append are left as they are and never read again. They may be half a record, a failed
+append, or a segment without a header. Acknowledged bytes cannot go missing unnoticed.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Bytes at the end of a segment that do not belong to the log: a write was cut off there, or
-    failed.
+    """Bytes at the end of a segment that do not belong to the log.
+
+    A write was cut off there, or failed.
     """
 
     segment: str
@@ -50,7 +50,7 @@ class Truncation:
 
 @dataclass(slots=True)
 class SegmentData:
-    """One segment that was read."""
+    """One segment that was read: its header, records and faults."""
 
     name: str
     ordinal: int
@@ -74,7 +74,7 @@ class SegmentData:
         return max((p.record.number for p in self.records if not p.record.is_note), default=None)
 
     def close_at(self, end: int) -> None:
-        """Truncate the segment at the end that its successor records; all before must be whole."""
+        """Truncate the segment at the end that its successor records."""
         known = {self.begin, *(p.end for p in self.records)}
         self.faults = [fault for fault in self.faults if fault.offset < end]
         self.records = [p for p in self.records if p.end <= end]
@@ -88,7 +88,7 @@ class SegmentData:
 
 
 def read_segment(name: str, data: bytes) -> SegmentData:
-    """Read one segment by itself."""
+    """Read one segment, without its neighbours."""
     segment = SegmentData(name, ordinal_of(name), len(data), None)
     found = open_header(data, name)
     if isinstance(found, Opened):
@@ -110,7 +110,7 @@ def read_segment(name: str, data: bytes) -> SegmentData:
 
 
 class SegmentChain:
-    """Links segments, which are fed in order, into one log."""
+    """A chain that links segments, fed in order, into one log."""
 
     def __init__(self) -> None:
         self.segments: list[SegmentData] = []
@@ -156,7 +156,7 @@ class SegmentChain:
 
     @property
     def last(self) -> SegmentData | None:
-        """The last segment that counts."""
+        """The last segment that is whole and not void."""
         whole = (p for p in reversed(self.segments) if p.header is not None and not p.void)
         return next(whole, None)
 
@@ -223,7 +223,7 @@ def kept_from(note: Record) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A journal that was read."""
+    """The result of reading a journal: segments, faults, truncations, pruned segments."""
 
     parts: list[SegmentData]
     faults: list[Fault]
@@ -232,7 +232,7 @@ class Reading:
 
     @property
     def records(self) -> list[Record]:
-        """All records that count, in order, without the log's own notes."""
+        """All records of the log in order, without its own notes."""
         return [
             p.record
             for part in self.parts

@@ -1,6 +1,4 @@
-"""The storage of segments: the protocol that the log uses, the storage that a URI names, and the
-errors of a storage that refuses.
-"""
+"""The storage of segments: its protocol, the storage that a URI names, and its errors."""
 
 from __future__ import annotations
 
@@ -46,33 +44,36 @@ class NameTaken(Exception):
 
 
 class JournalStorage(Protocol):
-    """A place for segments. Everything written is durable when the call returns; every failure is
-    a ``JournalError``.
+    """A storage for segments.
+
+    Everything written is durable when the call returns. Every failure is a ``JournalError``.
     """
 
     shown: str  # for people: no secrets
     whole: bool  # a segment is written once and cannot be appended to
 
     def hold(self) -> None:
-        """Become the writer; a ``JournalError`` names the current writer where there is one."""
+        """Become the writer; raise a ``JournalError`` that names the current writer, if any."""
 
     def names(self) -> list[str]:
         """Return the names of the segments, in order."""
 
     def fetch(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """Read segments. One that was removed meanwhile is a ``FileNotFoundError``."""
+        """Read segments; raise ``FileNotFoundError`` if one was removed meanwhile."""
 
     def settle(self, name: str) -> None:
-        """Make the readable content of a segment durable: its writer may have died before it
-        synced.
+        """Make the readable content of a segment durable.
+
+        Its writer may have died before it synced.
         """
 
     def create(self, name: str, data: bytes) -> None:
-        """Create a segment; ``NameTaken`` where one has that name."""
+        """Create a segment; raise ``NameTaken`` if one has that name."""
 
     def prove(self, name: str, data: bytes) -> None:
-        """Check that a second segment of that name is refused; ``data`` is what it was created
-        with.
+        """Check that a second segment of that name is refused.
+
+        ``data`` is the content of the first.
         """
 
     def append(self, name: str, data: bytes, at: int) -> None:
@@ -86,8 +87,8 @@ class JournalStorage(Protocol):
     def close(self) -> None: ...
 
 
-def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
-    """Return the storage of a directory's path or a store's URI. Nothing is opened yet."""
+def storage_of(uri: str | os.PathLike[str]) -> JournalStorage:
+    """Return the storage of a directory's path or a store's URI, without opening it."""
     text = os.fspath(uri)
     if problems := uri_problems(text):
         raise JournalError("URI", problems[0])
@@ -125,5 +126,5 @@ def refusal(path: str, doing: str, error: OSError) -> JournalError:
 
 
 def whoami() -> str:
-    """Return the name of this process, for people."""
+    """Return process id and host name of this process, as text."""
     return f"process {os.getpid()} on {socket.gethostname()}"

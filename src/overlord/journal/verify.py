@@ -16,7 +16,7 @@ class JournalReport:
     uri: str
     job: str
     generation: int
-    writer: str  # the last one
+    writer: str  # the last writer
     segments: int
     nbytes: int
     records: int

@@ -39,7 +39,7 @@ class NullJournal:
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the event loop with it
     # called on the event loop when a record became durable, or cannot
-    heard: Callable[[], None] = staticmethod(lambda: None)
+    on_durable: Callable[[], None] = staticmethod(lambda: None)
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
         """Write in a thread from now on; ``post`` runs a call on the event loop."""
@@ -48,17 +48,17 @@ class NullJournal:
         """Return whether the plan of a step is durable."""
         return True
 
-    def begin(self, state: StreamState, blueprint: PreparedJob) -> None: ...
-    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
-    def said(self, event: Any) -> None: ...
-    def joined(self, event: AddSource, blueprint: PreparedJob) -> None: ...
-    def reported(self, report: Report) -> None: ...
-    def took(self, step: int | None, last: bool) -> None: ...
-    def went_back(self, step: int, generation: int, reason: str) -> None: ...
-    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None: ...
+    def write_start(self, state: StreamState, prepared: PreparedJob) -> None: ...
+    def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
+    def write_event(self, event: Any) -> None: ...
+    def write_added_source(self, event: AddSource, prepared: PreparedJob) -> None: ...
+    def write_report(self, report: Report) -> None: ...
+    def write_acked(self, step: int | None, last: bool) -> None: ...
+    def write_rollback(self, step: int, generation: int, reason: str) -> None: ...
+    def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None: ...
     def close(self, taken: int = -1) -> None: ...
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {}
 
 
@@ -75,11 +75,11 @@ class ResumePoint:
     why: str
 
     def __str__(self) -> str:
-        return f"goes on with step {self.step}: {self.why}"
+        return f"continues with step {self.step}: {self.why}"
 
 
 class Journaled(Protocol):
-    """A runtime, as far as the start of its journal is concerned."""
+    """A runtime whose journal a ``JournalStart`` sets."""
 
     journal: NullJournal
 
@@ -98,19 +98,19 @@ class JournalStart:
     floor: int = 0  # the first step that was never planned
     anew: bool = False  # records of steps after the state are void
 
-    def write(self, engine: Journaled, blueprint: PreparedJob) -> None:
+    def write(self, engine: Journaled, prepared: PreparedJob) -> None:
         """Write the start before the runtime plans a step; close the runtime if that fails.
 
-        A coordinator in its own process writes for itself.
+        A coordinator in its own process writes the start itself.
         """
         try:
             if (write := getattr(engine, "write_beginning", None)) is not None:
                 write(self)
                 return
             if self.anew:
-                self.journal.rewound(engine.planner.state(), blueprint, self.floor)
+                self.journal.write_rewind(engine.planner.state(), prepared, self.floor)
             else:
-                self.journal.begin(engine.planner.state(), blueprint)
+                self.journal.write_start(engine.planner.state(), prepared)
         except BaseException:
             engine.close()
             raise
@@ -125,7 +125,7 @@ class Durable:
 
 
 class WriteAheadGate:
-    """Admits planner commands in order, and no plan before its journal record is durable.
+    """A gate that admits planner commands in order, and no plan before its record is durable.
 
     A plan that is not durable is held, and with it every later planner command. Other commands
     pass. Runs on: event loop.
@@ -144,20 +144,20 @@ class WriteAheadGate:
     def journal(self, journal: NullJournal) -> None:
         self._journal = journal
         if journal is not UNWRITTEN:
-            journal.heard = self._release
+            journal.on_durable = self._release
 
     def record(self, event: Any) -> list[Any]:
         """Apply an event to the planner and journal it: it is durable on return.
 
-        Returns the planner's commands. If the event cannot be written, the job ends.
+        Return the planner's commands. If the event cannot be written, the job ends.
         """
         planner = self._planner()
         in_time = isinstance(event, Report) and planner.in_time(event)
         commands = planner.handle(event)
         if in_time:
-            self._journal.reported(event)
+            self._journal.write_report(event)
         try:
-            self._journal.said(event)
+            self._journal.write_event(event)
         except JournalError as error:
             planner = self._planner()
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
@@ -165,7 +165,7 @@ class WriteAheadGate:
         return [*commands]
 
     def admit(self, command: Any) -> Any | None:
-        """Return the command to execute now, or None where it is held or refused."""
+        """Return the command to execute now, or None if it is held or refused."""
         if isinstance(command, Durable):
             return command.command
         if not isinstance(command, PLANNED):
@@ -181,13 +181,13 @@ class WriteAheadGate:
         return isinstance(command, PlannedStep) and not self._journal.has(command.plan.step)
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Hand a plan to the journal, with all plans of the same turn.
+        """Pass a plan to the journal, with all plans of the same turn.
 
-        Where the journal refuses it, the job ends before this step.
+        If the journal refuses it, the job ends before this step.
         """
         same_turn = [c for c in self._commands.queue if isinstance(c, PlannedStep)]
         try:
-            self._journal.planned([stage, *same_turn], self._planner().taken)
+            self._journal.write_plans([stage, *same_turn], self._planner().taken)
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
@@ -200,9 +200,9 @@ class WriteAheadGate:
     def _release(self) -> None:
         """Execute held commands up to the first plan that is not durable.
 
-        The journal calls this when a plan became durable, or cannot.
+        The journal calls this when a plan became durable or failed.
         """
-        # Read before the plans are looked at: a plan that is not durable by then never will be.
+        # Read this before the plans: a plan that is not durable by then never will be.
         error = self._journal.failed
         waiting = next((c.plan.step for c in self._held if self._waits(c)), None)
         if waiting is not None and error is not None:
@@ -228,15 +228,15 @@ class WriteAheadGate:
         self._held.clear()
 
     def acked(self) -> None:
-        """Journal the acknowledged steps where no plan follows that would record them."""
+        """Journal the acknowledged steps if no plan follows that would record them."""
         planner = self._planner()
         try:
-            self._journal.took(planner.taken, last=planner.finished is not None)
+            self._journal.write_acked(planner.taken, last=planner.finished is not None)
         except JournalError as error:
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 
     def waiting_for(self) -> str:
-        """Describe the journal write that the next step waits for; empty without one."""
+        """Describe the journal write that the next step waits for; empty if there is none."""
         steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""
 
@@ -246,9 +246,10 @@ def lose_source(
     handle: Callable[[SourceLost], None],
     watchers: Iterable[Callable[[SourceLost], None]],
 ) -> None:
-    """Apply the loss of a source, which the planner asks for, as an event of the log.
+    """Remove a source whose storage was given up, as an event of the journal.
 
-    ``handle`` records it before a step is planned without the source; then watchers are called.
+    ``handle`` records the event before a step is planned without the source; then watchers are
+    called.
     """
     log.error(
         "source %r removed from step %d on, its storage was given up: %s",

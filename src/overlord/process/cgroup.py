@@ -1,8 +1,7 @@
-"""Cores and memory that this process may use: those of the machine, or the limits of its control
-group.
+"""Cores and memory that this process may use: those of the machine, or of its control group.
 
 A container sees the whole machine in ``/proc``. Its limits are in the files of its control group
-(cgroup), version 1 or 2. A process that goes by the machine is throttled or killed.
+(cgroup), version 1 or 2. The kernel throttles or kills a process that exceeds them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # of the system files; tests replace it
+ROOT = Path("/")  # root of the system files; tests replace it
 
 
 def cores(root: Path | None = None) -> int:
@@ -22,7 +21,7 @@ def cores(root: Path | None = None) -> int:
 
 
 def memory_bytes(root: Path | None = None) -> int:
-    """Return the bytes that this process and others of its group may use."""
+    """Return the bytes that all processes of this process's group may use together."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [
         _read(f / name)
@@ -42,7 +41,7 @@ def memory_bytes(root: Path | None = None) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the cores of each group with a limit: microseconds of CPU time per period."""
+    """Yield the cores of each group with a limit, from its CPU time per period."""
     for folder in _folders(root, "cpu"):
         words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(
             folder / "cpu.cfs_period_us"
@@ -57,10 +56,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's group and of all groups above it, whose limits apply too.
+    """Yield the cgroup folders of this process: its group and all groups above it.
 
-    If a container sees only its own group, the path in ``/proc`` does not exist, and the top folder
-    is its group.
+    The limits of all of them apply. If a container sees only its own group, the path in ``/proc``
+    does not exist, and the top folder is its group.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
@@ -74,7 +73,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> list[str]:
-    """Return the words of the first line."""
+    """Return the first line of a file, split at white space."""
     return next((line.split() for line in _lines(path)), [])
 
 

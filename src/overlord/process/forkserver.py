@@ -1,5 +1,6 @@
-"""Child processes: one fork server with the heavy modules loaded starts them, and none outlives its
-parent.
+"""Child processes, started by one fork server with the heavy modules loaded.
+
+No child outlives its parent.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python: it
 
 
 class _Popen(popen_forkserver.Popen):
-    """Like Python's own class, but a child imports the program's main file only if it receives an
-    object defined there. A trainer's main file imports torch: seconds, and hundreds of megabytes,
-    in every worker.
+    """Python's fork-server ``Popen``, except that a child seldom imports the program's main file.
+
+    A child imports that file only if it receives an object defined there. A trainer's main file
+    imports torch: seconds, and hundreds of megabytes, in every worker.
     """
 
     def _launch(self, process_obj: Any) -> None:
@@ -78,8 +80,10 @@ class _Popen(popen_forkserver.Popen):
 
 
 class Process(ForkServerProcess):
-    """A child of the fork server. Python joins all children at the end of the program, and a thread
-    of ours may close one at that moment.
+    """A child of the fork server that may be closed while another thread joins it.
+
+    Python joins all children at the end of the program, and a thread of ours may close one at that
+    moment.
     """
 
     _ended = False  # closed, or being closed
@@ -97,7 +101,7 @@ class Process(ForkServerProcess):
             raise
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end. A closed process has ended already."""
+        """Wait for the process to exit; a closed process has exited already."""
         try:
             super().join(timeout)
         except (
@@ -110,8 +114,9 @@ class Process(ForkServerProcess):
 
 
 def context() -> ForkServerContext:
-    """Return the context of all our processes. The preload list takes effect at the start of the
-    server.
+    """Return the context of all our processes.
+
+    The preload list takes effect when the fork server starts.
     """
     found = multiprocessing.get_context("forkserver")
     asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # set by the program itself
@@ -175,12 +180,11 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def leave_no_socket() -> None:
-    """Remove the fork server's socket and its folder when the server ends. Call it in the fork
-    server.
+def remove_socket_at_exit() -> None:
+    """Remove the fork server's socket and its folder when the server exits.
 
-    Python leaves that to the program, which cannot do it after ``kill -9``. A forked child inherits
-    the handler, which then does nothing.
+    Call it in the fork server. Python leaves the removal to the program, which cannot do it after
+    ``kill -9``. A forked child inherits the handler, which then does nothing.
     """
     atexit.register(_remove_socket, os.getpid())
 
@@ -194,7 +198,7 @@ def _remove_socket(server: int) -> None:
 
 
 def share_server() -> None:
-    """Let the children of a child come from the same fork server. Call it in a child.
+    """Start the children of a child from the same fork server. Call it in a child.
 
     Python's ``ensure_running`` would start another server for every child with children. Each costs
     50 MB and a third of a second.
@@ -207,11 +211,10 @@ def share_server() -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, for any reason and whatever runs here.
-    Call it in a child.
+    """Let the kernel kill this process when its parent exits. Call it in a child.
 
     The parent holds the other end of a pipe to which nothing is written. A thread that waits for
-    its end would need the interpreter lock, and user code in C may hold that forever.
+    its end would need the interpreter lock, which user code in C may hold forever.
     """
     parent = multiprocessing.parent_process()
     # Linux only; elsewhere the end of the socket must suffice.
@@ -227,8 +230,8 @@ def die_with_parent() -> None:
         exit_now(1)
 
 
-def how_it_ended(code: int | None) -> str:
-    """Describe an exit code; None: the fork server has not reported it in time."""
+def describe_exit(code: int | None) -> str:
+    """Describe an exit code; None means that the fork server has not reported it in time."""
     if code is None:
         return "exit code unknown"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

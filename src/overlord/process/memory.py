@@ -1,5 +1,6 @@
-"""The real memory cost of a process: its proportional set size (PSS) divides shared pages among
-their users.
+"""The memory of a process as its proportional set size (PSS).
+
+PSS divides shared pages among the processes that map them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from pathlib import Path
 
 
 def pss_bytes(pid: int | str = "self") -> int:
-    """Return the proportional set size; the resident size if the system has no PSS; 0 if it reports
-    nothing.
+    """Return the proportional set size of a process.
+
+    Return the resident size if the system has no PSS, and 0 if it reports nothing.
     """
     return _read(pid, "Pss:")
 
@@ -18,7 +20,7 @@ def own_bytes(pid: int | str = "self") -> int:
     """Return the memory that the process itself has written: PSS without the pages of files.
 
     The shares of file pages change with every other process that maps the same libraries. So only
-    differences of this figure show the effect of the process itself.
+    differences of this number show the effect of the process itself.
     """
     return _read(pid, "Pss_Anon:")
 

@@ -1,5 +1,6 @@
-"""Check that code can be sent to another process, before anything is started. An error names what
-cannot.
+"""Check that code can be sent to another process, before any process is started.
+
+The error names the object that cannot be sent.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ REMEDY = "use functions of a module, not lambdas or local functions, or runtime=
 
 
 def sendable(value: T, where: str) -> T:
-    """Return the value; raise ``JobError`` if another process cannot receive it. ``where`` is its
-    owner, for the error.
+    """Return the value; raise ``JobError`` if another process cannot receive it.
+
+    ``where`` names the owner of the value, for the error.
     """
     try:
         _CheckingPickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
@@ -29,8 +31,9 @@ def sendable(value: T, where: str) -> T:
 
 
 class _CheckingPickler(pickle.Pickler):
-    """Pickles, and rejects objects that only this process has. They are sent by name, and the name
-    would be missing only at the receiver.
+    """A pickler that rejects objects that only this process has.
+
+    Such an object is sent by name, and the receiver would not find the name.
     """
 
     def reducer_override(self, found: Any) -> Any:

@@ -10,4 +10,4 @@ with system_pool():
     pa.default_memory_pool()  # the choice of the pool is final
 
 import_path.restore_settings()
-forkserver.leave_no_socket()
+forkserver.remove_socket_at_exit()

@@ -1,5 +1,6 @@
-"""Idempotent, interruptible shutdown: completed steps are not repeated when it is called again
-after Ctrl-C.
+"""Idempotent, interruptible shutdown.
+
+Completed steps are not repeated when the shutdown is called again after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from threading import Lock
 Steps = list[Callable[[], object]]
 
 
-def in_turn(steps: Steps) -> None:
+def run_all(steps: Steps) -> None:
     """Run every step, even if earlier ones fail, and raise the first exception.
 
     Completed steps are removed from the list, so another call runs only the failed ones.
@@ -27,21 +28,22 @@ def in_turn(steps: Steps) -> None:
 
 
 class CloseOnce:
-    """Steps that run once, however often and from whichever thread they are requested."""
+    """Shutdown steps that run once, however often and from whichever thread they are requested."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._steps: Steps | None = None
 
-    def go(self, steps: Callable[[], Steps]) -> None:
-        """Run the steps that are left. Return at once if another call is running them: this one may
-        be a signal handler that has interrupted it.
+    def run(self, steps: Callable[[], Steps]) -> None:
+        """Run the remaining steps; return at once if another call is running them.
+
+        The caller may be a signal handler that has interrupted that call.
         """
         if not self._lock.acquire(blocking=False):
             return
         try:
             if self._steps is None:
                 self._steps = steps()
-            in_turn(self._steps)
+            run_all(self._steps)
         finally:
             self._lock.release()

@@ -1,10 +1,9 @@
-"""CPU time slices: workers that read and transform run longer at a time and preempt no other
-process.
+"""CPU time slices: worker threads run longer at a time and preempt no other process.
 
-With more workers than cores, the system switches between them every 3 ms, and each finds the caches
-filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two. Slices of 20
-ms win back half of that. Other processes do not wait longer: those with the common, shorter slice
-run first, and background work does not preempt a running process when it wakes.
+With more workers than cores, the system switches between them every 3 ms. Each then finds the
+caches filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two. Slices
+of 20 ms win back half of that. Other processes do not wait longer: those with the common, shorter
+slice run first. Background work does not preempt a running process when it wakes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ ATTRIBUTES = "IIQiIQQQ"
 
 
 def in_background(slice_s: float = SLICE_S) -> bool:
-    """Give this thread, and threads that it starts, long slices (Linux 6.12 and later) as
-    background work. Its share of the cores does not change.
+    """Give this thread, and threads that it starts, long time slices as background work.
 
-    Return False if the system does not support it, or if another policy was chosen for this
-    process.
+    The share of the cores does not change. Return False if the system does not support it (Linux
+    before 6.12), or if another policy was chosen for this process.
     """
     number = SCHED_SETATTR.get(platform.machine())
     if (

@@ -1,4 +1,4 @@
-"""Actors of Ray: how they are created, killed and described."""
+"""Actors of Ray: create, kill and describe them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RayActor(ActorBody):
     """An actor in a process of Ray."""
 
     def begin(self, spec: LaunchSpec, far: bool, code: bytes) -> int | None:
-        """Run the actor. Its code is unpickled once the module path is set up."""
+        """Run the actor; unpickle its code once the module path is set up."""
         os.environ[NODE] = node_here()
         worker = ray_worker.global_worker
         output = WorkerOutput.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
@@ -57,7 +57,7 @@ def _ray_class() -> Any:
 
 
 def pickled(name: str, code: tuple[Any, ...]) -> bytes:
-    """Pickle code for another process, with definitions of the program's main file included."""
+    """Pickle code for another process, including definitions of the program's main file."""
     try:
         found: bytes = ray.cloudpickle.dumps(code)
     except Exception as fault:
@@ -74,22 +74,22 @@ def opened(code: bytes) -> tuple[Any, ...]:
 
 
 def has_process(actor: Any) -> bool:
-    """Return whether Ray has started a process for it; while its node has no room it has none."""
+    """Return whether Ray has started a process for an actor; it waits for a node with room."""
     return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
 
 
 def kill(actor: Any) -> None:
-    """Let Ray kill an actor, if it is still there."""
+    """Let Ray kill an actor, if it still exists."""
     with contextlib.suppress(Exception):  # it is gone already, or the cluster is
         if ray.is_initialized():
             ray.kill(actor, no_restart=True)
 
 
 def end_process(actor: Any, pid: int) -> None:
-    """Kill an actor for good. ``pid`` is its process if it runs on this machine, else 0.
+    """Kill an actor. ``pid`` is its process if it runs on this machine, else 0.
 
     Ray asks a process to exit, gives a suspended one five seconds, and needs its head for that. So
-    a local process is killed by its pid too.
+    a local process is also killed by its pid.
     """
     kill(actor)
     with contextlib.suppress(OSError):
@@ -99,7 +99,10 @@ def end_process(actor: Any, pid: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why an actor died, in one line: Ray prints a paragraph."""
+    """Return the reason of an actor's death in one line.
+
+    Ray prints a paragraph.
+    """
     if isinstance(error, exceptions.RayTaskError):
         return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
     if isinstance(error, exceptions.ActorUnavailableError):

@@ -1,4 +1,5 @@
-"""Check that a Ray cluster is the requested one, and that it accepts only clients with its token.
+"""Check that a Ray cluster is the requested one and accepts only clients with its token.
+
 This module does not import Ray.
 """
 
@@ -30,8 +31,8 @@ WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 REFUSE = f"only {MODE}=disabled in the environment of this program turns authentication off"
 
 
-class Unwelcome(Exception):
-    """Why a cluster is not used, as text for the user."""
+class ClusterRefused(Exception):
+    """The reason why a cluster is not used, as text for the user."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -41,13 +42,17 @@ def split(address: str) -> tuple[str, int]:
 
 
 def reach(address: str) -> None:
-    """Raise unless the address accepts connections: Ray would wait as long as for a lost head."""
+    """Raise unless the address accepts connections.
+
+    Ray itself would wait as long as for a lost head.
+    """
     socket.create_connection(split(address), TIMEOUTS.reach_s).close()
 
 
 def same_head(one: str, other: str) -> bool:
-    """Return whether two addresses lead to the same head: names and addresses of one machine are
-    equal.
+    """Return whether two addresses lead to the same head.
+
+    All names and addresses of one machine count as equal.
     """
     (one_host, one_port), (other_host, other_port) = split(one), split(other)
     if one_port != other_port:
@@ -67,7 +72,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _of_this_machine(address: str) -> bool:
-    """Return whether the address can be bound, which is possible only for own addresses."""
+    """Return whether this machine has the address: only own addresses can be bound."""
     try:
         family = (
             socket.AF_INET6
@@ -82,13 +87,13 @@ def _of_this_machine(address: str) -> bool:
 
 
 def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
-    """Raise unless a node runs on this machine: a program reaches a cluster by such a node.
+    """Raise unless a node runs on this machine: a program connects to a cluster by such a node.
 
     ``nodes`` holds address and local socket of each node.
     """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
-        raise Unwelcome(
+        raise ClusterRefused(
             f"none of its nodes runs on this machine (its nodes: {there}): join it first, "
             f"ray start --address={address}"
         )
@@ -98,8 +103,9 @@ _warned: set[str] = set()  # folders; one warning for each per process
 
 
 def check_folder(socket_path: str) -> None:
-    """Warn if every account of this machine can replace the socket of a raylet: ``ray start`` opens
-    its folders to all.
+    """Warn if every account of this machine can replace the socket of a raylet.
+
+    ``ray start`` opens its folders to all accounts.
     """
     folder = str(Path(socket_path).parent)
     if socket_path and folder not in _warned and (why := exposed(Path(folder), owners=False)):
@@ -122,7 +128,7 @@ def is_refused() -> bool:
     """Return whether the environment turns authentication off explicitly."""
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
-        raise Unwelcome(f"{MODE}: expected token or disabled, got {mode!r}")
+        raise ClusterRefused(f"{MODE}: expected token or disabled, got {mode!r}")
     return mode.lower() == "disabled"
 
 
@@ -131,36 +137,36 @@ def token_named() -> bool:
     return any(os.environ.get(key) for key in TOKENS)
 
 
-def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) -> None:
+def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) -> None:
     """Check the authentication of a cluster that was not started here.
 
-    ``lets_in(with_token)`` tells whether it accepts a client with the token found here, or without
-    a token.
+    ``accepts(with_token)`` returns whether it accepts a client with the token found here, or
+    without a token.
     """
     if is_refused():
-        if not lets_in(False):
-            raise Unwelcome(
+        if not accepts(False):
+            raise ClusterRefused(
                 f"it requires a token, but {MODE}=disabled here; unset that, and set its "
                 f"token by {WHERE}"
             )
         warn("the cluster", "everyone who reaches its ports")
         return
     if not has_token():
-        raise Unwelcome(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
-    if lets_in(False):  # before the token is sent: an intruder in the cluster would get it
-        raise Unwelcome(
+        raise ClusterRefused(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
+    if accepts(False):  # before the token is sent: an intruder in the cluster would get it
+        raise ClusterRefused(
             "it asks for no token, so everyone who reaches its ports can run code there: start "
             f"it with {MODE}=token. {REFUSE}"
         )
-    if not lets_in(True):
-        raise Unwelcome(f"it rejects the token in {WHERE}")
+    if not accepts(True):
+        raise ClusterRefused(f"it rejects the token in {WHERE}")
 
 
 def asks_for_token(address: str) -> bool:
     """Return whether the head of the connected cluster accepts only clients with a token.
 
-    Another process queries it: the token mode is one setting per process, also for concurrent
-    requests. If the query fails, assume that the head asks for a token, and log a warning.
+    Another process queries the head, because the token mode is one setting for all requests of a
+    process. If the query fails, assume that the head requires a token, and log a warning.
     """
     settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {
         MODE: "disabled"
@@ -189,9 +195,7 @@ def asks_for_token(address: str) -> bool:
 
 
 def check_own_refused() -> None:
-    """Refuse a cluster without tokens to which the program connected itself, unless that was
-    allowed.
-    """
+    """Refuse a cluster without tokens that the program connected to, unless that was allowed."""
     if not is_refused():
         remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
         problem = "it asks for no token, so everyone who reaches its ports can run code there"

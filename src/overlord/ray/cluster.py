@@ -1,4 +1,7 @@
-"""The Ray cluster of this process. All sessions of the process share one connection to it."""
+"""The Ray cluster of this process.
+
+All sessions of the process share one connection to it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from overlord.ray.connection import (
     ping_head,
     refuse_another,
 )
-from overlord.ray.detached_actors import ask, keep, kept, kept_by
+from overlord.ray.detached_actors import ask, create_detached, detached_names, find_detached
 from overlord.ray.head import Head
 from overlord.ray.node_choice import Node
 from overlord.ray.nodes import here, living_nodes, node_here
@@ -37,11 +40,11 @@ __all__ = [
     "Cluster",
     "ask",
     "cluster",
+    "create_detached",
+    "detached_names",
+    "find_detached",
     "head_now",
     "here",
-    "keep",
-    "kept",
-    "kept_by",
     "kill",
     "node_here",
     "opened",
@@ -52,7 +55,7 @@ log = logging.getLogger("overlord")
 
 
 class Cluster:
-    """One cluster at a time, connected as long as any user holds it."""
+    """One cluster at a time; its connection stays open while any user holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -72,8 +75,9 @@ class Cluster:
         self._nodes: list[Node] = []  # as of the last answer of the head
 
     def hold(self, address: str | None) -> None:
-        """Connect, or start a cluster on this machine. An existing connection of the program is
-        used.
+        """Connect to a cluster, or start one on this machine.
+
+        An existing connection of the program is used.
         """
         with self._held("the requests of another session to complete"):
             if self._users == 0:
@@ -96,12 +100,12 @@ class Cluster:
         self.settle()
 
     def leave(self) -> None:
-        """Note that one user has left. Never waits, and disconnects nothing yet."""
+        """Record that one user has left; never wait, and do not disconnect yet."""
         if os.getpid() == self._pid:
             self._left.append(None)
 
     def settle(self) -> None:
-        """Disconnect if no user is left; also finish a disconnect that was interrupted."""
+        """Disconnect if no user is left, and finish a disconnect that was interrupted."""
         if os.getpid() != self._pid:
             return
         # Ray may hang in a start: waiting for it would block the closing of a session.
@@ -148,14 +152,16 @@ class Cluster:
     ) -> tuple[Any, Future[Any]] | None:
         """Start an actor; return it and a future that is done when it ends.
 
-        It waits for the head, and returns None if ``wanted`` turns False meanwhile. It holds the
+        It waits for the head, and returns None if ``wanted`` returns False meanwhile. It holds the
         lock, since Ray starts a cluster for any call without a connection.
         """
         if not self._head.wait(wanted):
             return None
         with self._held(f"{spec.name} to be started, after other requests"):
             if not self._users:
-                raise OverlordError("the cluster was released")
+                raise OverlordError(
+                    f"{spec.name}: expected a connected cluster, got a released one; launch again"
+                )
             # Every name is used once: Ray keeps the name of a killed actor as long as it is
             # referenced.
             named = {
@@ -171,16 +177,19 @@ class Cluster:
         return has_process(actor) if self._head.answers() else None
 
     def nodes(self) -> list[Node]:
-        """Return the living nodes with their idle resources; while the head is lost, those known
-        before.
+        """Return the living nodes with their idle resources.
+
+        While the head is lost, return the nodes known before.
         """
         if self._head.answers() or (not self._nodes and self._head.wait()):
             self._refresh_nodes()
         return self._nodes
 
     def _refresh_nodes(self) -> None:
-        """Query Ray with the lock held, since it starts a cluster for any call without a
-        connection. Keep the known nodes if the lock is taken.
+        """Query Ray for its nodes with the lock held.
+
+        Without a connection Ray would start a cluster for the query. If the lock is taken, keep the
+        known nodes.
         """
         if self._lock.acquire(timeout=TIMEOUTS.ping_s if self._nodes else TIMEOUTS.hold_s):
             try:
@@ -193,11 +202,14 @@ class Cluster:
         """Return the id of a node, given its name, address or id."""
         known = self.nodes()
         for found in known:
-            if found.is_called(node):
+            if found.has_name(node):
                 return found.id
         if not self.far:
             raise JobError(
-                [f"node {node!r} was requested, but this runtime has one machine; leave node out"],
+                [
+                    f"node: expected None, since this runtime has one machine, got {node!r}; "
+                    "leave it out"
+                ],
                 f"actor {actor!r}",
             )
         raise JobError(
@@ -211,7 +223,10 @@ CLUSTER = Cluster()
 
 @contextlib.contextmanager
 def cluster(address: str | None = None) -> Iterator[Cluster]:
-    """Stay connected during the block: actor systems in it need not wait for a cluster to start."""
+    """Stay connected during the block.
+
+    Actor systems in the block need not wait for a cluster to start.
+    """
     CLUSTER.hold(address)
     try:
         yield CLUSTER

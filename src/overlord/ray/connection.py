@@ -1,7 +1,7 @@
-"""The connection of this process to a Ray cluster: connect, authenticate, and disconnect without
-leaving anything behind.
+"""The connection of this process to a Ray cluster: connect, authenticate, disconnect.
 
-``docs/ray.md`` lists the settings and the reason for each of them.
+A disconnect leaves no process, file or setting behind. ``docs/ray.md`` lists the settings and the
+reason for each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlord.import_path import FirstHere
 from overlord.process.malloc import system_pool
 from overlord.ray.auth import (
     MODE,
-    Unwelcome,
+    ClusterRefused,
     asks_for_token,
     check_folder,
     check_joined,
@@ -33,7 +33,7 @@ from overlord.ray.auth import (
     token_named,
     warn,
 )
-from overlord.ray.folder import Folder, Terminated, environment_kept
+from overlord.ray.folder import Folder, SigtermHandler, environment_kept
 from overlord.ray.ray_import import exceptions, ray, ray_constants, ray_worker, raylet
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.setup.options import n_cores
@@ -58,11 +58,11 @@ _print_to_stdstream = ray_worker.print_to_stdstream
 
 
 class RayConnection:
-    """A connection of this process that it opened itself."""
+    """A connection to a Ray cluster that this process opened itself."""
 
     def __init__(self) -> None:
         self._address: str | None = None
-        self._terminated = Terminated()
+        self._terminated = SigtermHandler()
         self._folder: Folder | None = None  # of a cluster that was started here
         self._environment: list[str] = []  # names of variables that were set here
         self._disconnecting: threading.Thread | None = None
@@ -94,7 +94,7 @@ class RayConnection:
                 system_pool(),
                 _loopback() if address is None else contextlib.nullcontext(),
             ):
-                self._terminated = Terminated()
+                self._terminated = SigtermHandler()
                 try:
                     ray.init(address or "local", **settings)
                 finally:
@@ -120,8 +120,9 @@ class RayConnection:
         }
 
     def await_disconnect(self) -> None:
-        """Wait for an earlier disconnect that exceeded its deadline. Until it ends, Ray counts as
-        connected.
+        """Wait for an earlier disconnect that exceeded its deadline.
+
+        Until it ends, Ray counts as connected.
         """
         if (thread := self._disconnecting) is not None:
             thread.join(TIMEOUTS.hold_s)
@@ -186,7 +187,7 @@ def _shut_down(faults: list[BaseException]) -> None:
 
 
 def _check_cluster(address: str) -> dict[str, Any]:
-    """Raise unless the cluster at ``address`` can be used; return its settings, which are none."""
+    """Raise unless the cluster at ``address`` can be used; return no additional settings."""
     reach(address)
     reread_environment()
     check_token(_has_token, lambda with_token: head_accepts(address, with_token))
@@ -206,8 +207,9 @@ def check_program_connection(trusted: bool) -> None:
 
 
 def _resume_own_processes() -> None:
-    """Continue suspended processes of the own cluster. Otherwise their children would survive them
-    for a minute.
+    """Continue suspended processes of the own cluster.
+
+    Otherwise their children would survive them for a minute.
     """
     for started in (
         ray_worker._global_node.all_processes.values() if ray_worker._global_node else ()
@@ -252,7 +254,7 @@ def _has_token() -> bool:
     try:
         return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
     except exceptions.AuthenticationError as fault:  # the environment names a file that is missing
-        raise Unwelcome(str(fault).partition(". ")[0]) from fault
+        raise ClusterRefused(str(fault).partition(". ")[0]) from fault
 
 
 def head_accepts(address: str, with_token: bool) -> bool:
@@ -275,8 +277,9 @@ def head_accepts(address: str, with_token: bool) -> bool:
 
 
 def _nodes_at(address: str) -> list[tuple[str, str]]:
-    """Return addresses and sockets of the living nodes of a cluster. Ray itself would search for a
-    node of this machine for a minute.
+    """Return addresses and sockets of the living nodes of a cluster.
+
+    Ray itself would search for a node of this machine for a minute.
     """
     found = raylet.GcsClient(address=address).get_all_node_info(timeout=TIMEOUTS.ping_s)
     return [
@@ -292,7 +295,7 @@ def head_now() -> str:
 
 
 def ping_head() -> None:
-    """Return when the head has answered; raise if it does not."""
+    """Query the head of the connected cluster; raise if it does not answer."""
     client = ray_worker.global_worker.gcs_client
     host, _, port = client.address.rpartition(":")
     # A closed port is detected at once.
@@ -301,7 +304,10 @@ def ping_head() -> None:
 
 
 def _is_connected_to(address: str) -> bool:
-    """Compare cluster ids: one head may have several addresses, such as that of a service."""
+    """Return whether the cluster at ``address`` is the connected one, by its cluster id.
+
+    One head may have several addresses, such as that of a service.
+    """
     try:
         reach(address)
         there, here = (
@@ -314,7 +320,7 @@ def _is_connected_to(address: str) -> bool:
 
 
 def refuse_another(address: str | None, now: str, why: str) -> None:
-    """Raise if another cluster is requested: a process is connected to one cluster at a time."""
+    """Raise if another cluster is requested: a process is connected to one at a time."""
     if address is not None and not same_head(address, now) and not _is_connected_to(address):
         problem = (
             f"address: {address!r} was requested, but this process is connected to the "
@@ -326,12 +332,12 @@ def refuse_another(address: str | None, now: str, why: str) -> None:
 def _problem(address: str | None, fault: Exception) -> str:
     text = (
         str(fault)
-        if isinstance(fault, (Unwelcome, OverlordError))
+        if isinstance(fault, (ClusterRefused, OverlordError))
         else f"{type(fault).__name__}: {str(fault)[:500]}"
     )
     if address is None:
         return f"runtime: 'ray' could not start a cluster on this machine: {text}"
-    if isinstance(fault, Unwelcome):
+    if isinstance(fault, ClusterRefused):
         return f"address: the cluster at {address!r} is not used: {text}"
     return (
         f"address: {address!r} could not be reached as a Ray cluster; expected host:port of its "

@@ -11,8 +11,8 @@ from overlord.ray.ray_import import exceptions, ray
 NAMESPACE = "overlord-jobs"
 
 
-def keep(factory: type, name: str) -> Any:
-    """Create a detached actor. Its calls run concurrently."""
+def create_detached(factory: type, name: str) -> Any:
+    """Create a detached actor, whose calls run concurrently."""
     options: dict[str, Any] = {
         "name": name,
         "namespace": NAMESPACE,
@@ -25,11 +25,15 @@ def keep(factory: type, name: str) -> Any:
         return ray.remote(factory).options(**options).remote(name)
     except exceptions.ActorAlreadyExistsError:
         raise JobError(
-            [f"another process has just submitted a job named {name!r} to this cluster"], "submit"
+            [
+                f"job {name!r}: expected a new name, got that of a job that another process "
+                "has just submitted; use another name"
+            ],
+            "submit",
         ) from None
 
 
-def kept() -> list[str]:
+def detached_names() -> list[str]:
     """Return the names of all detached actors."""
     return sorted(
         found["name"]
@@ -38,7 +42,7 @@ def kept() -> list[str]:
     )
 
 
-def kept_by(name: str) -> Any:
+def find_detached(name: str) -> Any:
     """Return the detached actor of this name; None if it has just been stopped."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)

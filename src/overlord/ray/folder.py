@@ -1,5 +1,6 @@
-"""Cleanup of what Ray leaves behind: files of its clusters, environment variables, a SIGTERM
-handler. This module does not import Ray.
+"""Cleanup after Ray: files of its clusters, environment variables, a SIGTERM handler.
+
+This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ MAX_ROOT = 16
 MAKING_S = 3600.0  # far above the time to create a folder: its creator was killed
 
 
-class Terminated:
-    """Keeps the SIGTERM handler of the program.
+class SigtermHandler:
+    """Preserves the SIGTERM handler of the program.
 
-    Ray replaces it by a handler that exits, and a trainer that saves its state on SIGTERM would
-    lose it. If the program has no handler, Ray's stays while it is connected: it ends the processes
-    of Ray.
+    Ray replaces it by a handler that exits. A trainer that saves its state on SIGTERM would lose
+    it. If the program has no handler, Ray's stays while it is connected: it ends the processes of
+    Ray.
     """
 
     def __init__(self) -> None:
@@ -61,16 +62,16 @@ class Terminated:
 
 
 class Folder:
-    """A folder of mode 0700 for one cluster: no other account reaches the files below it, which Ray
-    opens to all.
+    """A folder of mode 0700 for one cluster.
 
-    Its owner holds a lock in it as long as it lives. The kernel releases the lock when the process
-    ends, for any reason. A pid would not do: containers that share the folder have their own pids.
+    Ray opens its files to all accounts, but no other account can enter this folder. Its owner holds
+    a lock in it. The kernel releases the lock when the process exits, for any reason. A pid would
+    not suffice: containers that share the folder have their own pids.
     """
 
     def __init__(self, root: Path | None = None):
         root = root or _root()
-        remove_left(root)
+        remove_leftovers(root)
         made = make_private(root, UNFINISHED)
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         # On a file system without locks, other programs cannot lock either and keep the folder.
@@ -95,7 +96,7 @@ class Folder:
         os.close(self._lock)
 
 
-def remove_left(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove folders of programs that were killed."""
     for old in root.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):
@@ -129,16 +130,16 @@ def _ours(old: Path) -> bool:
 
 
 def _root() -> Path:
-    """Return the folder of temporary files; /tmp if its path is too long or other accounts can
-    change it.
+    """Return the folder of temporary files.
+
+    Return /tmp if its path is too long or other accounts can change it.
     """
     root, standard = Path(tempfile.gettempdir()), Path("/tmp")
     why = exposed(root) if len(str(root)) <= MAX_ROOT else "too long"
     if why and root != standard:
         if why != "too long":
             log.warning(
-                "%s is not used for the files of Ray, but /tmp: other accounts can change it, "
-                "since %s",
+                "files of Ray put into /tmp instead of %s: other accounts can change it, since %s",
                 root,
                 why,
             )
@@ -153,8 +154,9 @@ def _root() -> Path:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Restore the environment after the block. With the variables that Ray sets, a trainer's
-    ``breakpoint()`` opens Ray's debugger.
+    """Restore the environment after the block.
+
+    With the variables that Ray sets, ``breakpoint()`` of a trainer opens Ray's debugger.
     """
     before = dict(os.environ)
     try:

@@ -1,7 +1,7 @@
-"""Detect whether the head of a cluster answers. Ray's own calls wait for a lost head, some of them
-for an hour, so it is pinged first.
+"""Detect whether the head of a cluster answers.
 
-A lost head may return: Ray allows it if its state is in an external store. Running actors continue
+Ray's own calls wait for a lost head, some of them for an hour. So the head is pinged before them. A
+lost head may return: Ray allows it if its state is in an external store. Running actors continue
 without it. Starts wait for it, with a deadline. This module does not import Ray.
 """
 
@@ -15,8 +15,9 @@ from overlord.ray.timeouts import TIMEOUTS
 
 
 class Head:
-    """``ping`` returns once the head has answered, and raises if it does not within a second or
-    two.
+    """The head of a cluster, as seen by pings.
+
+    ``ping`` returns once the head has answered, and raises if it does not within a second or two.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Head:
         return TIMEOUTS.head_s if self._lost_after_s is None else self._lost_after_s
 
     def wait(self, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until the head answers; return False if ``wanted`` turns False first. Raise if it
-        has been lost for too long.
+        """Wait until the head answers; return False if ``wanted`` returns False first.
+
+        Raise if the head has been lost for too long.
         """
         while not self.answers():
             if not wanted():
@@ -55,8 +57,8 @@ class Head:
             assert self._lost_since is not None
             if (for_s := time.monotonic() - self._lost_since) >= self._deadline_s:
                 raise OverlordError(
-                    f"the head of the Ray cluster at {self.address} has not answered for "
-                    f"{for_s:.0f} s, and Ray starts no process without it: restart it, or resume "
+                    f"Ray head at {self.address}: expected an answer, got none for "
+                    f"{for_s:.0f} s; Ray starts no process without it: restart it, or resume "
                     "the job from its journal on another cluster or runtime"
                 )
             time.sleep(TIMEOUTS.head_poll_s)

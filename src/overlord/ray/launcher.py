@@ -1,8 +1,8 @@
 """Actors that Ray places, starts and watches, and that are called by our own connections.
 
 Ray finds a machine, starts a process there, reports its end, and registers its name. The actor then
-dials this process (``worker.py``), and all calls go that way. So calls, errors and deadlines are
-those of ``rpc/listener.py``. This module starts actors and handles their ends.
+connects to this process (``worker.py``), and all calls use that connection. So calls, errors and
+deadlines are those of ``rpc/listener.py``. This module starts actors and handles their ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KILLED = "killed"
 
 
 class RayRecord(ActorRecord):
-    """An actor that Ray starts and that dials in."""
+    """The record of an actor that Ray starts and that connects to this process."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -67,7 +67,10 @@ class RayRecord(ActorRecord):
 
 
 class RayActorSystem(BaseActorSystem[RayRecord]):
-    """Actors of a Ray cluster. Callbacks of futures and deaths run in threads of this class."""
+    """The actor system of a Ray cluster.
+
+    Callbacks of futures and deaths run in threads of this class.
+    """
 
     def __init__(
         self, address: str | None = None, *, job: str = "overlord", ports: range | None = None
@@ -76,7 +79,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
-            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # of workers
+            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # for workers
             own = NetworkPlatform(ports, here()) if CLUSTER.far else self.machine
             self._listener: ActorListener[RayRecord] = ActorListener(
                 own,
@@ -101,7 +104,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     # starting
 
     def nodes(self) -> list[Node]:
-        """Return the nodes for actors; none if there is no choice."""
+        """Return the nodes for actors; empty on a cluster of this machine alone."""
         return CLUSTER.nodes() if CLUSTER.far else []
 
     def pid_here(self, handle: ActorHandle) -> int:
@@ -109,8 +112,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         return handle.record.pid if isinstance(handle.record, RayRecord) else 0
 
     def asked(self) -> dict[str, dict[str, float]]:
-        """Return the resources requested from Ray for every actor: cores, memory in bytes, and
-        resources that the cluster defines.
+        """Return the resources requested from Ray for every actor.
+
+        These are cores, memory in bytes, and resources that the cluster defines.
         """
         places = {r.name: r.place for r in self._living() if r.place is not None}
         return {
@@ -172,15 +176,19 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
     def _warn_that_it_waits(self, record: RayRecord) -> None:
         if self._is_awaited(record):
-            log.warning("%s waits for %s", record.name, no_room(record.place, CLUSTER.nodes()))
+            log.warning(
+                "start of %s delayed, waiting for %s",
+                record.name,
+                no_room(record.place, CLUSTER.nodes()),
+            )
 
     def _start_without_resources(
         self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
     ) -> None:
-        """Restart an actor that Ray has given no process, without its resources.
+        """Restart an actor without its resources if Ray has not started a process for it.
 
-        Another job took what was idle on its node, and Ray would wait as long as that job runs. So
-        the actor uses idle resources without a reservation, as if there had been no room before.
+        Another job took the idle resources of its node, and Ray would wait until that job ends. So
+        the actor runs without a reservation, as on a node without room.
         """
         if not self._is_awaited(record) or (started := CLUSTER.has_process(actor)):
             return
@@ -188,7 +196,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             self._check_start_later(record, actor, spec, code)
             return
         log.warning(
-            "%s was not given %s on its node in %g s; started without",
+            "%s started without its resources: %s not available on its node within %g s",
             record.name,
             record.place.wanted,
             TIMEOUTS.process_s,
@@ -235,8 +243,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
                 )
 
     def _kill(self, record: RayRecord, why: str = KILLED) -> None:
-        """Kill an actor. It exits by itself once its connection is closed, also if Ray can do
-        nothing. If Ray reports nothing, it counts as gone.
+        """Kill an actor.
+
+        It also exits by itself once its connection is closed, even if Ray can do nothing. If Ray
+        reports nothing, it counts as dead.
         """
         with record.inbound.lock:
             record.killed, actor = record.killed or why, record.actor
@@ -254,11 +264,12 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         )
 
     def _in_callback(self) -> bool:
-        return self._listener.in_its_thread or self._events.is_me()
+        return self._listener.in_its_thread or self._events.is_current()
 
     def _disconnected(self, record: RayRecord, reason: str) -> None:
-        """Its connection ended: nearly always because its process ended, which Ray reports by
-        itself. A process that lives on is useless.
+        """Kill an actor whose connection ended, unless Ray reports its end first.
+
+        Nearly always its process has ended. A process without a connection is useless.
         """
         if self._closed or record.reason is not None:
             return
@@ -272,8 +283,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         after(rpc_timeouts.TIMEOUTS.death_notice_s, kill_if_alive)
 
     def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
-        """Ray reports the end of an actor. Its earlier messages still count: the end of its
-        connection shows that all were read.
+        """Record the end of an actor, as Ray reports it.
+
+        Earlier messages still count: all were read once its connection ends.
         """
         if actor is not record.actor:  # another was started in its place
             return
@@ -302,11 +314,11 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _ended(self, record: RayRecord) -> None:
         assert record.inbound.end is not None
         if record.exiting:
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
         elif record.fault is not None:
-            self._over(record, factory_failed(record.fault), fault=record.fault)
+            self._mark_ended(record, factory_failed(record.fault), fault=record.fault)
         else:
-            self._over(record, record.inbound.end[0])
+            self._mark_ended(record, record.inbound.end[0])
         record.exited.set()
 
     def _connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
@@ -326,16 +338,15 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             record.fault = fault
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls, close and exit; kill those that have not at the
-        deadline.
-        """
+        """Let every actor finish its calls and exit; kill the others at the deadline."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if self._in_callback():
             raise OverlordError(
-                "shutdown: it waits for the thread that runs callbacks; call it from another thread"
+                "shutdown: expected a caller outside of callbacks, got a callback; call it "
+                "from another thread"
             )
-        self._end_by(
+        self._run_shutdown(
             lambda: [
                 lambda: self._dismiss_all(timeout_s),
                 lambda: self._listener.close(HURRY_S),
@@ -348,10 +359,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         )
 
     def _dismiss_all(self, timeout_s: float) -> None:
-        for record in self._dismiss(self._living(), timeout_s, self._kill):
+        for record in self._request_exit(self._living(), timeout_s, self._kill):
             record.exited.wait(HURRY_S)
             # Ray ends a suspended process in a few seconds.
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)

@@ -1,10 +1,9 @@
-"""Choose the node of a cluster for each worker of a job. The choice is pure; an actor system
-executes it.
+"""Choose the node of a cluster for each worker of a job.
 
-Nodes of trainers come first, as in the Overlord paper (arXiv 2504.09844): they have idle cores and
-memory, and batches built there reach a rank through shared memory. Constructors run where the ranks
-of their groups are. Loaders take a share of the idle cores of those nodes, and nodes without ranks
-when that is used up.
+The choice is pure; an actor system executes it. Nodes of trainers come first, as in the Overlord
+paper (arXiv 2504.09844). They have idle cores and memory, and batches built there reach a rank
+through shared memory. Constructors run where the ranks of their groups are. Loaders take a share of
+the idle cores of those nodes, and nodes without ranks when that is used up.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _ONE_OF = re.compile(r"in\((.*)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the cluster: its names, and cores and bytes that no actor has requested. Its
-    operators define labels and resources.
+    """A node of the cluster: its names, and cores and bytes that no actor has requested.
+
+    The operators of the cluster define labels and resources.
     """
 
     id: str
@@ -36,16 +36,14 @@ class Node:
     resources: Mapping[str, float] = field(default_factory=dict)  # in total
     idle_resources: Mapping[str, float] = field(default_factory=dict)
 
-    def is_called(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Return whether ``name`` is its id, name or address."""
         return name in (self.id, self.name, self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The requested layout: the node of every rank, if known, and the ranks of each constructor
-    worker.
-    """
+    """The requested layout: the node of every rank, and the ranks of each constructor worker."""
 
     rank_nodes: tuple[str, ...] = ()
     ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor worker
@@ -68,8 +66,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """The node of a worker and its request there. The request is empty if there is no room, since a
-    request beyond the idle resources waits. ``node`` is empty if the cluster should choose one.
+    """The node of a worker and the resources requested there.
+
+    The request is empty if the node has no room, since Ray would wait for the resources. ``node``
+    is empty if the cluster should choose one.
     """
 
     node: str
@@ -86,10 +86,10 @@ class Spot:
 
 
 def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
-    """Return whether a label matches ``wanted``, as Ray writes it: ``cpu``, ``!spot``, ``in(a,
-    b)``, ``!in(a, b)``.
+    """Return whether a label matches ``wanted``, in the syntax of Ray.
 
-    A node without the label differs from every value.
+    The syntax is ``cpu``, ``!spot``, ``in(a, b)`` or ``!in(a, b)``. A node without the label
+    differs from every value.
     """
     found, negated = labels.get(key), wanted.startswith("!")
     listed = _ONE_OF.fullmatch(wanted.removeprefix("!"))
@@ -115,8 +115,9 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
 
 
 def at_most(node: Node, before: Node) -> Node:
-    """Return a node with no more idle resources than before. Recent requests may not yet be
-    subtracted from its figures.
+    """Return a node with no more idle resources than before.
+
+    Recent requests may not yet be subtracted from its numbers.
     """
     return replace(
         node,
@@ -132,12 +133,11 @@ def at_most(node: Node, before: Node) -> Node:
 def choose(
     name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0
 ) -> Spot:
-    """Return the spot for a worker that needs ``memory`` bytes. ``placed`` holds the spots of all
-    workers by name.
+    """Return the spot for a worker that needs ``memory`` bytes.
 
-    There is at least one node.
+    ``placed`` holds the spots of all workers by name. There is at least one node.
     """
-    trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
+    trainers = [n for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)]
     load = Counter(spot.node for worker, spot in placed.items() if worker != name)
     held, taken = Counter[str](), defaultdict[tuple[str, str], float](float)
     for worker, spot in placed.items():
@@ -190,14 +190,14 @@ def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | N
         for rank in layout.ranks_of[int(number)]
         if rank < len(layout.rank_nodes)
     )
-    found = (n for called, _ in ranks.most_common() for n in trainers if n.is_called(called))
+    found = (n for called, _ in ranks.most_common() for n in trainers if n.has_name(called))
     return next(found, None)
 
 
 def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
-    """Return the spot of a restarted worker, as long as its node is alive.
+    """Return the spot of a restarted worker; None if its node is lost.
 
-    Its resources may belong to others now, or not be free yet. Then it requests nothing, since a
+    Its resources may belong to others now, or not be free yet. Then it requests none, since a
     restart must not wait.
     """
     if (node := next((n for n in nodes if n.id == spot.node), None)) is None:
@@ -227,7 +227,7 @@ def surplus(
     """
     found = []
     for node in nodes:
-        ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
+        ranks = any(node.has_name(rank_node) for rank_node in layout.rank_nodes)
         share = layout.share if ranks else 1.0
         there = [worker for worker, spot in placed.items() if spot.node == node.id]
         allowed = max(
@@ -260,9 +260,7 @@ def surplus(
 def moves(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> dict[str, Spot]:
-    """Return the loader workers that should move, off nodes that run too many and to nodes with
-    room.
-    """
+    """Return new spots for loader workers that should move from crowded nodes to others."""
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
         for worker in crowded.leave:
@@ -278,33 +276,33 @@ def _number(worker: str) -> int:
 
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node without ranks that is best for the planner, which requests nothing; None if
-    all nodes have ranks.
+    """Return the node without ranks that is best for the planner; None if all nodes have ranks.
+
+    The planner requests no resources.
     """
-    others = [
-        n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
-    ]
+    others = [n for n in nodes if not any(n.has_name(rank_node) for rank_node in layout.rank_nodes)]
     suited = [n for n in others if layout.suits(n)] or others
     return max(suited, key=lambda n: (n.idle_cores, n.id), default=None)
 
 
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
-    """Return the labels of a node that the cluster should find: one without ranks, whose share is
-    used up.
+    """Return the labels of a node that the cluster should find.
+
+    It must be a node without ranks, because the share of nodes with ranks is used up.
     """
     trainers = sorted(
-        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+        n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     )
     return {**layout.labels, **({NODE_ID: f"!in({','.join(trainers)})"} if trainers else {})}
 
 
 def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
-    """Return the constructor worker of every data-parallel group. ``nodes_of`` holds the known
-    nodes of the ranks of each group.
+    """Return the constructor worker of every data-parallel group.
 
-    A worker runs on one node, so its groups should too. Every node gets workers in proportion to
-    its groups. With fewer workers than nodes, a worker serves the groups of several nodes. Without
-    known nodes, groups are assigned in turn.
+    ``nodes_of`` holds the known nodes of the ranks of each group. A worker runs on one node, so its
+    groups should too. Every node gets workers in proportion to its groups. With fewer workers than
+    nodes, a worker serves the groups of several nodes. Without known nodes, groups are assigned in
+    turn.
     """
     at = [Counter(nodes).most_common(1)[0][0] if nodes else "" for nodes in nodes_of]
     groups = Counter(at)
@@ -332,19 +330,20 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
     return found
 
 
-def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
+def with_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
     """Return the same nodes, each with one name: two names of one node would count as two."""
     names = Counter(n.name for n in nodes)
-    found = [next(n for n in nodes if n.is_called(name)) for name in called]
+    found = [next(n for n in nodes if n.has_name(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
 
 
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
-    """Return what is wrong with a layout, as text. A missing node would be skipped, and its ranks
-    served from elsewhere.
+    """Return the problems of a layout, one sentence each.
+
+    A missing node would be skipped, and its ranks served from elsewhere.
     """
     missing = dict.fromkeys(
-        called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)
+        called for called in layout.rank_nodes if not any(n.has_name(called) for n in nodes)
     )
     known = ", ".join(sorted(n.name or n.address or n.id for n in nodes))
     found = [
@@ -401,7 +400,7 @@ def _nodes_text(nodes: Sequence[Node]) -> str:
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
     """Return the number of cores that loader and constructor workers may use in total."""
     trainers = {
-        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+        n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     }
     return max(
         1,

@@ -1,4 +1,7 @@
-"""The placement of an actor on Ray: node, labels and resources. This module does not import Ray."""
+"""The placement of an actor on Ray: node, labels and resources.
+
+This module does not import Ray.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from overlord.ray.node_choice import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlace:
-    """Where an actor should run, and the resources that are requested for it."""
+    """The node of an actor, or the labels of one, and the resources requested for the actor."""
 
     num_cpus: float = 0.0
     memory: float | None = None
@@ -21,7 +24,7 @@ class RayPlace:
 
     @property
     def asks(self) -> bool:
-        """Whether it requests resources, so that it starts only on a node with room."""
+        """Whether the actor requests resources, so that it starts only on a node with room."""
         return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
 
     @property
@@ -59,7 +62,7 @@ class RayPlace:
 
 
 def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
-    """Describe what a start waits for if Ray was asked for more than any node has idle."""
+    """Describe the resources that a start waits for, and those that are idle."""
     kinds = [key for key, _ in place.resources]  # a named resource may be the missing one
     more = [
         " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes

@@ -1,6 +1,4 @@
-"""Folders that no other account of this machine can enter, and paths that no other account can
-replace.
-"""
+"""Folders and paths that no other account of this machine can enter or replace."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ REMEDY = "set TMPDIR to a short path on a local disk that only this account and 
 
 
 class NotPrivate(OverlordError):
-    """A folder is open to other accounts; the message names the folder, the reason and the
-    remedy.
+    """A folder is open to other accounts.
+
+    The message names the folder, the reason and the remedy.
     """
 
 
 def make_private(root: Path, prefix: str) -> Path:
-    """Create a folder of a new name with mode 0700 under ``root``, and verify its owner and
-    mode.
-    """
+    """Create a folder of a new name with mode 0700 under ``root``; verify owner and mode."""
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
         check_private(made)
@@ -55,8 +52,9 @@ def rename_private(made: Path, path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, not a symlink, that no
-    other account can enter.
+    """Raise ``NotPrivate`` unless ``path`` is a private folder of this account.
+
+    No other account may enter it, and it must not be a symlink.
     """
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
@@ -79,7 +77,7 @@ def exposed(path: Path, *, owners: bool = True) -> str:
 
 
 def _first_open(path: Path, trusted: set[int] | None) -> str:
-    """Check the folders from the root down to ``path``."""
+    """Return why another account can replace a folder on the way from the root to ``path``."""
     for one in (*reversed(path.parents), path):
         try:
             found = os.lstat(one)
@@ -101,8 +99,9 @@ def _first_open(path: Path, trusted: set[int] | None) -> str:
 
 
 def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
-    """Return this account and root. In a user namespace the machine's root appears as the account
-    for unmapped ids.
+    """Return the ids of this account and root.
+
+    In a user namespace the machine's root appears as the account for unmapped ids.
     """
     found = {0, os.geteuid()}
     try:

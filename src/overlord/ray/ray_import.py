@@ -1,4 +1,7 @@
-"""Ray, and the internals of it that this package uses. Only this module imports Ray."""
+"""Ray, and its internals that this package uses.
+
+Only this module imports Ray.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The versions of Ray that this package is tested with. This module does not import Ray.
+"""The versions of Ray that this package is tested with.
 
-``make ray-versions`` runs the scenarios with each of them and writes the table of ``docs/ray.md``.
+This module does not import Ray. ``make ray-versions`` runs the scenarios with each of them and
+writes the table of ``docs/ray.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The inside of an actor that Ray started: it dials the process that launched it, and takes its
-calls by that connection.
+"""The inside of an actor that Ray started: it connects to its launcher and executes its calls.
 
-Ray starts the process and reports its end. Calls do not pass through Ray: a call by connection
+Ray starts the process and reports its end. Calls do not pass through Ray. A call by connection
 costs a tenth, nothing is pickled, and the code is the same as between processes of one machine.
 This module does not import Ray.
 """
@@ -26,13 +25,14 @@ from overlord.ray.timeouts import TIMEOUTS
 from overlord.rpc.process_server import HANGUP
 from overlord.rpc.server import CONTROL, ActorServer, exit_code
 from overlord.transport.connection import TIMEOUT, SocketConnection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """The address, token and lease id with which an actor dials its launching process, and the
-    environment that a child process of that program would have.
+    """The data with which an actor connects to its launching process.
+
+    ``environ``, ``directory`` and ``path`` are those of a child process of that program.
     """
 
     name: str
@@ -49,7 +49,7 @@ Code = tuple[Callable[..., Any], tuple[Any, ...]]  # factory and arguments
 
 
 class ActorBody:
-    """The class of a Ray actor: one method, which runs as long as the actor lives."""
+    """The class of a Ray actor: its one method runs as long as the actor lives."""
 
     def live(
         self, spec: LaunchSpec, interface: str, code: Callable[[], Code], output: Mapping[str, Any]
@@ -67,9 +67,11 @@ class ActorBody:
             "machine": this_machine(),
             "output": output,
         }
-        connection, _ = dial(spec.address, spec.token, hello, timeout_s=TIMEOUTS.dial_s)
+        connection, _ = open_connection(
+            spec.address, spec.token, hello, timeout_s=TIMEOUTS.connect_s
+        )
         connection.max_held = 0  # messages are kept for long, so they are copied
-        connection.waits_for_slots = False
+        connection.waits_for_segments = False
         calls = CallConnection(connection)
         server = ActorServer(spec.name, calls.reply)
         try:
@@ -92,10 +94,10 @@ def _build(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class CallConnection:
-    """The actor's end of the connection. The thread that runs the calls also reads them.
+    """The actor's end of the connection.
 
-    Another thread watches for the end of the connection. Then the process exits, even in the middle
-    of a method.
+    The thread that executes the calls also reads them. Another thread watches for the end of the
+    connection. Then the process exits, even in the middle of a method.
     """
 
     def __init__(self, connection: SocketConnection):
@@ -118,7 +120,7 @@ class CallConnection:
         return call
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Send a reply; exit if the launching process is gone."""
+        """Send a reply; exit if the launching process has exited."""
         self.faulty = self.faulty or number == CONTROL
         try:
             self._connection.send((number, header, columns), timeout_s=TIMEOUTS.reply_s)
@@ -132,8 +134,9 @@ class CallConnection:
         self._exit()
 
     def _exit(self) -> None:
-        """Exit, since the launching process is gone. This also ends a process that Ray wrongly
-        believes dead: its launching process has disconnected.
+        """Exit, since the launching process has exited or disconnected.
+
+        This also ends a process that Ray wrongly considers dead.
         """
         if not self._closing:
             exit_now(1)
@@ -144,8 +147,9 @@ class CallConnection:
 
 
 def this_machine() -> str:
-    """Return an id that two processes share if each can signal the other by its pid; empty if
-    unknown.
+    """Return an id that is equal for processes that can signal each other by pid.
+
+    It is empty if it is unknown.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
@@ -156,8 +160,9 @@ def this_machine() -> str:
 
 
 def adopt_environment(spec: LaunchSpec, interface: str) -> None:
-    """Use the current environment of the program; that of the worker is from the start of the
-    cluster.
+    """Replace the environment by the current one of the launching program.
+
+    The environment of a worker is from the start of the cluster.
     """
     if spec.environ is not None:
         for key in [

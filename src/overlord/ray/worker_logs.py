@@ -1,7 +1,6 @@
-"""The last output of a process of Ray. It is in files of its node, which the user of the job does
-not see.
+"""The last output of a process of Ray.
 
-This module does not import Ray.
+It is in files of its node, which the user of the job does not see. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ra
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """Log files of an actor: the address of its node, and each file with its length at the start. A
-    process may have run other actors before.
+    """Log files of an actor: the address of its node, and each file with its length at the start.
+
+    The process may have run other actors before.
     """
 
     node: str = ""
@@ -49,15 +49,14 @@ class WorkerOutput:
                 return WorkerOutput()
 
     def last(self) -> list[str]:
-        """Return the last lines, on the actor's own machine; none if there is no output
-        or no file.
-        """
+        """Return the last lines, on the actor's own machine; empty without output."""
         return [line for path, begun in self.files.items() for line in _last_of(Path(path), begun)]
 
     @property
     def where(self) -> str:
-        """The location for users on any machine; empty if unknown. It becomes part of the reason of
-        a death, where ``worn_out`` searches for it.
+        """The location of the files, as text for users; empty if unknown.
+
+        It becomes part of the reason of a death, where ``worn_out`` searches for it.
         """
         return f"{SAID} is in {' and '.join(self.files)} on node {self.node}" if self.files else ""
 

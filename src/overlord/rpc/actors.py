@@ -1,9 +1,10 @@
-"""The actor system: named actors, calls with futures, and death notices. Every runtime with more
-than one process is built on it.
+"""The actor system: named actors, calls with futures, and death notices.
 
-An actor is the result of ``factory(*args)``. It lives elsewhere (in another process or on another
-machine), and its methods run one at a time. Arguments and results are encoded by
-``transport.codec`` on every backend, so what works on one backend works on all.
+Every runtime with more than one process is built on it. An actor is the result of
+``factory(*args)``. It runs in another process or on another machine, and its methods run one at a
+time. Arguments and results are encoded by ``transport.codec`` on every backend, so a value that
+works on one backend works on all.
+
 ``docs/rpc.md`` is the contract; ``tests/scenarios/test_actor_system.py`` verifies it.
 """
 
@@ -34,7 +35,7 @@ SHUT_DOWN = "it was shut down"
 
 
 class PendingCall(Future[Any]):
-    """The future of one call; it names the actor and the method."""
+    """The future of one call, with the names of its actor and method."""
 
     def __init__(self, actor: str, method: str):
         super().__init__()
@@ -43,7 +44,10 @@ class PendingCall(Future[Any]):
 
 
 class ActorHandle:
-    """One actor, for its whole life. A later actor of the same name has another handle."""
+    """A reference to one actor for its whole life.
+
+    A later actor of the same name has another handle.
+    """
 
     __slots__ = ("name", "pid", "record")
 
@@ -63,7 +67,7 @@ Somewhere = str | Mapping[str, str] | None  # a node by name, any node with thes
 
 
 class ActorSystem(Protocol):
-    """The methods of every backend; ``docs/rpc.md`` specifies each of them."""
+    """The interface of every backend; ``docs/rpc.md`` specifies each method."""
 
     def spawn(
         self,
@@ -86,7 +90,7 @@ class ActorSystem(Protocol):
 
 
 class ActorRecord:
-    """The state of one actor in its actor system: pending calls, and how it ended.
+    """The state of one actor in its actor system: pending calls, and the reason of its end.
 
     Runs on: any thread.
     """
@@ -102,11 +106,14 @@ class ActorRecord:
         self._lock = Lock()
         self._pending: dict[int, PendingCall] = {}
         self._callbacks: list[Callable[[str], None]] = []
-        self._numbers = itertools.count(1)  # of calls
+        self._numbers = itertools.count(1)  # call numbers
         self._quiet = False
 
-    def opened(self, method: str) -> tuple[int, PendingCall]:
-        """Register a call that is about to be sent. If the actor has ended, its error is set."""
+    def open_call(self, method: str) -> tuple[int, PendingCall]:
+        """Register a call that is about to be sent.
+
+        If the actor has ended, the future already holds its error.
+        """
         number, answer = next(self._numbers), PendingCall(self.name, method)
         with self._lock:
             if self.reason is None:
@@ -115,7 +122,7 @@ class ActorRecord:
         answer.set_exception(self._lost())
         return number, answer
 
-    def answered(self, number: int, ok: bool, value: Any) -> None:
+    def complete_call(self, number: int, ok: bool, value: Any) -> None:
         """Complete a pending call."""
         with self._lock:
             answer = self._pending.pop(number, None)
@@ -126,7 +133,7 @@ class ActorRecord:
         else:
             answer.set_exception(value)
 
-    def ended(
+    def mark_ended(
         self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
         """Mark the actor as ended, once; fail its pending calls and run its callbacks.
@@ -146,7 +153,7 @@ class ActorRecord:
         return True
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call back when the actor dies; at once if it is dead."""
+        """Call back when the actor dies, or at once if it is dead."""
         with self._lock:
             if self.reason is None:
                 self._callbacks.append(callback)
@@ -155,9 +162,7 @@ class ActorRecord:
             callback(self.reason)
 
     def _lost(self) -> BaseException:
-        """Return the error of every call: an exception of the factory, whenever the call was made,
-        or ``ActorLost``.
-        """
+        """Return the error of all calls: the exception of the factory, or ``ActorLost``."""
         return self.fault if self.fault is not None else ActorLost(self.name, self.reason or "")
 
 
@@ -169,10 +174,13 @@ PlaceActor = Callable[[str, Mapping[str, float], Somewhere], Any]
 
 
 def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere) -> None:
-    """Place an actor of a backend that has one machine; refuse any node."""
+    """Place an actor on a backend with one machine; refuse a requested node."""
     if node is not None:
         raise JobError(
-            [f"node {node!r} was requested, but this runtime has one machine; leave node out"],
+            [
+                f"node: expected None, since this runtime has one machine, got {node!r}; "
+                "leave it out"
+            ],
             f"actor {name!r}",
         )
 
@@ -180,8 +188,8 @@ def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere
 class BaseActorSystem(Generic[R]):
     """The common code of all backends: names, calls and waits.
 
-    A backend passes in its kind of record, how a call is sent, how an actor is started and where
-    it is placed. It adds ``kill`` and ``shutdown``.
+    A backend passes its record class and functions that send a call, start an actor and place an
+    actor. It adds ``kill`` and ``shutdown``.
     """
 
     def __init__(
@@ -206,9 +214,9 @@ class BaseActorSystem(Generic[R]):
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
     ) -> ActorHandle:
-        """Start an actor. It returns before the factory has run, so that many start concurrently.
+        """Start an actor and return its handle before its factory has run.
 
-        ``resources`` is a hint for backends that place actors.
+        So many actors start concurrently. ``resources`` is a hint for backends that place actors.
         """
         place = self._place(name, resources or {}, node)
         record = self._kind(name)
@@ -217,30 +225,33 @@ class BaseActorSystem(Generic[R]):
             self._check_open(name)
             if name in self._names:
                 raise JobError(
-                    ["the name is used by a living actor; kill that first, or use another name"],
+                    [
+                        "expected a free name, got that of a living actor; kill that, or use "
+                        "another name"
+                    ],
                     f"actor {name!r}",
                 )
             self._names[name] = record
         try:
             record.handle = self._start(record, factory, args)
         except BaseException:
-            self._over(record, "it could not be started", quiet=True)
+            self._mark_ended(record, "it could not be started", quiet=True)
             raise
         return record.handle
 
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
-        """Call a method of an actor; never waits. Calls of one thread arrive in order.
+        """Call a method of an actor and return its future; never wait.
 
-        The arguments must not be changed afterwards.
+        Calls of one thread arrive in order. The arguments must not be changed afterwards.
         """
         record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
-        number, answer = record.opened(method)
+        number, answer = record.open_call(method)
         if not answer.done():
             try:
                 self._send(record, number, header, columns)
             except OverlordError as e:
-                record.answered(number, False, e)
+                record.complete_call(number, False, e)
                 raise
         return answer
 
@@ -277,7 +288,7 @@ class BaseActorSystem(Generic[R]):
     def wait(
         self, futures: Sequence[Future[Any]], timeout_s: float
     ) -> tuple[list[Future[Any]], list[Future[Any]]]:
-        """Wait until one future is done, or for ``timeout_s``; return done and pending ones.
+        """Wait until one future is done, or for ``timeout_s``; return done and pending futures.
 
         Both lists keep the given order.
         """
@@ -294,12 +305,12 @@ class BaseActorSystem(Generic[R]):
             raise ActorLost(
                 name,
                 "there is no actor of this name"
-                + (did_you_mean(name, known) if known else "; there is none at all"),
+                + (did_you_mean(name, known) if known else "; no actor is alive"),
             )
         return handle
 
     def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
-        """Call back once when the actor dies, at once if it is dead.
+        """Call back once when the actor dies, or at once if it is dead.
 
         Callbacks must be short: replies of other actors wait for them.
         """
@@ -308,7 +319,7 @@ class BaseActorSystem(Generic[R]):
             try:
                 callback(handle, reason)
             except Exception:
-                log.exception("the death callback of actor %s failed", handle.name)
+                log.exception("death callback of actor %s failed", handle.name)
 
         self._own(handle).on_end(notify)
 
@@ -319,41 +330,49 @@ class BaseActorSystem(Generic[R]):
         self.shutdown(SHUTDOWN_S if kind is None else HURRY_S)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Refuse new actors. A backend also ends its actors."""
+        """Refuse new actors; a backend also ends its actors."""
         self._close_once()
 
     # for backends
 
     def _check_open(self, name: str) -> None:
         if self._closed:
-            raise OverlordError(f"actor {name!r}: this actor system was shut down; create another")
+            raise OverlordError(
+                f"actor {name!r}: expected a running actor system, got one that was shut down; "
+                "create another"
+            )
 
     def _own(self, handle: ActorHandle) -> R:
-        """Return the record of a handle of this actor system."""
+        """Return the record of a handle; refuse a handle of another actor system."""
         if not isinstance(handle.record, self._kind):
-            raise OverlordError(f"{handle} belongs to another actor system; call it there")
+            raise OverlordError(
+                f"{handle}: expected an actor of this actor system, got one of another; call it "
+                "there"
+            )
         return handle.record
 
-    def _over(
+    def _mark_ended(
         self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """Mark an actor as ended. Its name is free before any callback runs, so that a callback can
-        start a successor.
+        """Mark an actor as ended.
+
+        Its name is free before any callback runs, so that a callback can start a successor.
         """
         with self._names_lock:
             if self._names.get(record.name) is record:
                 del self._names[record.name]
-        return record.ended(reason, fault=fault, quiet=quiet)
+        return record.mark_ended(reason, fault=fault, quiet=quiet)
 
     def _living(self) -> list[R]:
         with self._names_lock:
             return list(self._names.values())
 
-    def _dismiss(
+    def _request_exit(
         self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
     ) -> list[R]:
-        """Ask actors to finish their calls and exit. Kill those that have not at the deadline, and
-        return them.
+        """Ask actors to finish their calls and exit; kill the others at the deadline.
+
+        Return the killed actors.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -369,22 +388,23 @@ class BaseActorSystem(Generic[R]):
             for record in records:
                 if not record.exited.is_set():
                     kill(record)
-                    self._over(record, SHUT_DOWN, quiet=True)
+                    self._mark_ended(record, SHUT_DOWN, quiet=True)
             raise
         for record in late:
             log.warning("actor %s did not exit in %.1f s; killed", record.name, timeout_s)
             kill(record)
         return late
 
-    def _end_by(self, steps: Callable[[], Steps]) -> None:
-        """Run the shutdown steps once. After an interrupt, the next caller runs the remaining
-        steps.
+    def _run_shutdown(self, steps: Callable[[], Steps]) -> None:
+        """Run the shutdown steps once.
+
+        After an interrupt, the next call runs the remaining steps.
         """
         self._closed = True
-        self._ending.go(steps)
+        self._ending.run(steps)
 
     def _close_once(self) -> bool:
-        """Return True to the first caller only."""
+        """Close the actor system; return True only for the first call."""
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before
@@ -399,7 +419,7 @@ def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, lis
 
 
 def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:
-    """Encoding failed: raise an error that names the argument."""
+    """Raise an error that names the argument that cannot be encoded."""
     for i, value in enumerate(args, 1):
         try:
             encode(value)

@@ -1,5 +1,6 @@
-"""Connections of actors that dial in. An actor shows a token and its lease id, and takes calls by
-that connection from then on.
+"""The listener for actors that connect to their caller.
+
+An actor presents a token and its lease id. From then on it receives calls by that connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.server import Server
 from overlord.transport.server_connection import ServerConnection
 
-# Bytes that may wait for an actor. An event loop must not wait for an actor that is stuck, which
+# Bytes that may be queued for an actor. An event loop must not wait for a stuck actor, which
 # heartbeats detect.
 UNBOUNDED = 2**62
 
@@ -29,9 +30,10 @@ Call = tuple[int, bytes, list[np.ndarray]]
 
 
 class InboundConnection:
-    """The connection of one actor that dials in. Calls made before it connects are queued.
+    """The connection of one actor that connects to its caller.
 
-    ``lock`` guards all fields, so that queued calls go first.
+    Calls made before it connects are queued. ``lock`` guards all fields, so that queued calls are
+    sent first.
     """
 
     def __init__(self) -> None:
@@ -43,9 +45,9 @@ class InboundConnection:
         self._queued: list[Call] = []
 
     def attach(self, connection: ServerConnection) -> None:
-        """Use a connection, and send the queued calls. Call with the lock held."""
+        """Use a connection and send the queued calls. Call with the lock held."""
         # Messages of an actor are kept for long, so they are copied out of its segments.
-        connection.max_held, connection.waits_for_slots = 0, False
+        connection.max_held, connection.waits_for_segments = 0, False
         connection.max_queued_bytes = UNBOUNDED
         self.connection = connection
         for call in self._queued:
@@ -63,14 +65,14 @@ class InboundConnection:
 
 
 class InboundActor(Protocol):
-    """The part of an actor's record that a listener uses."""
+    """The fields of an actor's record that a listener uses."""
 
     name: str
     handle: ActorHandle | None
     reason: str | None
     inbound: InboundConnection
 
-    def answered(self, number: int, ok: bool, value: Any) -> None: ...
+    def complete_call(self, number: int, ok: bool, value: Any) -> None: ...
 
 
 A = TypeVar("A", bound=InboundActor)
@@ -81,15 +83,15 @@ def complete_call(
     record: InboundActor, number: int, header: bytes, columns: list[np.ndarray]
 ) -> None:
     """Complete the pending call that a reply belongs to."""
-    record.answered(number, *open_reply(record.name, header, columns))
+    record.complete_call(number, *open_reply(record.name, header, columns))
 
 
 class ActorListener(Generic[A]):
-    """Accepts the connections of expected actors and receives their replies.
+    """A listener that accepts the connections of expected actors and receives their replies.
 
-    ``on_hello`` reads the hello of an actor. ``on_disconnect(record, reason)`` reports the end of a
-    connection whose process is not known to have died. ``on_end(record)`` reports that an actor
-    ended and all its messages were read. Callbacks run in the server's thread.
+    ``on_hello`` receives the hello of an actor. ``on_disconnect(record, reason)`` reports the end
+    of a connection whose process may still be alive. ``on_end(record)`` reports that an actor ended
+    and all its messages were read. Callbacks run in the server's thread.
     """
 
     def __init__(
@@ -121,7 +123,10 @@ class ActorListener(Generic[A]):
         return self._server.in_its_thread
 
     def expect(self, record: A) -> int:
-        """Expect an actor to connect, and return its new lease id. Its former one is void."""
+        """Expect an actor to connect, and return its new lease id.
+
+        A former lease id of the actor becomes invalid.
+        """
         self._expected.pop(record.inbound.lease_id, None)
         record.inbound.lease_id = next(self._lease_ids)
         self._expected[record.inbound.lease_id] = record
@@ -132,9 +137,9 @@ class ActorListener(Generic[A]):
         return self._expected.get(lease_id)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
-        """The launcher reports that the process is gone; ``fault`` is the exception of its factory.
+        """Record that the process of an actor exited, as its launcher reports.
 
-        Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count.
         """
         if (record := self._expected.pop(lease_id, None)) is not None:
             with record.inbound.lock:
@@ -143,7 +148,7 @@ class ActorListener(Generic[A]):
                 self._on_end(record)
             else:
                 # The end of the connection follows its last message. If its machine vanished, no
-                # end would come.
+                # end arrives.
                 after(
                     TIMEOUTS.death_notice_s,
                     lambda: connection.cut("its launcher reported that it is gone"),
@@ -159,13 +164,14 @@ class ActorListener(Generic[A]):
         record = self._expected.get(lease_id) if type(lease_id) is int else None
         if record is None or record.name != name or type(pid) is not int:
             raise OverlordError(
-                f"expected an actor that is awaited, got {name!r:.60} with lease id "
+                f"expected an actor with a valid lease id, got {name!r:.60} with lease id "
                 f"{lease_id!r:.20}"
             )
         with record.inbound.lock:
             if record.inbound.connection is not None or record.reason is not None:
                 raise OverlordError(
-                    f"{record.name} with lease id {lease_id} is connected already, or was given up"
+                    f"{record.name}: expected one connection with lease id {lease_id}, got "
+                    "another, or the actor was given up"
                 )
             assert record.handle is not None
             record.handle.pid = pid
@@ -195,7 +201,10 @@ class ActorListener(Generic[A]):
 
 
 def after(seconds: float, act: Callable[[], None]) -> None:
-    """Call ``act`` later in a daemon thread, which does not delay the end of the program."""
+    """Call ``act`` after ``seconds`` in a daemon thread.
+
+    A daemon thread does not delay the end of the program.
+    """
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()

@@ -1,10 +1,10 @@
 """Direct calls to actors that another process started.
 
-The launching process sends each actor the address of its caller. The actor dials the server of the
-caller, shows a token and a lease id, and takes calls by that connection from then on. So the
-successor of a caller that died gets the same actors. Should the dead caller resume, it has none: an
-actor listens only to the server that it was directed to last. Calls and replies are those of the
-other actor systems.
+The launching process sends each actor the address of its caller. The actor connects to the server
+of the caller and presents a token and a lease id. From then on it receives calls by that
+connection. If the caller dies, the actors connect to its successor. If the dead caller resumes, it
+has no actors: an actor accepts only the server to which it was redirected last. Calls and replies
+are those of the other actor systems.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from overlord.rpc.listener import ActorListener, InboundConnection
 from overlord.rpc.server import ActorServer, exit_code
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import dial
+from overlord.transport.server import open_connection
 
 log = logging.getLogger("overlord")
 
@@ -42,7 +42,7 @@ EndProcess = Callable[[str, int, str], None]  # name, lease id, reason
 
 
 class RpcRecord(ActorRecord):
-    """An actor that dials in."""
+    """The record of an actor that connects to this process."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -50,15 +50,15 @@ class RpcRecord(ActorRecord):
 
 
 def _cannot_end(name: str, lease_id: int, why: str) -> None:
-    """No process is known that could end the actor."""
+    """Do nothing: no known process could end the actor."""
 
 
 class RpcServer(BaseActorSystem[RpcRecord]):
-    """Calls actors that connect to it.
+    """An actor system whose actors connect to it.
 
     ``end(name, lease_id, why)`` asks the launcher of an actor to end it. ``cut`` reports an actor
-    whose connection broke, nearly always because its process ended. In both cases ``died`` is
-    expected to follow. Callbacks run in the server's thread.
+    whose connection broke, nearly always because its process ended. In both cases a call of
+    ``died`` is expected. Callbacks run in the server's thread.
     """
 
     def __init__(
@@ -78,21 +78,24 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def expect(self, name: str) -> tuple[ActorHandle, int]:
         """Expect an actor to connect, for the first time or again; return its handle and lease id.
 
-        It can be called at once.
+        The handle can be used at once.
         """
         record = RpcRecord(name)
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
-                raise OverlordError(f"actor {name!r} is expected already; wait for it, or kill it")
+                raise OverlordError(
+                    f"actor {name!r}: expected a new name, got one that is expected already; "
+                    "wait for it, or kill it"
+                )
             record.handle = ActorHandle(name, None, record)
             self._names[name] = record
             return record.handle, self._listener.expect(record)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
-        """The launcher reports that an actor is gone; ``fault`` is the exception of its factory.
+        """Record that an actor exited, as its launcher reports.
 
-        Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count.
         """
         self._listener.died(lease_id, reason, fault)
 
@@ -100,7 +103,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         self.kill_all([handle])
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
-        """Kill actors concurrently: a silent one may take seconds."""
+        """Kill actors concurrently: one that does not respond may take seconds."""
         timeout_s = TIMEOUTS.killed_elsewhere_s
         records, deadline = [self._own(handle) for handle in handles], time.monotonic() + timeout_s
         for record in records:
@@ -116,10 +119,10 @@ class RpcServer(BaseActorSystem[RpcRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Disconnect. The actors keep running: their launcher ends them."""
+        """Disconnect from all actors, which keep running until their launcher ends them."""
         if self._close_once():
             for record in self._living():
-                self._over(record, SHUT_DOWN, quiet=True)
+                self._mark_ended(record, SHUT_DOWN, quiet=True)
             self._listener.close(timeout_s)
 
     # in the server's thread
@@ -127,7 +130,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def _ended(self, record: RpcRecord) -> None:
         assert record.inbound.end is not None
         reason, fault = record.inbound.end
-        self._over(record, reason, fault=fault)
+        self._mark_ended(record, reason, fault=fault)
         record.exited.set()
 
     def _disconnected(self, record: RpcRecord, reason: str) -> None:
@@ -147,18 +150,19 @@ def _refuse_start(
     record: RpcRecord, factory: Callable[..., Any], args: tuple[Any, ...]
 ) -> NoReturn:
     raise OverlordError(
-        f"actor {record.name!r}: actors are started where the job was launched; use expect() here"
+        f"actor {record.name!r}: expected expect() here, got spawn(); start actors where the "
+        "job was launched"
     )
 
 
 def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
-    """Return the exception of the factory of an actor that died of it, else None."""
+    """Return the exception of the factory of a dead actor; None if it died otherwise."""
     error = control.call(dead, "").exception(0)
     return None if isinstance(error, ActorLost) else error
 
 
-class Dial(Protocol):
-    """The function that opens a connection; ``transport.server.dial`` outside simulations."""
+class OpenConnection(Protocol):
+    """A function that opens a connection, as ``transport.connect.open_connection``."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
@@ -166,8 +170,9 @@ class Dial(Protocol):
 
 
 class RpcEndpoint:
-    """The other side: an actor that takes calls from the server it was directed to last. It also
-    takes those of its launcher.
+    """The actor's side: it executes calls of the server to which it was redirected last.
+
+    It also executes calls of its launcher.
     """
 
     def __init__(
@@ -175,24 +180,29 @@ class RpcEndpoint:
         name: str,
         actor: object,
         *,
-        dial: Dial = dial,
-        leave: Callable[[int], None] = exit_now,
+        open_connection: OpenConnection = open_connection,
+        exit_process: Callable[[int], None] = exit_now,
     ):
-        self._name, self._actor, self._dial, self._exit = name, actor, dial, leave
+        self._name, self._actor, self._open_connection, self._exit = (
+            name,
+            actor,
+            open_connection,
+            exit_process,
+        )
         self._lock = threading.Lock()
         self._redirects = 0
         self._connection: Connection | None = None
 
-    def meet(self, address: str, token: str, lease_id: int) -> None:
+    def redirect(self, address: str, token: str, lease_id: int) -> None:
         """Connect to this server, and disconnect from the former one.
 
-        It does not wait: the server may be stuck and be replaced by another.
+        It does not wait: the server may hang and be replaced by another.
         """
         with self._lock:
             self._redirects += 1
             redirect, former, self._connection = self._redirects, self._connection, None
         if former is not None:
-            former.close("another server calls from now on")
+            former.close("redirected to another server")
         hello = {"name": self._name, "lease_id": lease_id, "pid": os.getpid()}
         threading.Thread(
             target=self._connect,
@@ -204,7 +214,9 @@ class RpcEndpoint:
     def _connect(self, redirect: int, address: str, token: str, hello: dict[str, Any]) -> None:
         while self._redirects == redirect:
             try:
-                connection, _ = self._dial(address, token, hello, timeout_s=TIMEOUTS.dial_s)
+                connection, _ = self._open_connection(
+                    address, token, hello, timeout_s=TIMEOUTS.connect_s
+                )
             except DataStall:
                 continue
             except (ActorLost, LinkRefused) as gone:  # a new redirect will follow
@@ -241,7 +253,7 @@ class RpcEndpoint:
         except ActorLost:
             pass
         except DataStall as stalled:
-            log.warning("%s: %s; closed its connection", self._name, stalled)
+            log.warning("connection of %s closed: %s", self._name, stalled)
             connection.close(str(stalled))
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Actors as processes of this machine: one socket pair per actor, and one thread that reads for all
-of them.
+"""Actors as processes of this machine: one socket pair per actor, and one I/O thread for all.
 
 Calls and replies are frames: the number of the call, then (method, arguments) or (success, value or
 error).
@@ -41,12 +40,15 @@ from overlord.rpc.server import CONTROL, factory_failed, open_reply
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.socket_io import ReceiveBuffer, SendBuffer
 
-MAX_WAITING_BYTES = 2**30  # of calls to an actor that is stuck: more would fill the memory
-READS = 16  # of one actor in a row, before others are served
+MAX_WAITING_BYTES = 2**30  # queued calls to a stuck actor: more would fill the memory
+READS = 16  # reads of one actor in a row, before others are served
 
 
 class ProcessRecord(ActorRecord):
-    """An actor that is a process. Only the I/O thread reads and closes; any thread may send."""
+    """The record of an actor that is a process.
+
+    Only the I/O thread reads and closes; any thread may send.
+    """
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -60,7 +62,7 @@ class ProcessRecord(ActorRecord):
         self.broken = ""  # why its replies cannot be read
 
     def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> bool:
-        """Send a call or queue it; return True if the I/O thread has to send the rest."""
+        """Send a call or queue it; return whether the I/O thread has to send the rest."""
         message = encode_message(number, header, columns)
         with self.send_lock:
             if self.closed:
@@ -74,7 +76,7 @@ class ProcessRecord(ActorRecord):
             return not waiting and not self._write()
 
     def write_more(self) -> bool:
-        """Send queued calls; return True when everything is sent."""
+        """Send queued calls; return whether all are sent."""
         with self.send_lock:
             return self.closed or self._write()
 
@@ -111,8 +113,9 @@ class ProcessRecord(ActorRecord):
 
 
 class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
-    """Runs every actor in a process of the fork server. Callbacks of futures and deaths run in the
-    I/O thread.
+    """An actor system that runs every actor in a process of the fork server.
+
+    Callbacks of futures and deaths run in the I/O thread.
     """
 
     def __init__(self) -> None:
@@ -152,16 +155,15 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls, close and exit; kill those that have not at the
-        deadline.
-        """
+        """Let every actor finish its calls and exit; kill the others at the deadline."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if threading.current_thread() is self._thread:
             raise OverlordError(
-                "shutdown: it waits for the thread that runs callbacks; call it from another thread"
+                "shutdown: expected a caller outside of callbacks, got a callback; call it "
+                "from another thread"
             )
-        self._end_by(
+        self._run_shutdown(
             lambda: [
                 lambda: self._dismiss_all(timeout_s),
                 lambda: self._post(self._end),
@@ -174,7 +176,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     def _dismiss_all(self, timeout_s: float) -> None:
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
-        for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
+        for record in self._request_exit(records, timeout_s, ProcessRecord.kill):
             record.exited.wait(TIMEOUTS.killed_s)
 
     def _at_exit(self) -> None:
@@ -183,7 +185,8 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                "this process was forked from the one that owns the actors; call them there"
+                "actor system: expected the process that created it, got a forked copy; call "
+                "actors in the original process"
             )
 
     # starting
@@ -233,7 +236,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
                 try:
                     key.data(events)
                 except Exception:
-                    log.exception("the I/O thread of the actor system caught an exception")
+                    log.exception("handler failed in the I/O thread of the actor system")
         self._selector.close()
         self._woken.close()
 
@@ -269,7 +272,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
                 record.kill()
 
     def _read(self, record: ProcessRecord, times: int) -> bool:
-        """Handle replies, with at most ``times`` reads; return False if no more will come."""
+        """Handle replies with at most ``times`` reads; return False at the end of the socket."""
         try:
             for _ in range(times):
                 if not record.buffer.read(record.sock):
@@ -290,7 +293,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     ) -> None:
         ok, value = open_reply(record.name, header, columns)
         if number != CONTROL:
-            record.answered(number, ok, value)
+            record.complete_call(number, ok, value)
         elif ok:
             record.started = True
         elif record.exiting:
@@ -299,7 +302,10 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             record.fault = value
 
     def _ended(self, record: ProcessRecord) -> None:
-        """The process is gone. Replies that it sent before still count."""
+        """Record that a process has exited.
+
+        Replies that it sent before still count.
+        """
         self._selector.unregister(record.process.sentinel)
         with self._start_lock:
             code = record.process.exitcode
@@ -308,14 +314,14 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             self._read(record, sys.maxsize)
         record.close()
         if record.exiting:
-            self._over(record, SHUT_DOWN, quiet=True)
+            self._mark_ended(record, SHUT_DOWN, quiet=True)
         else:
-            self._over(record, _reason(record, code), fault=record.fault)
+            self._mark_ended(record, _reason(record, code), fault=record.fault)
         record.exited.set()
 
 
 def _reason(record: ProcessRecord, code: int | None) -> str:
-    how = forkserver.how_it_ended(code)
+    how = forkserver.describe_exit(code)
     if record.broken:
         return record.broken
     if record.fault is not None:
@@ -335,7 +341,7 @@ def _begin(
         process.start()
     except (EOFError, ConnectionError) as e:
         raise ActorLost(
-            name, f"the fork server ended before it could start it{forkserver.UNGUARDED}"
+            name, f"the fork server exited before it could start it{forkserver.UNGUARDED}"
         ) from e
     except Exception as e:
         if what := _unsendable(factory, args):
@@ -363,7 +369,10 @@ def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def _pidfd(pid: int | None) -> int:
-    """Return a pidfd, since a pid may be reused by another process; -1 if there is none."""
+    """Return a pidfd of a process, or -1 if the system has none.
+
+    A pid may be reused by another process.
+    """
     try:
         return os.pidfd_open(pid or 0)
     except (AttributeError, OSError):

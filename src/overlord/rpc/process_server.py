@@ -1,7 +1,6 @@
-"""The inside of an actor that is a process: it is built, then takes calls from its socket until it
-is asked to exit.
+"""The inside of an actor that is a process: build it, then execute calls from its socket.
 
-The socket closes when the parent ends, for any reason. Then this process ends too, even in the
+The socket closes when the parent exits, for any reason. Then this process exits too, even in the
 middle of a method.
 """
 
@@ -35,7 +34,10 @@ _open_sockets: list[socket.socket] = []
 
 
 class CallSocket:
-    """The actor's end of the socket: it receives calls and sends replies. Any thread may reply."""
+    """The actor's end of the socket: it receives calls and sends replies.
+
+    Any thread may reply.
+    """
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(True)
@@ -43,14 +45,14 @@ class CallSocket:
         self._buffer = ReceiveBuffer(allocate, files=False)
 
     def next_call(self) -> tuple[int, memoryview, list[np.ndarray]]:
-        """Wait for the next call; end the process if the parent is gone."""
+        """Wait for the next call; exit if the parent has exited."""
         while not self._buffer.ready:
             if not self._buffer.read(self._sock):
                 exit_now(1)
         return decode_message(self._buffer.ready.popleft().body)
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Send a reply; end the process if the parent is gone."""
+        """Send a reply; exit if the parent has exited."""
         message = encode_message(number, header, columns)
         with self._lock:
             try:
@@ -61,7 +63,7 @@ class CallSocket:
 
 
 def encode_message(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMessage:
-    """Return a call or a reply as a message: the number of the call precedes the encoded header."""
+    """Return a call or a reply as a message; the number of the call precedes its header."""
     return OutgoingMessage(FRAME, pack(_NUMBER.pack(number) + header, columns))
 
 
@@ -74,7 +76,7 @@ def decode_message(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.n
 
 
 def allocate(nbytes: int) -> np.ndarray:
-    """Return memory for one large message; it lives as long as a view of it."""
+    """Return new memory for one large message."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -85,8 +87,10 @@ def serve(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run the process. Factory and arguments arrived with its start, the only time that code
-    crosses a process boundary.
+    """Run the process of an actor.
+
+    Factory and arguments are sent with its start, the only time that code crosses a process
+    boundary.
     """
     # Ctrl-C reaches the whole process group; the parent decides when to exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,14 +119,17 @@ def serve(
 
 
 def _adopt_environment(environ: Mapping[str, str]) -> None:
-    """Use the current environment of the program; the fork server has the one of its own start."""
+    """Replace the environment by the current one of the parent.
+
+    The environment of the fork server is older.
+    """
     for key in os.environ.keys() - environ.keys():
         del os.environ[key]
     os.environ.update(environ)
 
 
 def _exit_with_parent(sock: socket.socket) -> None:
-    """End the process when its parent ends, whatever the main thread is doing."""
+    """Exit when the parent exits, whatever the main thread is doing."""
     poller, parent = select.poll(), multiprocessing.parent_process()
     poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
@@ -138,7 +145,7 @@ def _exit_with_parent(sock: socket.socket) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit without waiting for threads of the actor: it can no longer be called."""
+    """Flush the output and exit without waiting for threads of the actor."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(code)

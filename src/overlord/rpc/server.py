@@ -1,5 +1,6 @@
-"""The inside of an actor: it is built, its methods are called one after another, it is closed. The
-code is the same in all processes.
+"""The inside of an actor: build it, execute its calls one after another, close it.
+
+The code is the same in all processes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from overlord.errors import FrameError, OverlordError
 from overlord.transport.codec import decode, encode
 
 # Call numbers with a special meaning. To an actor CONTROL asks it to exit; from an actor it reports
-# that it started, or failed to start or to close. The caller of NO_REPLY wants no reply.
+# that it started, or failed to start or to close. A call with NO_REPLY has no reply.
 CONTROL, NO_REPLY = 0, 2**64 - 1
 
 log = logging.getLogger("overlord")
@@ -25,15 +26,16 @@ Reply = Callable[[int, bytes, list[np.ndarray]], None]
 
 
 class ActorServer:
-    """Runs encoded calls (method, arguments) on an actor, and passes on encoded replies (success,
-    value or error).
+    """Executes encoded calls (method, arguments) on an actor.
+
+    Replies are encoded too: (success, value or error).
     """
 
     def __init__(self, name: str, reply: Reply):
         self.name, self._reply, self._actor = name, reply, None
 
     def build(self, make: Callable[[], Any]) -> bool:
-        """Build the actor. If that fails, reply with the exception and return False."""
+        """Build the actor; if that fails, reply with the exception and return False."""
         try:
             self._actor = make()
         except Exception as e:
@@ -42,8 +44,9 @@ class ActorServer:
         return True
 
     def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
-        """Run one call. If the method returns a future, the reply follows later from another
-        thread.
+        """Execute one call.
+
+        If the method returns a future, the reply is sent later from another thread.
         """
         method = "a call"
         try:
@@ -60,7 +63,7 @@ class ActorServer:
             self._respond(number, method, True, value)
 
     def close(self) -> None:
-        """Call ``close()`` of the actor if it has one; reply with an exception."""
+        """Call ``close()`` of the actor if it has one; reply with its exception."""
         close = getattr(self._actor, "close", None)
         if callable(close):
             try:
@@ -109,7 +112,7 @@ class ActorServer:
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
 
     def _add_location(self, method: str, error: BaseException) -> None:
-        """Add actor, method and, for unforeseen errors, the stack: the caller does not see it."""
+        """Add actor and method to an error; for unforeseen errors also the stack."""
         where = f"in actor {self.name!r}, {method}"
         if not isinstance(error, OverlordError):
             where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
@@ -117,8 +120,9 @@ class ActorServer:
 
 
 def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool, Any]:
-    """Decode a reply at the caller. If it cannot be decoded (a record that only the actor knows),
-    only its call fails.
+    """Decode a reply at the caller.
+
+    If it cannot be decoded (a record that only the actor has registered), only its call fails.
     """
     try:
         ok, value = decode(header, columns)

@@ -31,7 +31,7 @@ from overlord.messages.control import EncodedState
 from overlord.transport.connection import Connection
 from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
-from overlord.transport.state_codec import seal
+from overlord.transport.state_codec import encode_state
 
 log = logging.getLogger("overlord")
 
@@ -41,7 +41,7 @@ KEPT_SEALS = 16  # encoded states of the last steps: ranks of other buckets rece
 
 
 def sealed(state: State) -> EncodedState:
-    return state if isinstance(state, EncodedState) else seal(state)
+    return state if isinstance(state, EncodedState) else encode_state(state)
 
 
 class SharedBufferPool:

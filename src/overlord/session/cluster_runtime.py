@@ -449,7 +449,7 @@ class ClusterRuntime:
         parts.kits[h], self._without = (i,), (h, before)
         try:
             host = parts.recipes.loader_host(
-                h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses()
+                h, [i], parts.blueprint.loader_starts(i, Cursor()), self._constructor_addresses()
             )
             parts.prepared(host)
             parts.control.get(parts.control.call(host, "do", []), START_S)

@@ -184,7 +184,7 @@ class UserEvents:
         target, new = self._target, more.new_source(at)
 
         def added() -> None:
-            self._runtime.journal.joined(new.event, more)
+            self._runtime.journal.write_added_source(new.event, more)
             # The event before the source: a state that another thread exports meanwhile must not
             # have one without the other.
             with target.lock:

@@ -14,7 +14,7 @@ from overlord.messages.control import SourceLost, StreamState
 from overlord.planning.events import EventLog, lost
 from overlord.session.runtime import Runtime
 from overlord.setup.prepared_job import PreparedJob
-from overlord.transport.state_codec import unseal
+from overlord.transport.state_codec import decode_state
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Generation:
 
 
 def decoded(state: State) -> StreamState:
-    return state if isinstance(state, StreamState) else unseal(state)
+    return state if isinstance(state, StreamState) else decode_state(state)
 
 
 def mark_of(prepared: PreparedJob, state: StreamState) -> str:

@@ -123,7 +123,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     runtime, prepared = generation.runtime, generation.prepared
     figures = runtime.figures()
     planner = counted(runtime)
-    at_nothing = running.prepared_for(len(planner.totals.samples)).at_nothing()
+    at_nothing = running.prepared_for(len(planner.totals.samples)).zero_metrics()
     found = job_metrics(planner, figures, at_nothing, running.job.on_long)
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
@@ -142,7 +142,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
         "shadows": figures.get("shadows", []),
         "scaling": figures.get("scaling", {}),
         "placement": figures.get("placement", {}),
-        "journal": figures.get("journal") or runtime.journal.figures(),
+        "journal": figures.get("journal") or runtime.journal.metrics(),
     }
 
 

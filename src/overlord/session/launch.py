@@ -22,7 +22,7 @@ from overlord.setup.options import (
 )
 from overlord.setup.partition import profiled
 from overlord.setup.prepared_job import PreparedJob
-from overlord.setup.removed_sources import left_behind
+from overlord.setup.removed_sources import removed_before
 
 
 def launch(
@@ -199,12 +199,12 @@ def _session(
         from overlord.session.resume import launch_with_journal
 
         return launch_with_journal(job, runtime, resume, allow, given)
-    removed = left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
+    removed = removed_before(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
     prepared = profiled(PreparedJob(job, given, removed), runtime)
     if resume is None:
         return Session(job, prepared, None, runtime)
     assert isinstance(resume, Mapping)
-    prepared = prepared.fitting(resume)
+    prepared = prepared.for_saved_state(resume)
     return Session(job, prepared, prepared.restore(resume, allow), runtime)
 
 

@@ -17,7 +17,7 @@ from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.partition import profiled
 from overlord.setup.prepared_job import PreparedJob
-from overlord.setup.removed_sources import left_behind
+from overlord.setup.removed_sources import removed_before
 from overlord.setup.state_json import describe_batches, state_to_json
 from overlord.sources.index import RemovedSource
 
@@ -62,13 +62,13 @@ def _left(
 ) -> dict[str, RemovedSource]:
     """Return the sources that were removed before the step at which the job resumes."""
     if isinstance(resume, Mapping):
-        return left_behind(resume, job.shuffle_chunks)
+        return removed_before(resume, job.shuffle_chunks)
     saved = (
         {}
         if found.empty
         else state_to_json(found.state(found.acked), job.name, found.names, found.fingerprint)
     )
-    return left_behind(saved, job.shuffle_chunks)
+    return removed_before(saved, job.shuffle_chunks)
 
 
 Begun = tuple[PreparedJob, StreamState | None, JournalStart]
@@ -86,7 +86,7 @@ def _by_journal(
     saved = state_to_json(
         found.state(found.acked), prepared.job.name, found.names, found.fingerprint
     )
-    prepared = prepared.fitting(saved)
+    prepared = prepared.for_saved_state(saved)
     state = prepared.restore(saved, allow)
     # another job by ``allow``: recorded steps are not planned again
     if prepared.fingerprint != found.fingerprint:
@@ -108,7 +108,7 @@ def _by_state(
         prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
         """Start at the given state: the journal begins again there."""
-        prepared = prepared.fitting(resume)
+        prepared = prepared.for_saved_state(resume)
         state = prepared.restore(resume, allow)
         if not found.empty:
             _same_job(found.fingerprint, prepared, allow)

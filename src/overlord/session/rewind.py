@@ -12,7 +12,7 @@ from overlord.errors import ActorLost, OverlordError, StateMismatch
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import StreamState
-from overlord.process.shutdown import in_turn
+from overlord.process.shutdown import run_all
 from overlord.serving.step_publisher import MOVED
 from overlord.session.generation import Generation, differences, mark_of
 from overlord.session.running_job import RunningJob
@@ -39,7 +39,7 @@ def restore(
     error: StateMismatch | None = None
     for one in fitting or [running.generation.prepared]:
         try:
-            prepared = one.fitting(saved)
+            prepared = one.for_saved_state(saved)
             return prepared, prepared.restore(saved, allow)
         except StateMismatch as e:
             error = error or e
@@ -135,7 +135,7 @@ def begin_generation(
     if together:
         _end_local(running, queues, removed)
     if running.closed:  # by another thread: it has closed the old generation only
-        in_turn(running.steps_to_close())
+        run_all(running.steps_to_close())
         raise OverlordError("the session is closed")
     if begun:
         running.loop.ask(lambda: running.attach(new), "clients to be attached")

@@ -95,7 +95,7 @@ class RunningJob:
         runtime: Runtime | None = None
         try:
             self._release_cluster = hold_cluster(kind, prepared.options.address)
-            runtime = start_runtime(kind, prepared.floored(start.floor), state, self.loop)
+            runtime = start_runtime(kind, prepared.with_floor(start.floor), state, self.loop)
             self.events.observe(runtime)
             self.generation = Generation.of(0, prepared, runtime, runtime.planner.state(), "")
             start.write(runtime, prepared)
@@ -349,7 +349,7 @@ class RunningJob:
             *([] if self.refresher is None else [self.refresher.close]),
             self.loop.stop,
         ]
-        self._close_once.go(lambda: [*first, *self.steps_to_close()])
+        self._close_once.run(lambda: [*first, *self.steps_to_close()])
 
     def steps_to_close(self) -> Steps:
         generation, remote_ranks = self.generation, self.remote_ranks

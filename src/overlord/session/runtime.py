@@ -20,8 +20,8 @@ from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
-from overlord.process.shutdown import Steps, in_turn
-from overlord.ray.node_choice import by_one_name, cores_for_loading, problems
+from overlord.process.shutdown import Steps, run_all
+from overlord.ray.node_choice import cores_for_loading, problems, with_one_name
 from overlord.rpc.actors import HURRY_S, ActorSystem
 from overlord.scaling.memory_budget import parse_bytes, split
 from overlord.session.local_runtime import local_runtime
@@ -184,7 +184,7 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
     layout = layout_asked(options)
     if found := problems(nodes := CLUSTER.nodes(), layout, job.place.world_size):
         raise JobError(found, "launch")
-    layout = replace(layout, rank_nodes=by_one_name(nodes, layout.rank_nodes))
+    layout = replace(layout, rank_nodes=with_one_name(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, beside)
@@ -256,7 +256,7 @@ def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
     steps: Steps = [CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(release)]
 
     def release() -> None:
-        in_turn(steps)
+        run_all(steps)
 
     atexit.register(release)  # Ray ends its processes at exit, and leaves its files
     return release

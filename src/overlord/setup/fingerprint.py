@@ -1,8 +1,7 @@
-"""The fingerprint of a job: one text per entry that shapes the stream, so that a mismatch can be
-named.
+"""The fingerprint of a job: one text per entry that shapes the stream.
 
-A saved state holds the fingerprint of its job. ``setup/job_agreement.py`` compares some of the same
-texts between ranks.
+So an error can name each entry that differs. A saved state holds the fingerprint of its job.
+``setup/job_agreement.py`` compares some of the same texts between ranks.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the memory address in the repr of an
 def parts_of(job: Job) -> dict[str, str]:
     """Return a text for every property of a job that decides the stream and its distribution.
 
-    Nothing is read: only rank 0 opens files and tokenizers.
+    No file is read: only rank 0 opens files and tokenizers.
     """
     texts = {name: repr(getattr(job, name)) for name in COMPARED}
     texts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
@@ -45,9 +45,9 @@ def parts_of(job: Job) -> dict[str, str]:
 
 
 def difference(job: Job, rank: int, expected: Mapping[str, str]) -> JobError | None:
-    """Return the error of a rank whose job differs from that of rank 0; None where they agree.
+    """Return the error of a rank whose job differs from that of rank 0, or None.
 
-    ``expected`` are the texts of rank 0.
+    ``expected`` holds the texts of rank 0.
     """
     mine = parts_of(job)
     problems = [
@@ -72,7 +72,11 @@ def _function(function: Any) -> str:
 
 
 def _transform(transform: Any) -> str:
-    """A tokenizer's own fingerprint reads its file, which need not be on this node."""
+    """Return a text that identifies a transform.
+
+    The fingerprint of a tokenizer reads its file, which need not be on this node. So its ``repr``
+    is used.
+    """
     return repr(transform) if isinstance(transform, Tokenize) else str(transform.fingerprint())
 
 

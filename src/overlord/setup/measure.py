@@ -1,9 +1,8 @@
-"""Measurement of a source: its real reader and transforms on a few slices, within bounds on rows
-and seconds.
+"""Measure a source: run its real reader and transforms on a few slices.
 
-Both wall-clock seconds and core seconds are measured, here and in the transform process. Cores are
-divided among sources. The rest of the time is spent waiting for storage, or for a service that a
-transform calls.
+Rows and seconds are bounded. Both wall-clock seconds and core seconds are measured, here and in the
+transform process. Cores are divided among sources. The rest of the time is spent waiting for
+storage, or for a service that a transform calls.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ class Bounds:
 
 
 def fingerprint_of(spec: ReaderSpec) -> str:
-    """Return a digest of everything that costs depend on: files, transforms, slice size, context
-    and ``on_long``.
+    """Return a digest of everything that costs depend on.
+
+    These are files, transforms, slice size, context and ``on_long``.
     """
     pipeline = spec.pipeline
     return digest(
@@ -79,7 +79,7 @@ def machine() -> str:
 
 @dataclass(slots=True)
 class _Timed:
-    """Stages that count the seconds of the slice stage and the rows it dropped.
+    """A wrapper of stages that counts the seconds of the slice stage and the rows it dropped.
 
     The slice stage runs while a window is opened, and does not count as reading.
     """
@@ -105,7 +105,7 @@ class _Timed:
 def measure(
     spec: ReaderSpec, bounds: Bounds, over: Callable[[], bool] = lambda: False
 ) -> SourceProfile:
-    """Return the profile of one source; it has no samples where none came within the bounds.
+    """Return the profile of one source; it has no samples if none were read within the bounds.
 
     ``over`` returns whether to stop before the bounds are reached. An error of the source is raised
     as in reading it.
@@ -125,8 +125,9 @@ def measure(
 
 
 class _Probe:
-    """Reads windows of single chunks in stream order until the bounds are reached, and adds up
-    their costs.
+    """A reader of single chunks in stream order that adds up their costs.
+
+    It stops when the bounds are reached.
     """
 
     def __init__(
@@ -240,8 +241,9 @@ class _Probe:
 
     @property
     def _evaluated_fraction(self) -> float:
-        """The fraction of the rows read that were transformed: time may end in the middle of a
-        window.
+        """The fraction of the rows read that were transformed.
+
+        Time may end in the middle of a window.
         """
         kept = self._rows - self._stages.dropped
         return self._evaluated / kept if kept else 1.0
@@ -263,7 +265,7 @@ def _transfer_s(pieces: list[Content]) -> float:
 def _file_bytes(spec: ReaderSpec, bounds: Bounds) -> int:
     """Return the bytes that open chunks of a group hold between two slices.
 
-    They are footers, handles, decompressors and decoded row groups. The measure is the difference
+    These are footers, handles, decompressors and decoded row groups. The result is the difference
     of allocated bytes before and after, with all rows dropped.
     """
     cache = OpenChunkCache(max_open=1024)
@@ -302,8 +304,9 @@ class _Mallinfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes allocated in this process; all its memory where the C library does not count
-    them.
+    """Return the bytes allocated in this process.
+
+    Return all its memory if the C library does not count them.
     """
     try:
         mallinfo2: Any = ctypes.CDLL(None).mallinfo2

@@ -1,4 +1,4 @@
-"""Launch options: they decide how a job runs, never which samples it gives."""
+"""Launch options: they decide how a job runs, never which samples it delivers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from overlord.scaling.scaler import Limits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
-# One constructor builds a hundred million tokens a second. With several, loaders must sort payload
-# by worker.
+# One constructor builds a hundred million tokens a second. With several, loaders must split
+# payloads by worker.
 CORES_PER_CONSTRUCTOR = 16
-REMOVED = {  # options of earlier versions: the error says why they are unknown
+REMOVED = {  # options of earlier versions, with the error that explains their removal
     "constructors": "constructors: this option was removed, constructors always run; leave it out"
 }
 SHADOWS = ("none", "heavy", "all")
@@ -32,7 +32,7 @@ PARTITION = ("auto", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlacement:
-    """Where a job runs on a Ray cluster. None of these changes the stream."""
+    """The placement of a job on a Ray cluster; none of these fields changes the stream."""
 
     address: str | None = None
     """``host:port`` of the head of a cluster. None: a cluster of this machine, for this job."""
@@ -50,7 +50,7 @@ class RayPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """Bounds of the memory that loading holds. None of these changes the stream."""
+    """Bounds of the memory that loading holds; none of these fields changes the stream."""
 
     total: int | str | None = None
     """For loading on this machine, ``"64GB"`` or bytes: it bounds the sum of the others."""
@@ -66,23 +66,23 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Launch options, with the fields of all groups. None of them changes the stream."""
+    """Launch options, with the fields of all groups; none of them changes the stream."""
 
     prefetch: int = 4
-    # steps of the window that are built; None: all in one process, 2 in several processes, where
-    # the others wait as payload
+    # Prefetched steps that are built. None: all in one process, 2 in several processes, where the
+    # payloads of the others wait.
     build_ahead: int | None = None
-    loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
+    loaders: Mapping[str, int] | None = None  # loaders per source; 1 if not named
     workers: int | None = None  # threads that read, transform and build
-    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where
-    # several do. All sources must have theirs before a step can be drawn, so concurrent workers
-    # need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
+    # Steps of samples buffered beyond the draw. None: 2 if one process reads, 8 if several do. A
+    # draw needs samples of all sources, so concurrent workers need buffers: 16 workers were 55 %
+    # busy with 2 steps, 92 % with 16.
     read_ahead: int | None = None
-    buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
-    open_bytes: int = 2**28  # of files held open in the middle of a chunk
+    buffer_bytes: int = 2**30  # buffered samples beyond the draw, over all sources
+    open_bytes: int = 2**28  # files open in the middle of a chunk
     open_files: int = 512
-    # of this machine, "64GB", split over everything that loading holds there; buffer_bytes,
-    # open_bytes and ring_bytes can only reduce their shares
+    # Memory of this machine for loading, "64GB" or bytes; buffer_bytes, open_bytes and ring_bytes
+    # can only reduce their shares.
     memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
@@ -97,24 +97,24 @@ class Options:
     hosts: int | None = None  # cores that loader workers may use; None: all of this machine
     # processes that constructors share; None: one for sixteen cores
     constructor_hosts: int | None = None
-    # of shared memory that one worker may use; None: a quarter of the memory that there is
+    # shared memory of one worker; None: a quarter of the memory of the machine or container
     ring_bytes: int | None = None
-    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts are
+    broadcast: bool = True  # False: every rank fetches its own steps, also if the plan broadcasts
     failover: bool = True  # False: a lost worker ends the job
     # a worker that does not answer for this time is killed and replaced
     lost_after_s: float = 15.0
-    # of one worker without a step taken by all ranks in between; then the job ends with its error
+    # restarts of one worker without a step acknowledged by all ranks in between; then the job fails
     max_restarts: int = 3
     # loaders with a standby in another worker: those of the most costly sources ("heavy"), or "all"
     shadows: str = "none"
-    # of the head of a Ray cluster, host:port; None: one of this machine, that ends with the job
+    # host:port of the head of a Ray cluster; None: a cluster of this machine, for this job
     address: str | None = None
-    # of the cluster, by rank: name, address or id; constructors and loaders are placed there first
+    # node of each rank: name, address or id; constructors and loaders are placed there first
     rank_nodes: Sequence[str] | None = None
-    # of the idle cores of those nodes, for constructors and then loaders; the others are placed on
-    # nodes without ranks
+    # Share of the idle cores and memory of those nodes for constructors, then loaders; other
+    # workers are placed on nodes without ranks.
     sidecar: float = 0.5
-    # of nodes for workers that need not be next to ranks, as Ray writes them: {"pool": "cpu"}
+    # labels of nodes for workers that need not be next to ranks, as in Ray: {"pool": "cpu"}
     node_labels: Mapping[str, str] | None = None
     # custom resources that each of those workers requests: {"scratch": 1}
     node_resources: Mapping[str, float] | None = None
@@ -126,12 +126,12 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # loader workers for a source as it needs them; a mapping: True, with other scaling.Limits
+    # scale the loader workers of each source; a mapping: True, with other scaling.Limits
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
-        """Return options by name; refuse unknown names."""
+        """Return options by name; raise ``JobError`` for an unknown name."""
         refuse_unknown(given)
         return Options(**given)
 
@@ -316,7 +316,7 @@ class Options:
                 else f"; there are {', '.join(SHADOWS)}"
             )
             found.append(
-                f"shadows: expected which loaders have a standby, got {self.shadows!r}{known}"
+                f"shadows: expected the kind of loaders with a standby, got {self.shadows!r}{known}"
             )
         elif self.shadows != "none" and not self.failover:
             found.append(
@@ -331,7 +331,7 @@ class Options:
         return found
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """Check that a plan is not made before the report it uses can have arrived.
+        """Check that a report can arrive before the plan that uses it.
 
         Jobs without feedback have no such bound.
         """
@@ -346,7 +346,7 @@ class Options:
 
 
 def refuse_unknown(given: Iterable[str]) -> None:
-    """Raise for names that no option has, with the nearest one that exists."""
+    """Raise ``JobError`` for unknown option names, with the nearest known name."""
     known = [f.name for f in fields(Options)]
     if unknown := [name for name in given if name not in known]:
         raise JobError(
@@ -396,7 +396,9 @@ def _group_fields(
     if twice := [
         field for field in changed if found.get(field, defaults[field]) != defaults[field]
     ]:
-        problems = [f"{field}: expected once, got it in {name}= too" for field in twice]
+        problems = [
+            f"{field}: expected it once, got it as a keyword and in {name}=" for field in twice
+        ]
         raise JobError(problems, "launch")
     for field in changed:
         warnings.warn(

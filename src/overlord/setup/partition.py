@@ -252,7 +252,7 @@ def _loaders_here(prepared: PreparedJob) -> list[int]:
     if not options.autoscale:
         return loaders
     fixed = [
-        prepared.kit(i).processes or name in (options.loaders or {})
+        prepared.reader_spec(i).processes or name in (options.loaders or {})
         for i, name in enumerate(prepared.job.names)
     ]
     return [

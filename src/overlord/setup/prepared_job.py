@@ -1,4 +1,4 @@
-"""A prepared job: its indexes, pipelines and fingerprint, read once, and the cores made from them.
+"""A prepared job: its indexes, pipelines and fingerprint, read once, and its cores.
 
 A core is a planner, or a loader with its reader, at a given state of the stream.
 """
@@ -41,14 +41,14 @@ from overlord.sources.retry import StorageStats
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 
-READ_AHEAD = 2  # steps, where everything is in one process
+READ_AHEAD = 2  # steps, if everything is in one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReaderSpec:
     """Everything that is needed to read one source, in this process or in another.
 
-    It is made once, where the job is launched, and sent to workers when they start.
+    It is created once, where the job is launched, and sent to workers when they start.
     """
 
     order: SourceOrder
@@ -69,7 +69,7 @@ def open_loader(
 ) -> tuple[Loader, SourceReader, TransformWorker | None]:
     """Open one logical loader at a position of its source's stream.
 
-    ``shared`` is a transform process that other loaders of the source use too. Returns the loader,
+    ``shared`` is a transform process that other loaders of the source use too. Return the loader,
     its reader, and the transform process it uses, if any.
     """
     worker = shared or (TransformWorker(spec.pipeline) if spec.processes else None)
@@ -88,16 +88,16 @@ def open_loader(
 
 
 class PreparedJob:
-    """A job with everything that is read once and shared by all cores made from it."""
+    """A job with everything that is read once and shared by all its cores."""
 
-    profile: JobProfile | None = None  # measured costs of its sources, where there are any
+    profile: JobProfile | None = None  # measured costs of its sources, if any
 
     def __init__(
         self, job: Job, options: Options, removed: Mapping[str, RemovedSource] | None = None
     ):
         """Build or load the index of every source.
 
-        ``removed`` are sources that the state to be resumed does not read any more.
+        ``removed`` are sources that the state to be resumed no longer reads.
         """
         if problems := options.problems(job):
             raise JobError(problems, "launch")
@@ -127,7 +127,7 @@ class PreparedJob:
         self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = job_fingerprint(job, self.indexes, self.pipelines)
-        self.floor = 0  # the first step that was never planned, where earlier steps are replanned
+        self.floor = 0  # the first step that was never planned, if earlier steps are replanned
         self._workers: list[TransformWorker] = []
 
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:
@@ -186,7 +186,7 @@ class PreparedJob:
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
-    def floored(self, floor: int) -> PreparedJob:
+    def with_floor(self, floor: int) -> PreparedJob:
         """Return this job for a planner that replans the steps below the floor.
 
         An event that arrives now does not change those steps.
@@ -208,7 +208,7 @@ class PreparedJob:
         return other
 
     def placed(self, place: ClientPlaceTree) -> PreparedJob:
-        """Return this job for another mesh; an unfit mesh is a ``JobError``, as at launch."""
+        """Return this job for another mesh; raise ``JobError`` for an unfit mesh."""
         other = copy.copy(self)
         other.given, other.job = replace(self.given, place=place), replace(self.job, place=place)
         if problems := other.options.problems(other.job):
@@ -217,21 +217,22 @@ class PreparedJob:
 
     def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:
         """Open the loaders of one source, each with its reader."""
-        spec, made = self.kit(i), []
-        for start in self.openings(i, cursor):
+        spec, made = self.reader_spec(i), []
+        for start in self.loader_starts(i, cursor):
             loader, reader, worker = open_loader(spec, start, self.handles)
             self._workers += [worker] if worker is not None else []
             made.append((loader, reader))
         return made
 
-    def openings(self, i: int, cursor: Cursor) -> list[LoaderStart]:
-        """Return the start messages of one source's loaders. Loaders are numbered source by
-        source.
+    def loader_starts(self, i: int, cursor: Cursor) -> list[LoaderStart]:
+        """Return the start messages of one source's loaders.
+
+        Loaders are numbered source by source.
         """
         n, first = self.loaders_of(i), sum(map(self.loaders_of, range(i)))
         return [LoaderStart(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
 
-    def kit(self, i: int) -> ReaderSpec:
+    def reader_spec(self, i: int) -> ReaderSpec:
         """Return the reader spec of a source."""
         source = self.job.sources[i]
         return ReaderSpec(
@@ -247,7 +248,7 @@ class PreparedJob:
         """Return whether a source's transforms run in worker processes."""
         return self.pipelines[i].holds_lock or self.job.sources[i].workers != "threads"
 
-    def at_nothing(self) -> dict[str, dict[str, Any]]:
+    def zero_metrics(self) -> dict[str, dict[str, Any]]:
         """Return the storage and image metrics of every source by name, all at zero."""
         found: dict[str, dict[str, Any]] = {}
         for name, index, pipeline in zip(self.job.names, self.indexes, self.pipelines, strict=True):
@@ -272,7 +273,7 @@ class PreparedJob:
     def with_source(self, source: Any, loaders: int = 1) -> PreparedJob:
         """Return this job with one more source, which is indexed here.
 
-        A source that is not valid is a ``JobError``, as at launch, and changes nothing.
+        An invalid source raises ``JobError``, as at launch, and changes nothing.
         """
         if not isinstance(source, Source):
             raise JobError([f"expected a Source, got {source!r}"], "add_source")
@@ -321,9 +322,10 @@ class PreparedJob:
             source=self.source_spec(-1),
         )
 
-    def fitting(self, saved: Any) -> PreparedJob:
-        """Return this job with a schedule that knows the sources it knew when the state was saved,
-        and not those added later.
+    def for_saved_state(self, saved: Any) -> PreparedJob:
+        """Return this job with the schedule that it had when the state was saved.
+
+        That schedule does not include sources added later.
         """
         try:
             added_then = {str(e["name"]) for e in saved["events"] if e["event"] == "add_source"}
@@ -358,7 +360,7 @@ class PreparedJob:
         return state_to_json(state, self.job.name, self.job.names, self.fingerprint)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
-        """Return the state of a JSON form; a ``StateMismatch`` where it is not of this job."""
+        """Return the state of a JSON form; raise ``StateMismatch`` if it is not of this job."""
         return state_from_json(saved, self.job, self.orders, self.fingerprint, allow)
 
 
@@ -373,7 +375,7 @@ def _order(job: Job, source: Source, index: Index) -> SourceOrder:
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
-    """Return the job with a schedule that knows the weights and sizes of the initial sources."""
+    """Return the job with its schedule bound to the weights and sizes of the initial sources."""
     sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
     mixture = bind(
         job.mixture,

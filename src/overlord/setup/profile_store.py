@@ -1,7 +1,7 @@
-"""Profiles of a job's sources: their file, a quick measurement at launch, and updates while the job
-runs.
+"""Profiles of a job's sources: their file, a quick measurement at launch, and updates.
 
-A profile that cannot be read or written is measured again; it never fails a job.
+Updates are made while the job runs. A profile that cannot be read or written is measured again; it
+never fails a job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 LARGEST = 2**26  # bytes of a profile's file: a hundred thousand sources have less
-QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # of one source, at launch
+QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # bounds of one source at launch
 # Samples of a source between two refreshes: the cost of fewer is mostly chance.
 FEWEST = 64
 
@@ -47,8 +47,8 @@ FEWEST = 64
 def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
     """Return the location of a job's profile.
 
-    It is in the job's journal, a directory or a store (then as a URI). Without a journal it is in
-    the cache, by the names of job and sources.
+    It is in the job's journal: a path in a directory, or a URI in a store. Without a journal it is
+    in the cache, by the names of job and sources.
     """
     journal = None if job.journal is None else os.fspath(job.journal)
     if journal is not None and not SCHEME.match(journal):
@@ -64,23 +64,26 @@ def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
 
 
 def load(path: Path | str) -> JobProfile:
-    """Read a profile; a missing or damaged one is empty, with a warning if it is damaged."""
+    """Read a profile; a missing or damaged one is empty.
+
+    A damaged profile is logged as a warning.
+    """
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
-            raise BadProfile(f"expected at most {LARGEST} bytes")
+            raise BadProfile(f"expected at most {LARGEST} bytes, got more")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
         pass  # no profile was saved yet
     except (OSError, ValueError, RecursionError) as error:
         log.warning(
-            "profile %s is not used, sources are measured again: %s", shown(path), f"{error}"[:300]
+            "profile %s ignored, sources are measured again: %s", shown(path), f"{error}"[:300]
         )
     return JobProfile()
 
 
 def shown(path: Path | str) -> str:
-    """Return a location for people, without secrets."""
+    """Return a location as text without secrets."""
     return scrub(os.fspath(path))
 
 
@@ -90,8 +93,9 @@ def _read(path: Path) -> bytes:
 
 
 def _fetched(uri: str) -> bytes:
-    """Read a profile from a store, with the same retries as the journal, which the job needs
-    anyway.
+    """Read a profile from a store.
+
+    It is retried like the journal, which the job needs anyway.
     """
     from overlord.sources.object_store import RemoteStore
 
@@ -115,16 +119,16 @@ def _put(uri: str, profile: JobProfile) -> bool:
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, WouldBlock) as error:
         log.warning(
-            "profile %s is not saved: %s", shown(uri), str(error) or "the store did not accept it"
+            "profile %s not saved: %s", shown(uri), str(error) or "the store did not accept it"
         )
         return False
     return True
 
 
 def save(path: Path | str, profile: JobProfile) -> bool:
-    """Write a profile, to a temporary file first, so that a reader never sees half of it.
+    """Write a profile and return whether it was written.
 
-    Returns whether it could be written.
+    It is written to a temporary file first, so that a reader never sees half of it.
     """
     if isinstance(path, str):
         return _put(path, profile)
@@ -132,14 +136,14 @@ def save(path: Path | str, profile: JobProfile) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-profile-")
     except OSError as error:
-        log.warning("profile %s is not saved: %s", path, error)
+        log.warning("profile %s not saved: %s", path, error)
         return False
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             json.dump(profile.to_plain(), out, indent=1)
         os.replace(name, path)
     except OSError as error:
-        log.warning("profile %s is not saved: %s", path, error)
+        log.warning("profile %s not saved: %s", path, error)
         with suppress(OSError):
             os.unlink(name)
         return False
@@ -148,7 +152,9 @@ def save(path: Path | str, profile: JobProfile) -> bool:
 
 def fingerprints(prepared: PreparedJob) -> dict[str, str]:
     """Return the cost fingerprints of all sources by name."""
-    return {name: fingerprint_of(prepared.kit(i)) for i, name in enumerate(prepared.job.names)}
+    return {
+        name: fingerprint_of(prepared.reader_spec(i)) for i, name in enumerate(prepared.job.names)
+    }
 
 
 # at launch
@@ -168,9 +174,9 @@ def quick(
     """Return the known profiles, and quick measurements of other sources that may be heavy.
 
     The heaviest are measured first, concurrently, within ``TIMEOUTS.probe_s`` for all. ``only``
-    restricts it to some sources. Only safe and cheap code is run: transforms of this package over
-    files on a local disk. User code, stores, mounts and datasets are measured by ``overlord
-    profile``, or while the job runs.
+    restricts the measurement to some sources. Only safe and cheap code is run: transforms of this
+    package over files on a local disk. User code, stores, mounts and datasets are measured by
+    ``overlord profile``, or while the job runs.
     """
     unknown = [
         i
@@ -190,7 +196,7 @@ def quick(
             except IndexError:
                 return
             try:
-                made = measure(prepared.kit(i), QUICK, lambda: time.monotonic() >= deadline)
+                made = measure(prepared.reader_spec(i), QUICK, lambda: time.monotonic() >= deadline)
             except Exception as error:  # its loader raises the same error later
                 log.debug("source %r not measured: %s", loads[i].name, error)
                 continue
@@ -214,7 +220,7 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
     if (
         not kinds & {"tokenize", "images"}
         or any(t.user_code for t in pipeline.transforms)
-        or prepared.kit(i).processes
+        or prepared.reader_spec(i).processes
     ):
         return False
     if index.access.fs is None or not index.access.local or not index.files:
@@ -229,7 +235,7 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
 
 
 class Refresher:
-    """Periodically merges what loaders measured into the job's profile, and saves it."""
+    """A thread that periodically merges measurements of loaders into the job's profile."""
 
     def __init__(self, prepared: PreparedJob, figures: Callable[[], Mapping[str, Any]]):
         self._path, self._figures = path_of(prepared.given, prepared.options.cache_dir), figures
@@ -245,10 +251,10 @@ class Refresher:
         self._thread.start()
 
     def joined(self, prepared: PreparedJob) -> None:
-        """Include a source that was added: its measured cost counts, and it is refreshed like the
-        others.
+        """Include a source that was added.
 
-        From here on the profile is saved where a job that lists the source finds it.
+        Its measured cost counts, and it is refreshed like the others. From now on the profile is
+        saved where a job that lists the source finds it.
         """
         marks, name = fingerprints(prepared), prepared.job.names[-1]
         with self._lock:
@@ -277,7 +283,7 @@ class Refresher:
             wait = min(2 * wait, TIMEOUTS.refresh_most_s)
 
     def refresh(self) -> JobProfile:
-        """Merge what was measured since the last refresh, and return the profile."""
+        """Merge the measurements since the last refresh, and return the profile."""
         rows = self._figures()["loaders"]
         with self._lock:
             new = self._since(rows)
@@ -287,7 +293,7 @@ class Refresher:
             return self.profile
 
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
-        """Return profiles of the sources with enough new samples; the others keep accumulating."""
+        """Return profiles of the sources with enough new samples; the others accumulate more."""
         buffers: dict[str, int] = {}
         for row in rows:
             now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "core_s")}

@@ -10,8 +10,8 @@ from overlord.planning.state_json import event_in
 from overlord.sources.index import RemovedSource
 
 
-def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
-    """Return the sources whose storage was given up by the step of a saved state."""
+def removed_before(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
+    """Return the sources that were removed before the step of a saved state."""
     try:
         lost = [
             e

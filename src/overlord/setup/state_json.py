@@ -1,7 +1,7 @@
 """A ``StreamState`` as plain JSON values, and back, with the errors of a state that does not fit.
 
-Names and numbers only: nothing in a state is ever executed. Events and reports have their JSON form
-in ``planning/state_json.py``.
+A state holds names and numbers only; nothing in it is ever executed. Events and reports have their
+JSON form in ``planning/state_json.py``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from overlord.user_code import told
 
 STATE_VERSION = 1
 OTHER_VERSION = "resume it with the version of Overlord that saved it"
-NOT_A_STATE = "give what state_dict() returned, or a file that `overlord run --save` wrote"
+NOT_A_STATE = "pass the result of state_dict(), or a file that `overlord run --save` wrote"
 DATASET_STATE = (
-    "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
+    "it is the state of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
 )
 
 
 def state_to_json(
     state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a state as plain JSON values, by the names of its sources."""
+    """Return a state as plain JSON values, keyed by the names of its sources."""
     return {
         "version": STATE_VERSION,
         "job": job,
@@ -87,7 +87,7 @@ def state_from_json(
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
         damage = {"form": ("damaged", f"{type(e).__name__}: {e}")}
         raise StateMismatch(
-            damage, "save and load what state_dict() gave, unchanged", "the state is damaged"
+            damage, "save and load the result of state_dict() unchanged", "the state is damaged"
         ) from e
     _check_ahead(state, job)
     return _with_schedule(state, job, allow)
@@ -101,7 +101,7 @@ def _check_form(saved: Any) -> None:
         raise StateMismatch(
             {"version": (str(saved["version"]), str(STATE_VERSION))},
             OTHER_VERSION,
-            "the state has another form",
+            "the state has another version",
         )
 
 
@@ -109,7 +109,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
     names = job.names
     cursors = [Cursor(*map(int, saved["cursors"].get(n, Cursor()))) for n in names]
     if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
-        raise ValueError("a cursor is six numbers")
+        raise ValueError("cursors: expected six numbers for each source, got others")
     # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
     cursors = [
         c if c.group < o.n_groups else Cursor(c.epoch + 1)
@@ -144,24 +144,25 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
 
 
 def _check_ahead(state: StreamState, job: Job) -> None:
-    """Refuse a state with passed-over samples where the batch is counted in tokens."""
+    """Refuse a state with passed-over samples if the batch is counted in tokens."""
     if job.batch.tokens is None or not any(map(len, state.ahead)):
         return
     raise StateMismatch(
         {
             "ahead": (
                 "samples that were passed over",
-                "a batch in tokens, which takes none but the first",
+                "a batch in tokens, which takes samples in order",
             )
         },
-        "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change "
-        "the batch there",
+        "continue with a batch in samples and look_ahead=1 until a state has no 'ahead'; change "
+        "the batch then",
     )
 
 
 def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:
-    """Return the state, without its schedule's state where that does not fit and ``allow`` permits
-    a new start.
+    """Return the state, without the state of its schedule if that does not fit.
+
+    ``allow`` must permit dropping it; otherwise raise ``StateMismatch``.
     """
     if state.schedule is None:
         return state
@@ -171,8 +172,8 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
         if {"mixture", "schedule"} & set(allow):  # another mixture, which starts to learn
             return replace(state, schedule=None)
         raise StateMismatch(
-            {"schedule": ("what it had learned", told(e))},
-            "pass allow=('schedule',) to let it begin anew",
+            {"schedule": ("its saved state", told(e))},
+            "pass allow=('schedule',) to start it without its state",
         ) from e
     return state
 
@@ -194,24 +195,25 @@ def _check_fingerprint(
         if len(differ) <= MOST
         else "tuple(error.differences)"
     )
-    remedy = f"pass allow={entries}; the stream then goes on, but is not the one that was saved"
+    remedy = f"pass allow={entries}; the stream then continues, but differs from the saved one"
     problem = "the state belongs to another job"
     if saved["job"] != job.name:
         problem += f", {saved['job']!r}; this is {job.name!r}"
     if absent:
         known = (
-            f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) "
+            f"a state holds no code: list the sources added in mid-run ({', '.join(absent)}) "
             "last in Job.sources"
         )
-        raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}", problem)
-    raise StateMismatch(differ, f"if this is meant, {remedy}", problem)
+        raise StateMismatch(differ, f"{known}; or, to continue without, {remedy}", problem)
+    raise StateMismatch(differ, f"if this is intended, {remedy}", problem)
 
 
 def _differences(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return entries of the fingerprint that differ (saved, now), and added sources that the job
-    does not list.
+    """Return entries of the fingerprint that differ, each as (saved, now).
+
+    Also return added sources that the job does not list.
     """
     then = fingerprint_in(saved["fingerprint"], list(saved["cursors"]))
     differ = {

@@ -1,7 +1,7 @@
 """The client of a rank whose plan broadcasts: one rank of a group fetches for all of them.
 
-The fetcher has a client for every step queue of its group (one per bucket; several if DP is
-broadcast), packs their steps into one frame and broadcasts it. Each rank of the group slices its
+The fetcher has a client for every step queue of its group: one per bucket, and several if DP is
+broadcast. It packs their steps into one frame and broadcasts it. Each rank of the group slices its
 own view out of the step of its queue, as a constructor would have done. Steps, state and reports
 are the same as without a broadcast; fewer ranks have a connection.
 """
@@ -38,7 +38,7 @@ from overlord.serving.step_publisher import MOVED
 from overlord.torch.broadcast_frames import FrameBroadcast, portable_error
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service
-from overlord.transport.state_codec import seal
+from overlord.transport.state_codec import encode_state
 
 log = logging.getLogger("overlord")
 
@@ -215,9 +215,10 @@ class BroadcastClient(Client):
         return frame
 
     def _receive_loaded(self) -> dict[str, Any]:
-        """Return the outcome of the fetcher's load.
+        """Return the frame with the outcome of the fetcher's load.
 
-        The fetcher may have sent some steps before: they are dropped, or kept if it was refused.
+        The fetcher may have sent some steps before. They are dropped, or kept if the state was
+        refused.
         """
         steps: list[dict[str, Any]] = []
         for _ in range(SEARCHED_FRAMES):
@@ -290,6 +291,7 @@ class BroadcastClient(Client):
         )
 
     def _state_of(self, queue: StepQueue, state: State) -> dict[str, Any]:
+        """Return the state after ``state``, from the own client or from the session."""
         if self._own is not None:
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
@@ -331,7 +333,7 @@ class BroadcastClient(Client):
                 )
             raise
         self._over = None
-        after = sealed(self._own_client.position)
+        after = encoded_state(self._own_client.position)
         self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )
@@ -340,7 +342,7 @@ class BroadcastClient(Client):
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
         """Load a state on a rank that is served, after its fetcher.
 
-        The fetcher's frame is received in any case: later it would be taken for a step.
+        The fetcher's frame is received in any case. Later it would be taken for a step.
         """
         refused: OverlordError | None = None
         try:
@@ -459,7 +461,7 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
     )
     return {
         "rank": rank,
-        "info": replace(info, after=sealed(info.after)),
+        "info": replace(info, after=encoded_state(info.after)),
         "bounds": bounds - first,
         "wide": wide,
         "rows": rows,
@@ -473,9 +475,9 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
     }
 
 
-def sealed(state: State) -> EncodedState:
+def encoded_state(state: State) -> EncodedState:
     """Return a state in its encoded form."""
-    return state if isinstance(state, EncodedState) else seal(state)
+    return state if isinstance(state, EncodedState) else encode_state(state)
 
 
 def _mark(state: Mapping[str, Any]) -> str:

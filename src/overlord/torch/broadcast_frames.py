@@ -126,7 +126,7 @@ class FrameBroadcast:
                 f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited "
                 f"for rank {self._service.fetcher}, and "
             )
-            lost = OverlordError(f"{stopped}has lost the limits of its frames; join again")
+            lost = OverlordError(f"{stopped}cannot find its next frame; join again")
             self._broken = fault if isinstance(fault, Exception) else lost
             raise
 
@@ -236,7 +236,10 @@ def _others(service: Service) -> list[int]:
 
 
 def portable_error(error: BaseException, rank: int) -> Exception:
-    """Return an error that can be sent; StopIteration must not end a loop silently elsewhere."""
+    """Return an error that can be sent to other ranks.
+
+    A received ``StopIteration`` would silently end a loop, so it is replaced.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return ActorLost(

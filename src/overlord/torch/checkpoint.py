@@ -17,7 +17,7 @@ from overlord.errors import OverlordError, StateMismatch
 
 KEY = "overlord"
 FILE = "overlord.json"
-REMEDY = "save and load what state_dict() gave, unchanged"
+REMEDY = "save and load the result of state_dict() unchanged"
 
 
 class LoaderState:
@@ -60,7 +60,7 @@ class LoaderState:
 
 
 class _NoState:
-    """A placeholder for a state that is not available: pickling it raises the reason.
+    """A placeholder for an unavailable state; pickling it raises the reason.
 
     Loading replaces it by a state.
     """
@@ -73,7 +73,7 @@ class _NoState:
 
 
 def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the state as JSON, atomically. ``path``: a file, or a folder for overlord.json.
+    """Write the state as JSON, atomically, to a file or to overlord.json in a folder.
 
     All ranks may call it: the state is the same, and rank 0 writes it.
     """
@@ -104,7 +104,7 @@ def _rank_of(loader: Any) -> int:
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the state that ``save_state`` wrote.
 
-    It is for ``client.load_state_dict``, or ``launch(job, resume=...)``.
+    Pass it to ``client.load_state_dict`` or ``launch(job, resume=...)``.
     """
     target = _file(path)
     return _parsed(target.read_text(encoding="utf-8"), str(target))

@@ -12,7 +12,7 @@ from overlord.errors import JobError
 
 
 class InWorker:
-    """Iterates items in a worker. The request after an error ends the worker.
+    """Iterates items in a worker process; the request after an error ends the worker.
 
     torch keeps a worker whose items raised. If the garbage collector frees the loader, torch then
     waits five seconds for each worker.
@@ -47,14 +47,14 @@ def world_size() -> int:
 def refuse_workers(has_job: bool, ranks: int) -> None:
     """Refuse workers that would repeat the job's steps or end its session.
 
-    ``ranks``: the world size where the worker was started.
+    ``ranks`` is the world size where the worker was started.
     """
     info = get_worker_info()
     if info.num_workers > 1:
         raise JobError(
             [
                 f"num_workers: expected 0 or 1, got {info.num_workers}; each worker would "
-                "launch the whole job and give every step again. "
+                "launch the whole job and deliver every step again. "
                 "Loaders and constructors of a session work in parallel: see "
                 "launch(loaders=, workers=, runtime=)"
             ],

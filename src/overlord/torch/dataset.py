@@ -70,8 +70,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
                 [
-                    f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client "
-                    "that was given is launched already"
+                    f"{', '.join([*launch_options] or ['rank'])}: expected only with a Job, got it "
+                    "with a client, which is already launched; leave it out"
                 ],
                 "Dataset",
             )
@@ -85,8 +85,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._pending: Position | None = None  # a state that was loaded before there was a client
         self._allow: tuple[str, ...] = ()
         self._loaded = False  # a state was loaded, from which the next pass continues
-        self._trail = Trail(nothing_ahead)  # of this pass
-        self._passes = 0  # that have begun
+        self._trail = Trail(nothing_ahead)  # positions of this pass
+        self._passes = 0  # passes that have begun
         self._empty = 0  # consecutive passes without an item
         self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
         self._before: Callable[[], State] = dict  # the stream before that step
@@ -108,7 +108,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return self._items()
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing; trainers call it before a pass. The job determines the order of samples."""
+        """Do nothing: the job determines the order of samples. Trainers call it before a pass."""
         refuse_sharing("Dataset")
 
     def _in_worker(self) -> Iterator[Any]:
@@ -119,7 +119,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def _begin_pass(self, ahead: Ahead) -> None:
         """Start a pass at the first step, or after the last item that was trained on.
 
-        Items that a trainer prefetched in the last pass and did not train on come again.
+        Items that a trainer prefetched in the last pass and did not train on are delivered again.
         """
         if self.rewind:
             refuse_without_group(self._mesh_size())
@@ -132,7 +132,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._trail, self._passes, self._loaded = Trail(ahead), self._passes + 1, False
 
     def _mesh_size(self) -> int:
-        """Return the ranks that share the session."""
+        """Return the number of ranks that share the session."""
         known = (
             self.job.place.world_size
             if self.job is not None
@@ -141,7 +141,10 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return known or 1
 
     def _items(self) -> Iterator[Any]:
-        """Yield items. The position is in the object: a later iterator continues from there."""
+        """Yield items.
+
+        The position is in the object: a later iterator continues from there.
+        """
         some = False
         while (item := self._next()) is not None:
             some, self._empty = True, 0
@@ -208,7 +211,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return known if self.job is None else self.job.batch.microbatches
 
     def _same_plan(self, step: TensorStep) -> None:
-        """Raise if the step has another plan than the microbatches that were handed out.
+        """Raise if the step has another plan than the microbatches that were delivered.
 
         Under another mesh, microbatches hold other samples.
         """
@@ -226,7 +229,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             )
 
     def __len__(self) -> int:
-        """Return the items of the whole job.
+        """Return the number of items of the whole job.
 
         It is known if ``until`` is a number and a repeating source keeps the stream from ending.
         """
@@ -303,7 +306,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._client.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for spawned workers; the error of a pickler would not help."""
+        """Return the state for spawned workers, or raise a helpful error."""
         if self._client is not None:
             raise JobError(
                 [
@@ -317,9 +320,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
 
 def _endless(job: Job) -> bool:
-    """Whether the stream has no end: a source always has samples.
+    """Return whether the stream has no end: a source always has samples.
 
-    With a mixture all sources must: it may have weight 0 for those that repeat.
+    With a mixture all sources must repeat: it may give repeating sources weight 0.
     """
     repeats = [
         source.epochs is None

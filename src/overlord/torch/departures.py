@@ -23,7 +23,7 @@ class Departed:
     """A rank that has left the broadcast."""
 
     rank: int
-    frames: int  # that it took part in
+    frames: int  # number of frames that it took part in
     why: str
 
 

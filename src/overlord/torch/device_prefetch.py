@@ -31,7 +31,7 @@ from overlord.torch.tensor_step import (
 )
 
 POLL_S = 1.0  # between two checks that the thread is alive
-# The thread pauses so long after the trainer took a step, if another step is ready.
+# Pause of the thread after the trainer took a step, if another step is ready.
 HOLD_BACK_S = 0.02
 HOLD_BACK = 0.1  # but no longer than this share of the time between two steps
 PAUSE_S = 60.0  # for the thread to return from the client, before a state is loaded
@@ -48,7 +48,7 @@ class DevicePrefetcher:
     """Iterates a client's steps as ``TensorStep`` on a device, ``depth`` of them prefetched.
 
     It has the interface of the client. On CUDA a step is packed into one pinned buffer and copied
-    by one call on a stream of its own; the trainer's stream waits for the copy, the trainer does
+    by one call on a stream of its own. The trainer's stream waits for the copy; the trainer does
     not. On the CPU nothing is copied: tensors share the memory of the step. Other devices receive
     plain copies. ``waited_s``: seconds that the trainer has waited here. ``close`` closes the
     client too.
@@ -99,7 +99,7 @@ class DevicePrefetcher:
 
     @property
     def world_size(self) -> int | None:
-        """The ranks of the mesh; None if the client does not have the number."""
+        """The number of ranks of the mesh; None if the client does not have it."""
         found: int | None = getattr(self.client, "world_size", None)
         return found
 
@@ -182,8 +182,9 @@ class DevicePrefetcher:
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Return the state after the trainer's last step, or at a mark; prefetched steps do not
-        count.
+        """Return the state after the trainer's last step, or at a mark.
+
+        Prefetched steps do not count.
         """
         after = at or self._after or self.client.state_dict
         state: State = after()
@@ -248,7 +249,7 @@ class DevicePrefetcher:
         self._thread.start()
 
     def _stop(self, seconds: float) -> None:
-        """Stop the thread and wait for its end; then no other thread uses the client."""
+        """Stop the thread and wait for its end; afterwards no other thread uses the client."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -103,16 +103,17 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
 
 
 def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
-    """Check that all ranks send rows of one dtype: otherwise rows would be garbage, not an error.
+    """Check that all ranks send rows of one dtype.
 
-    Ranks compare their dtypes in the first exchange of a group. A rank without rows that later
-    changes its dtype is only warned: all ranks may have changed it.
+    Otherwise rows would be garbage without an error. Ranks compare their dtypes in the first
+    exchange of a group. A rank without rows that later changes its dtype only logs a warning: all
+    ranks may have changed it.
     """
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
         if not len(rows) and rows.dtype != known:
             log.warning(
-                "rank %d routes 0 rows of %s, before of %s; the other ranks must change it too",
+                "dtype of the 0 rows of rank %d changed to %s from %s; change it on all ranks",
                 dist.get_rank(),
                 rows.dtype,
                 known,
@@ -201,7 +202,7 @@ def place_rows(
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
         raise PlanError(
-            f"place_rows: expected places in {len(flat)} tokens, got {int(at.max())}; a "
+            f"place_rows: expected positions in {len(flat)} tokens, got {int(at.max())}; a "
             "CP slice needs positions="
         )
     return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
@@ -212,7 +213,7 @@ def place_rows(
 def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return ``value`` with a backward that includes the exchange of ``rows``.
 
-    For ranks that do not use rows in their loss.
+    Use it on ranks that do not use rows in their loss.
     """
     return value + rows[:0].sum().to(value.dtype)
 
@@ -271,8 +272,8 @@ def share_rows(
     count, indexed = counts.tolist()
     if count != indexed:  # raise on all ranks: otherwise the others would wait for the first
         raise PlanError(
-            f"share_rows: expected a place for each row on rank {first}, got {count} rows "
-            f"and {indexed} places in index"
+            f"share_rows: expected a position for each row on rank {first}, got {count} rows "
+            f"and {indexed} positions in index"
         )
     places = torch.empty(count, dtype=torch.int64, device=rows.device)
     if dist.get_rank() == first:
@@ -285,7 +286,7 @@ def share_rows(
 
 
 def _field(maps: Any, *names: str) -> np.ndarray:
-    """Return an array of the maps of a step or of ``plan.routes().for_rank()``."""
+    """Return an array from the maps of a step or of ``plan.routes().for_rank()``."""
     for name in names:
         if isinstance(maps, Mapping) and name in maps:
             found = maps[name]

@@ -172,7 +172,7 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
 
 
 def _tokens_of_all(mb: Mapping[str, Any]) -> int:
-    """Return the tokens of the un-sliced microbatch; -1 if only the device knows them."""
+    """Return the tokens of the un-sliced microbatch; -1 if they are only on the device."""
     if isinstance(mb, TensorMicrobatch):
         return mb.facts.tokens
     bounds = mb["cu_seqlens_padded"]

@@ -1,4 +1,4 @@
-"""Facts about a microbatch that the CPU needs, without a synchronization with the device.
+"""Properties of a microbatch that the CPU needs, without a synchronization with the device.
 
 Reading them from the device would wait for all work queued on it.
 """
@@ -23,7 +23,7 @@ class MicrobatchInfo:
     here: int = -1  # in these arrays; fewer in a slice of CP
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
-    labels: str = ""  # the convention of the labels; empty if there is no label to tell it from
+    labels: str = ""  # the convention of the labels; empty if it cannot be detected
 
     @property
     def sliced(self) -> bool:
@@ -32,7 +32,7 @@ class MicrobatchInfo:
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> MicrobatchInfo:
-        """Read the facts from arrays or tensors; a ``TensorMicrobatch`` has them already."""
+        """Read the properties from arrays or tensors; a ``TensorMicrobatch`` already has them."""
         known = getattr(microbatch, "facts", None)
         if isinstance(known, MicrobatchInfo):
             return known
@@ -72,7 +72,7 @@ def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
     """Detect the convention of the labels.
 
     A label that differs from its token was shifted. If no label differs (a document may repeat one
-    token), the ends of documents decide: shifted labels have none for the last token of a document,
+    token), the ends of documents decide. Shifted labels have none for the last token of a document,
     unshifted labels none for the first.
     """
     if "labels" not in arrays:

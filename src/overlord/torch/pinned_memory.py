@@ -1,6 +1,6 @@
 """Copy many arrays to a device at once.
 
-They are packed into a pinned buffer, copied on a stream of its own, and viewed on the device.
+They are packed into a pinned buffer, copied on a separate stream, and viewed on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUFFERS = 2  # one is filled while the other is copied
 
 
 class DeviceCopy(NamedTuple):
-    """A copy in progress."""
+    """A copy to the device that may still be in progress."""
 
     flat: torch.Tensor
     done: Any  # torch.cuda.Event

@@ -1,4 +1,4 @@
-"""Positions in the stream, as states to save, also for a trainer that prefetches items."""
+"""Positions in the stream as states to save, also for a trainer that prefetches items."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlord.client.caller_check import Ahead
 from overlord.errors import StateMismatch
 from overlord.torch.saved_state import State
 
-REMEDY = "save and load what state_dict() gave, unchanged"
+REMEDY = "save and load the result of state_dict() unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Trail:
     """Positions after the last items of one pass, as many as a trainer prefetches.
 
     A trainer that prefetches ``n`` items has trained on ``n`` fewer than it requested. The request
-    that meets the end counts too.
+    at the end of the stream counts too.
     """
 
     def __init__(self, ahead: Ahead):
@@ -86,14 +86,14 @@ class Trail:
         self._asked = self._handed = 0
 
     def ask(self, here: Callable[[], Position]) -> None:
-        """Count a request for an item. ``here``: the position before it."""
+        """Count a request for an item; ``here`` returns the position before it."""
         if self._n < 0:
             self._n = self._ahead()
             self._places = deque([here()] if self._n else [], maxlen=self._n + 1)
         self._asked += 1
 
     def hand(self, here: Callable[[], Position]) -> None:
-        """Count an item. ``here``: the position after it."""
+        """Count a delivered item; ``here`` returns the position after it."""
         self._handed += 1
         if self._n:
             self._places.append(here())
@@ -104,12 +104,12 @@ class Trail:
 
     @property
     def held(self) -> int:
-        """Items that the trainer has received and not trained on."""
+        """The number of items that the trainer has received and not trained on."""
         return self._handed - max(0, min(self._handed, self._asked - self._n)) if self._n > 0 else 0
 
     def consumed(self) -> Position | None:
         """Return the position after the last item that the trainer has trained on.
 
-        None: that item is the last one handed out.
+        None: that item is the last one delivered.
         """
         return self._places[-1 - self.held] if self.held else None

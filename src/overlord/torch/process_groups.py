@@ -1,4 +1,4 @@
-"""The fetching rank of every rank when a plan broadcasts, and torch process groups for them."""
+"""The fetching rank of every rank if a plan broadcasts, and the process groups for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Service:
     queue_rank: int  # the rank whose step queue holds this rank's microbatches, un-sliced
     members: tuple[int, ...]  # ranks with the same fetcher, in increasing order
     queue_ranks: tuple[int, ...]  # queues that the fetcher reads: one per bucket of its members
-    fetchers: int  # in the whole world
+    fetchers: int  # number of fetching ranks in the world
 
     @property
     def fetches(self) -> bool:
@@ -63,7 +63,7 @@ def make_group(
 ) -> Any:
     """Return the process group of the ranks with this rank's fetcher; None if it is alone.
 
-    Every rank of the world must call this: torch requires that all ranks create all groups in the
+    Every rank of the world must call it: torch requires that all ranks create all groups in the
     same order.
     """
     served, mine = place.served_by(broadcast), None

@@ -34,7 +34,7 @@ from overlord.session.rendezvous import (
 )
 from overlord.session.rendezvous import join as plain_join
 from overlord.setup.job_agreement import difference, parts_of
-from overlord.torch.broadcast_client import BroadcastClient, BroadcastSetup, sealed
+from overlord.torch.broadcast_client import BroadcastClient, BroadcastSetup, encoded_state
 from overlord.torch.broadcast_frames import FrameBroadcast
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service, make_group, service_of
@@ -60,8 +60,8 @@ def join(
     """Return the client of this process's rank, after ``init_process_group``.
 
     Every rank of the world calls it with the same job. If the plan broadcasts (``broadcast_at``),
-    one rank of each group fetches and the others receive their steps from it, in a process group
-    of their own: a ``BroadcastClient``. Ranks of a group take steps and load states together.
+    one rank of each group fetches. The others receive their steps from it, in a process group of
+    their own: a ``BroadcastClient``. Ranks of a group take steps and load states together.
 
     ``device``: broadcast through the memory of this device (NCCL) instead of the CPU's (gloo).
     ``wait_s``: the longest wait of a rank for another of its group. ``timeout_s``: for rank 0 to
@@ -106,7 +106,7 @@ def _wait_for_all(job: Job, rank: int, published: dict[str, Any], board: _Board)
 
 
 class _Launched:
-    """The session that rank 0 launched, its own client, and the facts it published."""
+    """The session that rank 0 launched, its own client, and the settings it published."""
 
     def __init__(self, session: Session, client: Client, published: dict[str, Any]):
         self.session, self.client, self.published = session, client, published
@@ -130,7 +130,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
             "encodes": encodes,
         }
         published["job"] = parts
-        published["start"] = sealed(session.internals.generation.start)
+        published["start"] = encoded_state(session.internals.generation.start)
         _excuse_served(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:
@@ -171,10 +171,10 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
 
 
 def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool) -> None:
-    """Tell the server which ranks do not connect.
+    """Register the ranks that do not connect to the session.
 
-    The queue of a rank that is served is not read, unless the rank fetches images of its own or
-    its fetcher reads the queue.
+    The queue of a rank that is served is not read, unless the rank fetches images of its own or its
+    fetcher reads the queue.
     """
     assert session.internals.remote_ranks is not None
     place = session.job.place
@@ -190,7 +190,7 @@ def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], enco
 
 
 class _ClientFactory:
-    """Creates the client of this rank from the facts that rank 0 published."""
+    """A factory of this rank's client, from the settings that rank 0 published."""
 
     def __init__(
         self,

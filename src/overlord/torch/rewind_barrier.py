@@ -14,9 +14,9 @@ BARRIER_S = 1800.0  # for all ranks to begin the pass; ``stall_limit_s`` overrid
 
 
 def refuse_without_group(ranks: int) -> None:
-    """Refuse to rewind a session of several ranks that have no common process group.
+    """Refuse to rewind a session of several ranks without a common process group.
 
-    ``ranks``: of the mesh.
+    ``ranks`` is the number of ranks of the mesh.
     """
     groups = process_groups()
     found = (

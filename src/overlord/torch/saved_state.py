@@ -1,4 +1,4 @@
-"""The state after a step, for code that hands out the step later."""
+"""The state after a step, for code that delivers the step later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ State = dict[str, Any]
 def state_after(client: Any) -> Callable[[], State]:
     """Return a function that returns the state after the last step of a client.
 
-    The state is exported when the function is called; if the client has no marks, now.
+    The state is exported when the function is called. If the client has no marks, it is exported
+    now.
     """
     if hasattr(client, "mark"):
         mark = client.mark()

@@ -1,8 +1,8 @@
 """Microbatches as tensors that share the memory of their step, without copies.
 
-The memory is read-only: it belongs to the step, and other ranks may map the same pages. It lives
-as long as the last tensor. torch has no read-only tensors, so nothing prevents ``tensor.add_(1)``:
-it may change the data of other ranks, or crash the process. Copy first, or copy to a device.
+The memory is read-only: it belongs to the step, and other ranks may map the same pages. The last
+tensor keeps it alive. torch has no read-only tensors, so nothing prevents ``tensor.add_(1)``: it
+may change the data of other ranks, or crash the process. Copy first, or copy to a device.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @property
     def facts(self) -> MicrobatchInfo:
-        """Facts for adapters; known without a synchronization after a ``DevicePrefetcher``."""
+        """Properties for adapters; a ``DevicePrefetcher`` sets them without a synchronization."""
         if self._facts is None:
             self._facts = MicrobatchInfo.of(self._tensors)
         return self._facts
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
-        """Return a copy on a device; what the CPU reads stays."""
+        """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
         return TensorMicrobatch(
             _moved(self._tensors, torch.device(device), non_blocking),
             self._samples,
@@ -260,7 +260,7 @@ def about(step: Step) -> dict[str, Any]:
 
 
 def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
-    """Return the exchanges with the encoders; none in a job without images."""
+    """Return the exchanges with the encoders; empty in a job without images."""
     found: Sequence[Mapping[str, np.ndarray]] = getattr(step, "encoder", ())
     return found
 

@@ -18,7 +18,7 @@ import numpy as np
 from overlord.errors import TransformError
 from overlord.extras import pip_install
 from overlord.hashing import digest
-from overlord.process.malloc import give_back
+from overlord.process.malloc import trim_heap
 from overlord.sample import Ragged
 from overlord.transforms.base import column_problems, flag_problems, refuse
 
@@ -205,7 +205,7 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    give_back()  # memory of parsing: 7 MB of 15 with a file of 1.7 MB
+    trim_heap()  # memory of parsing: 7 MB of 15 with a file of 1.7 MB
     return tokenizer, top
 
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process import forkserver
-from overlord.process.forkserver import UNGUARDED, how_it_ended
+from overlord.process.forkserver import UNGUARDED, describe_exit
 from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
@@ -208,7 +208,7 @@ class TransformWorker:
 
     def _lost(self, stage: str) -> NoReturn:
         code = self._end_child()
-        how = how_it_ended(code)
+        how = describe_exit(code)
         when = "before it could start" if stage == "start" else "in the middle of its work"
         raise ActorLost(
             self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"

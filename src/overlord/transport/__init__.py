@@ -1,3 +1,4 @@
-"""Transport between the processes of a job: columnar frames, a value codec, shared memory and
-sockets. Received bytes are never executed.
+"""Transport between the processes of a job: frames, codec, shared memory and sockets.
+
+Received bytes are never executed.
 """

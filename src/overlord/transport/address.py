@@ -59,8 +59,9 @@ class Address:
 
 
 def shown(address: str) -> str:
-    """Return a readable form of an address. Without TCP it is the name of the unix socket, as ``ss
-    -x`` lists it.
+    """Return an address as text for people.
+
+    An address without TCP is shown as its unix socket, as ``ss -x`` lists it.
     """
     try:
         found = Address.parse(address)
@@ -70,7 +71,7 @@ def shown(address: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return the address of this machine for other machines, if ``host`` means all interfaces."""
+    """Return ``host``, or the address of this machine if ``host`` means all interfaces."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -111,7 +112,7 @@ def listen_local(address: Address) -> socket.socket:
 
 
 def listen_tcp(host: str, port: int | range) -> socket.socket:
-    """Listen on a TCP port; of a range, on the first port that is free."""
+    """Listen on a TCP port, or on the first free port of a range."""
     if isinstance(port, range):
         return _first_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -151,7 +152,7 @@ def _listening(
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small messages at once, and detect peers whose machine vanished."""
+    """Configure a socket: send small messages at once, and detect a peer whose machine vanished."""
     sock.setblocking(False)
     if sock.family != getattr(socket, "AF_UNIX", None):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

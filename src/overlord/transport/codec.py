@@ -1,8 +1,10 @@
-"""Encode values as a header and columns, and decode them. It does not use pickle: only a closed set
-of types can be decoded, whatever the bytes contain.
+"""Encode values as a header and columns, and decode them.
 
-The header is MessagePack. Numbers, strings, bytes and None stand for themselves, and a map is a
-dict. Every MessagePack array starts with a tag: list, tuple, column, record and so on. Decoding
+The codec does not use pickle: only a closed set of types can be decoded, whatever the bytes
+contain.
+
+The header is MessagePack. Numbers, strings, bytes and None are encoded as themselves, and a dict as
+a map. Every MessagePack array starts with a tag: list, tuple, column, record and so on. Decoding
 imports nothing and runs nothing that the bytes name. It builds only registered records and known
 exceptions, and checks their fields against their annotations.
 """

@@ -1,8 +1,7 @@
-"""Check values against the annotations of record fields. Each check is compiled once per class, so
-checking a message is cheap.
+"""Check values against the annotations of record fields.
 
-A record with a field of the wrong type is rejected on arrival. Inside the pure cores the error
-would surface far from its cause.
+Each check is compiled once per class, so checking a message is cheap. A record with a field of the
+wrong type is rejected on arrival. Inside the pure cores the error would surface far from its cause.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Check = Callable[[Any], bool]
 
 
 def check_for(annotation: Any) -> Check | None:
-    """Return a function that tells whether a value matches; None if any value does."""
+    """Return a function that checks a value against ``annotation``; None if any value is valid."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any or annotation is object:
         return None
@@ -35,7 +34,7 @@ def check_for(annotation: Any) -> Check | None:
         return _PLAIN[annotation]
     cls = type(None) if annotation is None else (origin or annotation)
     if not isinstance(cls, type):
-        raise TypeError(f"no check is known for the annotation {annotation!r}")
+        raise TypeError(f"record field: expected a supported annotation, got {annotation!r}")
     return lambda value: isinstance(value, cls)
 
 
@@ -44,7 +43,10 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Whole numbers are accepted as floats: ``weights={"web": 1}``."""
+    """Return whether ``value`` is a number.
+
+    A float field accepts integers too: ``weights={"web": 1}``.
+    """
     return (
         type(value) is float or type(value) is int or isinstance(value, (np.floating, np.integer))
     )

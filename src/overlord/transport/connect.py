@@ -1,5 +1,6 @@
-"""Client side of a connection: use the unix socket if it answers, TCP otherwise, then do the
-handshake.
+"""Client side of a connection: connect by unix socket or TCP, then authenticate.
+
+The unix socket is used if it answers, TCP otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_HOLD = 2**16
 AGAIN_S = TIMEOUTS.retry_s
 
 
-def dial(
+def open_connection(
     address: str,
     token: str,
     hello: dict[str, Any],
@@ -34,18 +35,17 @@ def dial(
 ) -> tuple[SocketConnection, dict[str, Any]]:
     """Connect to the server at ``address``; return the connection and the server's welcome.
 
-    ``name`` is how the server calls this client in its errors.
+    The server uses ``name`` for this client in its errors.
     """
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _dial(
+            return _open_connection(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
-        # This process was suspended for seconds, or a thousand others connected first: no reason to
-        # end a trainer.
+        # Retry: this process was suspended for seconds, or a thousand others connected first.
         except TryLater as later:
             if time.monotonic() + AGAIN_S > deadline:
                 raise DataStall(
@@ -56,7 +56,7 @@ def dial(
         time.sleep(AGAIN_S)
 
 
-def _dial(
+def _open_connection(
     address: str,
     token: str,
     hello: dict[str, Any],
@@ -107,7 +107,7 @@ def _connect_local(address: Address, deadline: float) -> socket.socket:
             sock.close()
             if e.errno != errno.EAGAIN or time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)  # the accept queue is full, and no event tells when it is not
+        time.sleep(0.1)  # the accept queue is full, and no event reports free space
 
 
 def _handshake(

@@ -44,18 +44,18 @@ class Connection(Protocol):
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
         """Send a value.
 
-        Raise ``DataStall`` if the peer accepts nothing for ``timeout_s``, ``ActorLost`` if it is
-        lost.
+        Raise ``DataStall`` if the peer accepts nothing for ``timeout_s``, and ``ActorLost`` if the
+        peer is lost.
         """
 
     def recv(self, timeout_s: float) -> Any:
         """Return the next value, or ``TIMEOUT``.
 
-        Raise ``ActorLost`` at the end, after everything that was sent has been read.
+        Raise ``ActorLost`` at the end of the stream, after all received values were returned.
         """
 
     def flush(self) -> None:
-        """Send pending notices to the peer. Never waits."""
+        """Send pending notices to the peer; never wait."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a value may have arrived."""
@@ -66,7 +66,7 @@ class Connection(Protocol):
 
     @property
     def remote_held(self) -> int:
-        """Number of segments of the peer that this side holds."""
+        """Number of the peer's segments that this side holds."""
         return 0
 
     def __enter__(self) -> Self:
@@ -187,11 +187,10 @@ def pair(
 
 
 class SocketConnection:
-    """A connection to another process, without a thread: it does its I/O in the calls of its user.
-    So a trainer pays for one socket and one mapping.
+    """A connection to another process that does its I/O in the calls of its user, without a thread.
 
-    Over a unix socket arrays travel in shared memory. Over TCP they travel in frames, into reused
-    buffers.
+    So a trainer pays for one socket and one mapping. Over a unix socket arrays are sent in shared
+    memory. Over TCP they are sent in frames and received into reused buffers.
     """
 
     def __init__(
@@ -222,19 +221,20 @@ class SocketConnection:
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
         # False: without a free segment arrays are copied through the socket.
-        self.waits_for_slots = True
+        self.waits_for_segments = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
 
     @property
     def ring(self) -> SharedMemoryPool | None:
-        """The pool in which to build arrays that are sent, to save a copy; None over TCP."""
+        """The shared-memory pool for arrays to be sent without a copy; None over TCP."""
         return self._encoder.pool
 
     @property
     def max_held(self) -> int:
-        """Number of segments of the peer that may be held here. Beyond it messages are copied, so
-        that no reader exhausts the peer's pool.
+        """Number of the peer's segments that may be held here.
+
+        Messages beyond it are copied, so that no reader exhausts the peer's pool.
         """
         return self._decoder.max_held
 
@@ -248,7 +248,7 @@ class SocketConnection:
 
     @property
     def remote_mapped(self) -> int:
-        """Number of segments of the peer that are mapped here."""
+        """Number of the peer's segments that are mapped here."""
         return self._decoder.segments.mapped
 
     @property
@@ -268,20 +268,21 @@ class SocketConnection:
     # sending
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """Send a value. After ``DataStall`` a value that was partly sent stays queued; the next
-        call sends the rest first.
+        """Send a value.
+
+        After ``DataStall`` a partly sent value stays queued; the next call sends the rest first.
         """
         self._drain(timeout_s)
         self._enqueue(self._encode(value, timeout_s))
         self._drain(timeout_s)
 
     def _encode(self, value: Any, wait_s: float) -> EncodedMessage:
-        """Return the encoded value, its arrays in segments. Waits for a free segment."""
+        """Encode a value and copy its arrays into segments; wait for a free segment."""
 
         def take(nbytes: int) -> np.ndarray | None:
             pool = self._encoder.pool
             assert pool is not None
-            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_slots:
+            if nbytes > pool.max_bytes or wait_s <= 0 or not self.waits_for_segments:
                 return pool.take(nbytes)
             try:
                 return pool.wait(nbytes, wait_s)
@@ -301,8 +302,9 @@ class SocketConnection:
             self._write()
 
     def _drain(self, timeout_s: float) -> None:
-        """Wait until the socket has accepted everything. The deadline restarts whenever the peer
-        accepts data.
+        """Wait until the socket has accepted all queued bytes.
+
+        The deadline restarts whenever the peer accepts data.
         """
         moved, deadline = -1, 0.0
         while len(self._send_buffer):
@@ -325,7 +327,7 @@ class SocketConnection:
             poll.poll(seconds * 1000)
 
     def _write(self) -> bool:
-        """Return whether everything is sent. Call with the lock held."""
+        """Write queued bytes and return whether all are sent. Call with the lock held."""
         try:
             return self._send_buffer.write(self._sock)
         except OSError as e:
@@ -343,7 +345,7 @@ class SocketConnection:
     def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
         """Return the next value, or ``TIMEOUT``.
 
-        ``looked``: the caller has just found nothing, so wait before reading.
+        ``looked``: the caller has just found no data, so wait before reading.
         """
         deadline = time.monotonic() + timeout_s
         with self._receive_lock:
@@ -385,8 +387,9 @@ class SocketConnection:
             raise
 
     def _read(self) -> None:
-        """Read once and note the end of the stream. Raise ``BlockingIOError`` if nothing has
-        arrived.
+        """Read once and record the end of the stream.
+
+        Raise ``BlockingIOError`` if no data has arrived.
         """
         try:
             if not self._receive_buffer.read(self._sock):
@@ -411,9 +414,9 @@ class SocketConnection:
         self._ended = True
 
     def _mark_lost(self, reason: str) -> ActorLost:
-        """Nothing more can be sent, and the peer's leases end. Received data can still be read.
+        """Mark the peer as lost: nothing more can be sent, and its leases end.
 
-        Call with the lock held.
+        Received data can still be read. Call with the lock held.
         """
         if self._lost is None:
             self._lost = reason

@@ -1,5 +1,7 @@
-"""Exceptions on the wire. Exceptions of Overlord and of Python keep type, arguments and notes;
-others become text.
+"""Exceptions on the wire.
+
+Exceptions of Overlord and of Python keep type, arguments and notes. Other exceptions are sent as
+text.
 """
 
 from __future__ import annotations

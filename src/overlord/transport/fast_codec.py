@@ -1,9 +1,9 @@
-"""Fast paths for the most frequent record fields: a column, a tuple of hundreds of integers, a
-weight per source.
+"""Fast paths for the most frequent record fields.
 
-A fast path returns ``NOT`` if it does not apply; the general codec then handles the value. So no
-fast path decides what is valid. ``msgspec.convert`` checks tuples in C. It is stricter than
-necessary: a numpy number in a tuple goes through the general codec.
+These are a column, a tuple of hundreds of integers, and a weight per source. A fast path returns
+``NOT`` if it does not apply; the general codec then handles the value. So no fast path decides
+which values are valid. ``msgspec.convert`` checks tuples in C. It is stricter than necessary: a
+numpy number in a tuple goes through the general codec.
 """
 
 from __future__ import annotations

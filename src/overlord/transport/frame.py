@@ -1,11 +1,12 @@
-"""A frame is one message as bytes: a small header, then arrays that neither packing nor unpacking
-copies.
+"""A frame is one message as bytes: a small header, then arrays.
+
+Neither packing nor unpacking copies the arrays.
 
     prefix | table, one entry per column | header | column 0 | column 1 | ...
 
 Every column starts at a multiple of 64 bytes. All numbers are little-endian. The checksum covers
-prefix, table and header. Columns are data: damaged ones break nothing, and summing gigabytes would
-cost more than moving them. Every field of a frame is checked before it is used.
+prefix, table and header. It does not cover columns: damaged data breaks no code, and a checksum
+over gigabytes would cost more than the copy. Every field of a frame is checked before it is used.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
 
 
 def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryview]:
-    """Return the pieces of a frame in order, for ``sendmsg`` or for copying one after another.
+    """Return the pieces of a frame in order, for ``sendmsg`` or for copying.
 
     Columns are viewed, not copied.
     """
@@ -132,8 +133,9 @@ class _Start(NamedTuple):
 
 
 def frame_bytes(prefix: Any) -> int:
-    """Return the size of a frame, from its first ``PREFIX_BYTES``. It is checked against the
-    limits, so that a buffer can be allocated.
+    """Return the size of a frame, from its first ``PREFIX_BYTES``.
+
+    The size is checked against the limits, so the caller may allocate a buffer of that size.
     """
     return _start(memoryview(prefix).cast("B")).frame_bytes
 
@@ -175,7 +177,7 @@ def _start(view: memoryview) -> _Start:
 def unpack(buffer: Any) -> Frame:
     """Return header and columns as read-only views of ``buffer``.
 
-    The buffer must hold exactly one frame; otherwise ``FrameError``.
+    Raise ``FrameError`` unless the buffer holds exactly one frame.
     """
     try:
         view = memoryview(buffer).cast("B").toreadonly()
@@ -202,10 +204,10 @@ def unpack(buffer: Any) -> Frame:
 
 
 def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
-    """Return the columns of a table.
+    """Return the columns of a frame, according to its table.
 
-    Columns follow each other with no gap beyond alignment. So none overlaps another, and none
-    reaches beyond the frame.
+    Columns follow each other with no gap beyond alignment. So no column overlaps another or reaches
+    beyond the frame.
     """
     columns: list[np.ndarray] = []
     end = len(view)
@@ -233,7 +235,7 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
             columns.append(np.ndarray(shape, dtype, view, offset))
         # An empty array may have other dimensions that are larger than any memory.
         except (ValueError, OverflowError) as e:
-            raise _wrong(len(columns), f"expected a possible shape, got {shape}") from e
+            raise _wrong(len(columns), f"expected a valid shape, got {shape}") from e
         at = offset + nbytes
     if at != len(view):
         raise FrameError(

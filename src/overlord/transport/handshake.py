@@ -1,4 +1,4 @@
-"""Mutual authentication: both sides prove that they know the token, which itself is never sent.
+"""Mutual authentication: both sides prove that they have the token, which is never sent.
 
     client: nonce
     server: nonce
@@ -6,8 +6,8 @@
     server: HMAC over the same and its welcome, or a refusal
 
 Each message is a prefix (magic, version, kind, length) and a short body. Both sides are generators.
-They yield a number of bytes to receive, or the bytes to send. So blocking sockets
-and the server's thread share the code.
+They yield a number of bytes to receive, or the bytes to send. So blocking sockets and the server's
+thread share the code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Steps = Generator[int | bytes, bytes, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A peer that knows the token: its hello, and the function that builds our answer."""
+    """An authenticated peer: its hello, and the function that signs our welcome."""
 
     hello: dict[str, Any]
-    seal: Callable[[dict[str, Any]], bytes]
+    sign_welcome: Callable[[dict[str, Any]], bytes]
 
 
 def _packet(kind: int, body: bytes) -> bytes:
@@ -51,11 +51,17 @@ def _packet(kind: int, body: bytes) -> bytes:
 
 
 class TryLater(LinkRefused):
-    """A temporary refusal, because of load or a slow handshake. The peer may connect again."""
+    """A temporary refusal, because of load or a slow handshake.
+
+    The peer may connect again.
+    """
 
 
 def refusal(text: str, *, later: bool = False) -> bytes:
-    """Return the message that refuses a peer; ``later``: it may connect again."""
+    """Return the message that refuses a peer.
+
+    ``later``: the peer may connect again.
+    """
     return _packet(LATER if later else REFUSED, text.encode()[:1024])
 
 
@@ -99,7 +105,7 @@ def _decoded(body: bytes, peer: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise LinkRefused(peer, f"expected a map in its handshake: {e}") from e
+        raise LinkRefused(peer, f"expected a map in its handshake, got invalid bytes: {e}") from e
 
 
 def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
@@ -112,14 +118,15 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
     answer = yield from _read(WELCOME, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
         raise LinkRefused(
-            peer, "the server does not know the token; check that the address is of this job"
+            peer, "the server does not have the token; check that the address belongs to this job"
         )
     return _decoded(answer[32:], peer)
 
 
 def server_side(token: str, peer: str) -> Steps:
-    """Run the server's handshake; return ``Accepted``. A peer without the token learns only why it
-    is refused.
+    """Run the server's handshake; return ``Accepted``.
+
+    A peer without the token receives only the reason of its refusal.
     """
     theirs = yield from _read(HELLO, peer, NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
@@ -128,8 +135,8 @@ def server_side(token: str, peer: str) -> Steps:
     if not hmac.compare_digest(answer[:32], _proof(token, b"client", theirs + mine, answer[32:])):
         raise LinkRefused(peer, "wrong token")
 
-    def seal(welcome: dict[str, Any]) -> bytes:
+    def sign_welcome(welcome: dict[str, Any]) -> bytes:
         body = msgspec.msgpack.encode(welcome)
         return _packet(WELCOME, _proof(token, b"server", theirs + mine, body) + body)
 
-    return Accepted(hello=_decoded(answer[32:], peer), seal=seal)
+    return Accepted(hello=_decoded(answer[32:], peer), sign_welcome=sign_welcome)

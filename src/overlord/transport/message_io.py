@@ -1,9 +1,9 @@
-"""Encode values as messages and decode them; decide which arrays go by reference and which are
-copied.
+"""Encode values as messages and decode them.
 
-An array in a segment of our pool is sent as (segment, offset); the memfd of the segment is passed
-once. Other arrays are copied together into one segment, or stand in the frame if they are small.
-Over TCP everything stands in the frame.
+The encoder decides which arrays are sent by reference and which are copied. An array in a segment
+of our pool is sent as (segment, offset); the memfd of the segment is passed once. Other arrays are
+copied together into one segment, or into the frame if they are small. Over TCP all arrays are in
+the frame.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class MessageEncoder:
         self._lease: Lease | None = None
 
     def encode(self, value: Any, take: Take) -> EncodedMessage:
-        """Encode a value and copy arrays that need it. Call without a lock: it may take long or
-        wait for a segment.
+        """Encode a value and copy arrays that are not in a segment.
+
+        Call without a lock: it may take long or wait for a segment.
         """
         header, columns = codec.encode(value)
         encoded = EncodedMessage(header=header, columns=columns, placed={})
@@ -101,7 +102,8 @@ class MessageEncoder:
     def messages(self, encoded: EncodedMessage) -> list[OutgoingMessage]:
         """Return the messages to send, in order.
 
-        Call with the connection's lock held: it decides which message passes a segment first.
+        Call with the connection's lock held, because the first message with a segment also passes
+        its memfd.
         """
         out = self.forget_notices()
         flags: dict[int, tuple[int, Segment]] = {}  # segment number -> flag, segment
@@ -120,7 +122,7 @@ class MessageEncoder:
         return [OutgoingMessage(FORGET, [np.array(gone, "<i8").tobytes()])]
 
     def _announce_pool(self) -> list[OutgoingMessage]:
-        """Return the message that passes release flags and notifier, before the first segment."""
+        """Return the message that passes release flags and notifier; empty after the first call."""
         assert self.pool is not None
         if self._lease is not None:
             return []
@@ -192,8 +194,9 @@ class MessageDecoder:
         self.copied = 0  # messages that were copied because too many segments were held
 
     def decode(self, message: IncomingMessage) -> Any:
-        """Return the value of a message, or ``NOTHING``; raise ``FrameError`` for
-        anything invalid.
+        """Return the value of a message, or ``NOTHING`` for a notice.
+
+        Raise ``FrameError`` for an invalid message.
         """
         try:
             if message.kind == FRAME:
@@ -312,4 +315,4 @@ def _view(row: tuple[int, ...], views: list[np.ndarray]) -> np.ndarray:
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:
-        raise FrameError(f"expected a possible shape, got {shape}", f"column {i}") from e
+        raise FrameError(f"expected a valid shape, got {shape}", f"column {i}") from e

@@ -1,5 +1,6 @@
-"""The peer's segments as seen from this side: each is mapped once, read-only. Every message is
-counted until its last view dies.
+"""The peer's segments in this process: each is mapped once, read-only.
+
+Every message counts as held until its last view dies.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 from overlord.errors import FrameError
 from overlord.transport.segment import map_peer_memfd
 
-MAX_SEGMENTS = 4096  # of one peer: as many as a pool may have
+MAX_SEGMENTS = 4096  # segments of one peer: as many as a pool may have
 MAX_FLAGS = 2**16
 
 
 class RemoteNotifier:
-    """The peer's notifier. It lives as long as a message that may use it."""
+    """The peer's notifier. Every message that may use it keeps it alive."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -47,7 +48,7 @@ class PeerSegments:
         return len(self._maps)
 
     def crowded(self, more: list[int], limit: int) -> bool:
-        """Return whether more than ``limit`` segments would be held together with these."""
+        """Return whether more than ``limit`` segments would be held after adding ``more``."""
         if len(self._live) + len(more) <= limit:  # messages are faster to count, and never fewer
             return False
         return len({*more, *self._live.values()}) > limit
@@ -81,8 +82,9 @@ class PeerSegments:
             self._maps.pop(segment, None)
 
     def view(self, segment: int, flag: int) -> np.ndarray:
-        """Return a new read-only array over a segment. Its release flag is set when its last view
-        dies.
+        """Return a new read-only array over a segment.
+
+        Its release flag is set when its last view dies.
         """
         memory, flags, notifier = self._maps.get(segment), self._flags, self._notifier
         if memory is None or flags is None or notifier is None:
@@ -100,8 +102,9 @@ class PeerSegments:
         return root
 
     def close(self) -> None:
-        """Unmap everything. Messages that are still viewed keep their segment, release flag and
-        notifier.
+        """Unmap all segments.
+
+        Messages that are still viewed keep their segment, release flag and notifier.
         """
         self._maps.clear()
         self._flags = self._notifier = None
@@ -110,8 +113,10 @@ class PeerSegments:
 def _release(
     live: dict[int, int], flag: int, flags: mmap.mmap, notifier: RemoteNotifier, pid: int
 ) -> None:
-    """Set the release flag of a message. It runs wherever the last view dies, even inside the
-    garbage collector: it takes no lock and never waits.
+    """Set the release flag of a message, and notify the peer.
+
+    It runs where the last view dies, even inside the garbage collector. So it takes no lock and
+    never waits.
     """
     if os.getpid() != pid:
         return  # a forked child drops its copy; the parent still reads

@@ -58,8 +58,9 @@ KINDS: dict[str, _Kind] = {}
 
 
 def register(cls: T) -> T:
-    """Register a record (a frozen dataclass or a NamedTuple) under its class name. Both sides must
-    do so.
+    """Register a record class (a frozen dataclass or a NamedTuple) under its class name.
+
+    Both sides must register it.
     """
     if cls.__name__ in KINDS and KINDS[cls.__name__].cls is not cls:
         known = KINDS[cls.__name__].cls

@@ -27,7 +27,7 @@ _HUGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 
 
 def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """Return a sealed memfd of ``nbytes`` and our mapping of it. ``name`` is its owner."""
+    """Return a sealed memfd of ``nbytes`` and our mapping of it; ``name`` names its owner."""
     try:
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
@@ -70,8 +70,9 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
 
 
 def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap.mmap:
-    """Map a memfd of a peer after checking it: a file that can shrink, or is shorter than
-    announced, would kill the reader.
+    """Check a memfd of a peer and map it.
+
+    Reading a file that can shrink, or is shorter than announced, would kill this process.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -96,8 +97,9 @@ def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> m
 
 
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
-    """Populate all pages at once, and use huge pages if the machine allows it. Page faults one by
-    one cost as much as the copy.
+    """Populate all pages at once, and request huge pages.
+
+    Page faults one by one cost as much as the copy.
     """
     for each in advice:
         # An older kernel, or one without huge pages for shared memory.
@@ -106,7 +108,10 @@ def _advise(mapped: mmap.mmap, *advice: int) -> None:
 
 
 class Segment:
-    """One segment of a pool. It is free when no local array of it lives and no peer holds it."""
+    """One segment of a pool.
+
+    It is free when no local array over it is alive and no peer holds it.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -144,8 +149,9 @@ class Segment:
         return not self.grants and not self.viewed
 
     def new_array(self, nbytes: int, on_death: object) -> np.ndarray:
-        """Return a new array over the segment. It is the base of all its views, so its death means
-        that the last view died.
+        """Return a new array over the segment.
+
+        The array is the base of all its views, so it dies with the last view.
         """
         root = np.frombuffer(self.map, np.uint8)
         self._local = weakref.ref(root, on_death)  # type: ignore[arg-type]

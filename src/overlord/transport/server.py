@@ -30,14 +30,14 @@ from overlord.transport.address import (
     reachable,
     tune,
 )
-from overlord.transport.connect import dial
+from overlord.transport.connect import open_connection
 from overlord.transport.connection import CLOSES
 from overlord.transport.handshake import Accepted, refusal, server_side
 from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.timeouts import TIMEOUTS
 
-__all__ = ["Server", "dial"]
+__all__ = ["Server", "open_connection"]
 
 MAX_PENDING = 256  # connections in the handshake; beyond it the oldest is refused
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -57,10 +57,9 @@ class Pending:
         self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
 
     def read(self) -> Accepted | None:
-        """Read available bytes; return ``Accepted`` once the peer has proved that it knows the
-        token.
+        """Read available bytes; return ``Accepted`` once the peer has proved that it has the token.
 
-        Raise ``LinkRefused`` if it does not know it.
+        Raise ``LinkRefused`` if the proof is wrong.
         """
         while True:
             if isinstance(self._wanted, bytes):
@@ -82,15 +81,15 @@ class Pending:
                     return done.value
 
     def write(self, data: bytes) -> None:
-        """Send a few bytes into an empty socket. A well-behaved peer always has room for them."""
+        """Send a few bytes; raise ``ConnectionResetError`` if the peer does not read."""
         if self.sock.send(data) != len(data):
             raise ConnectionResetError("it does not read")
 
 
 class Server:
-    """Accepts connections at ``address``.
+    """A server that accepts connections at ``address``.
 
-    ``on_open`` returns the welcome, or raises: then the peer is refused with that text.
+    ``on_open`` returns the welcome, or raises an error whose text is sent to the refused peer.
     """
 
     def __init__(
@@ -176,11 +175,9 @@ class Server:
         self._waker.wake()
 
     def caught_up(self, timeout_s: float) -> bool:
-        """Wait until all data that was in the sockets at the time of the call has been read; return
-        whether it was.
+        """Wait until all data that has already arrived is read; return whether it was.
 
-        So an answer about the last message of a peer takes a message into account that has already
-        arrived.
+        So a query about the last message of a peer includes a message that is still in its socket.
         """
         done = threading.Event()
         # The current round may have read its sockets before this call; the next round has not.
@@ -193,7 +190,7 @@ class Server:
         return threading.get_ident() == self._thread.ident
 
     def watch_writing(self, connection: ServerConnection) -> None:
-        """Wait for the socket of a connection to accept more."""
+        """Resume writing once the socket of a connection accepts more."""
         if connection in self._connections:
             self._selector.modify(connection.fileno(), READ | WRITE, connection)
 
@@ -261,12 +258,17 @@ class Server:
             self._selector.register(sock, READ, pending)
 
     def _pause(self, error: OSError) -> None:
-        """No more files can be opened: stop accepting for a while, and refuse the oldest handshake
-        to make room.
+        """Stop accepting for a while because no more files can be opened.
+
+        The oldest handshake is refused to free its socket.
         """
-        log.warning("cannot accept connections: %s", error.strerror)
+        log.warning("accepting connections paused for 0.2 s: %s", error.strerror)
         if self._pending:
-            self._refuse(next(iter(self._pending.values())), "no room", later=True)
+            self._refuse(
+                next(iter(self._pending.values())),
+                "the server can open no more connections",
+                later=True,
+            )
         if not self._paused_until:
             self._paused_until = time.monotonic() + 0.2
             for sock in self._listeners:
@@ -299,7 +301,7 @@ class Server:
             server=self,
         )
         try:
-            welcome = accepted.seal(
+            welcome = accepted.sign_welcome(
                 {"welcome": self._on_open(connection, hello), "hold": self._hold}
             )
         except Exception as e:  # the peer receives the text of any error of the callback
@@ -314,8 +316,9 @@ class Server:
         return None
 
     def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
-        """Refuse a connection; ``later``: it may connect again, as after a suspension during its
-        handshake.
+        """Refuse a connection.
+
+        ``later``: the peer may connect again, for example after a suspension during its handshake.
         """
         with contextlib.suppress(OSError):
             pending.write(refusal(reason, later=later))
@@ -333,7 +336,7 @@ class Server:
             self._receive(connection)
 
     def _receive(self, connection: ServerConnection) -> None:
-        """Read a connection once and deliver its messages; then the others are served."""
+        """Read a connection once and deliver its messages."""
         try:
             alive = connection.receive(lambda value: self._on_message(connection, value))
         except FrameError as e:
@@ -349,7 +352,7 @@ class Server:
                 self.drop(connection, connection.reason)
 
     def drop(self, connection: ServerConnection, reason: str) -> None:
-        """End a connection for good. Idempotent."""
+        """End a connection without sending its queue. Idempotent."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
@@ -389,7 +392,7 @@ class Server:
 
 
 class WakePair:
-    """Wakes a selector from another thread, on every platform."""
+    """A socket pair that wakes a selector from another thread, on every platform."""
 
     def __init__(self) -> None:
         self._near, self._far = socket.socketpair()

@@ -1,5 +1,6 @@
-"""The server's end of a connection: sending never blocks the server's thread, and messages go to
-the server's callback.
+"""The server's end of a connection.
+
+Sending never blocks the server's thread. Received messages go to the server's callback.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from overlord.transport.timeouts import TIMEOUTS
 if TYPE_CHECKING:
     from overlord.transport.server import Server
 
-# of one connection, in addition to the socket's buffer; a single message may be larger
+# queue of one connection, in addition to the socket's buffer; a single message may be larger
 MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
 
 
 class ServerConnection(SocketConnection):
-    """Can be used from any thread. The server's thread sends what the socket does not accept at
-    once.
+    """A connection of a server. Runs on: any thread.
+
+    The server's thread sends the bytes that the socket does not accept at once.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class ServerConnection(SocketConnection):
 
     @property
     def reason(self) -> str:
-        """Why the connection ended."""
+        """The reason why the connection ended."""
         return self._lost or ""
 
     @property
     def waiting(self) -> bool:
-        """Whether messages are queued."""
+        """Whether messages are queued for sending."""
         return len(self._send_buffer) > 0
 
     @property
@@ -56,8 +58,9 @@ class ServerConnection(SocketConnection):
         return self._send_buffer.nbytes
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """Send a value; wait while too much is queued. In the server's thread raise ``DataStall``
-        at once instead.
+        """Send a value; wait while too many bytes are queued.
+
+        In the server's thread raise ``DataStall`` at once instead of waiting.
         """
         wait_s = 0.0 if self._server.in_its_thread else timeout_s
         self._wait_for_room(wait_s)
@@ -97,7 +100,7 @@ class ServerConnection(SocketConnection):
     # in the server's thread
 
     def begin(self, welcome: bytes) -> None:
-        """Send the welcome, then anything that was queued before it."""
+        """Send the welcome, then all messages that were queued before it."""
         with self._lock:
             self._begun = True
             self._send_buffer.put(OutgoingMessage.raw(welcome), first=True)
@@ -111,7 +114,7 @@ class ServerConnection(SocketConnection):
             return True  # lost; the next read finds the end
 
     def resume_writing(self) -> bool:
-        """The socket accepts more: return whether everything is sent."""
+        """Write to a socket that accepts more; return whether all queued bytes are sent."""
         with self._drained:
             done = self._try_write()
             self._watched = not done
@@ -137,19 +140,20 @@ class ServerConnection(SocketConnection):
             self._drained.notify_all()
 
     def abandon(self) -> None:
-        """The connection was refused: the handshake keeps the socket."""
+        """Release the socket of a refused connection, which the handshake still uses."""
         with self._lock:
             self._lost = "it was refused"
             self._encoder.close()
             self._fileno = -1
 
     def cut(self, reason: str) -> None:
-        """Drop the connection without sending its queue: the peer is gone."""
+        """Drop the connection of a lost peer without sending its queue."""
         self._server.later(lambda: self._server.drop(self, reason))
 
     def close(self, reason: str = "") -> None:
-        """Close in order: queued messages are sent for up to ``Timeouts.linger_s``, and nothing
-        more is delivered.
+        """Close after sending queued messages, for up to ``Timeouts.linger_s``.
+
+        No received message is delivered afterwards.
         """
         with self._drained:
             if self._lost is not None or self.linger_until:

@@ -1,10 +1,10 @@
-"""A pool of shared-memory segments in which messages are built. Segments are reused, because
-touching fresh pages costs more than the copy.
+"""A pool of shared-memory segments in which messages are built.
 
-A segment is handed out as an array. It is free again when no view of it lives in this process and
-no peer holds it. For each message a peer has a *release flag*, one byte of shared memory. It sets
-the flag when its last view dies, and notifies the pool (an eventfd). So the owner detects a release
-without reading a socket, and waiting callers wake up.
+Segments are reused, because touching fresh pages costs more than the copy. The pool returns a
+segment as an array. The segment is free again when no view of it is alive in this process and no
+peer holds it. For each message a peer has a *release flag*, one byte of shared memory. The peer
+sets the flag when its last view dies, and notifies the pool by an eventfd. So the owner detects a
+release without reading a socket, and waiting callers wake up.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Lease:
         self._unused = list(range(RELEASE_FLAGS - 1, -1, -1))
 
     def grant(self, segment: Segment) -> int:
-        """Count one more message that refers to the segment; return its release flag, or -1 if none
-        is free.
+        """Count one more message that refers to the segment; return its release flag.
+
+        Return -1 if no flag is free.
         """
         if self.gone or not self._unused:
             return -1
@@ -68,8 +69,10 @@ class Lease:
             self._unused.append(flag)
 
     def drop(self) -> None:
-        """End the lease of a lost peer. The peer may still read, if only its connection is lost:
-        its segments are not filled again.
+        """End the lease of a lost peer.
+
+        The peer may still read, if only its connection is lost. So its segments are not filled
+        again.
         """
         self.collect()
         self.gone = True
@@ -86,14 +89,25 @@ class Lease:
 
 
 class SharedMemoryPool:
-    """Call it with a size to get a ``uint8`` array of shared memory that nothing views, as from
-    ``BufferPool``. It waits while all segments are in use.
+    """A pool of shared memory; a call with a size returns a ``uint8`` array that nothing views.
+
+    It has the interface of ``BufferPool``. A call waits while all segments are in use.
     """
 
     def __init__(
-        self, *, max_bytes: int = 2**30, max_slots: int = 64, name: str = "", wait_s: float = 60.0
+        self,
+        *,
+        max_bytes: int = 2**30,
+        max_segments: int = 64,
+        name: str = "",
+        wait_s: float = 60.0,
     ):
-        self.max_bytes, self.max_slots, self.name, self.wait_s = max_bytes, max_slots, name, wait_s
+        self.max_bytes, self.max_segments, self.name, self.wait_s = (
+            max_bytes,
+            max_segments,
+            name,
+            wait_s,
+        )
         # A leaf lock: while it is held, no other lock is taken and nothing waits.
         self._lock = threading.Lock()
         self._wait_lock = threading.Lock()  # held by the caller that waits for a segment
@@ -111,8 +125,9 @@ class SharedMemoryPool:
         self.segments_made = 0  # over the life of the pool; constant in steady state
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` of memory that nothing views, content undefined; ``DataStall`` after
-        ``wait_s``.
+        """Return ``nbytes`` of unused memory with undefined content.
+
+        Raise ``DataStall`` after ``wait_s``.
         """
         return self.wait(nbytes, self.wait_s)
 
@@ -127,7 +142,7 @@ class SharedMemoryPool:
     # allocating
 
     def take(self, nbytes: int) -> np.ndarray | None:
-        """Return ``nbytes`` without waiting, or None. For threads that must not block."""
+        """Return ``nbytes`` without waiting, or None if no segment is free."""
         with self._lock:
             if os.getpid() != self._pid:  # a forked child must not write to its parent's memory
                 self._reset()
@@ -172,8 +187,10 @@ class SharedMemoryPool:
         return max(fits, key=lambda s: s.last_use, default=None)
 
     def _grow(self, nbytes: int) -> Segment | None:
-        """Return a new segment if the budget allows; else a free one that is too large; else a new
-        one in place of free ones that are too small.
+        """Return a new segment, or None if the pool is full.
+
+        If the budget is used up, return a free segment that is too large. Otherwise replace free
+        segments that are too small.
         """
         size = min(segment_size(nbytes), self.max_bytes)
         if size < nbytes:
@@ -183,7 +200,7 @@ class SharedMemoryPool:
                 return loose
             free = sorted((s for s in self._segments if s.free), key=lambda s: s.last_use)
             if size > self.max_bytes - self.nbytes + sum(s.nbytes for s in free) or (
-                not free and len(self._segments) >= self.max_slots
+                not free and len(self._segments) >= self.max_segments
             ):
                 return None
             while not self._has_room(size):
@@ -203,7 +220,7 @@ class SharedMemoryPool:
         self._addresses = [segment.address for segment in self._by_address]
 
     def _has_room(self, size: int) -> bool:
-        return len(self._segments) < self.max_slots and self.nbytes + size <= self.max_bytes
+        return len(self._segments) < self.max_segments and self.nbytes + size <= self.max_bytes
 
     def _remove(self, segment: Segment) -> None:
         """Remove a segment. Its memory is freed with its last mapping."""
@@ -221,8 +238,9 @@ class SharedMemoryPool:
     # waiting
 
     def _on_death(self, _: object) -> None:
-        """Wake a waiting caller: the last local view of a segment died. Runs inside the garbage
-        collector, so it takes no lock.
+        """Wake a waiting caller, because the last local view of a segment died.
+
+        It runs inside the garbage collector, so it takes no lock.
         """
         if self._waiting:
             self.notifier.notify()
@@ -263,7 +281,7 @@ class SharedMemoryPool:
     # for connections
 
     def locate(self, array: np.ndarray) -> tuple[Segment, int] | None:
-        """Return the segment of an array and its offset; None if it is in no segment."""
+        """Return the segment of an array and its offset; None if the array is not in a segment."""
         if not self._addresses:
             return None
         address: int = array.__array_interface__["data"][0]
@@ -326,8 +344,9 @@ class Notifier:
 
 
 def segment_size(nbytes: int) -> int:
-    """Return a size of at least ``nbytes``, in steps of a quarter of a power of two: messages of
-    similar sizes share segments.
+    """Return a segment size of at least ``nbytes``, in steps of a quarter of a power of two.
+
+    So messages of similar sizes share segments.
     """
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(SMALLEST, -(-nbytes // step) * step)

@@ -1,7 +1,7 @@
-"""Messages on a socket: a fixed header, then a body. Reading and writing never block; both resume
-where the socket stopped.
+"""Messages on a socket: a fixed header, then a body.
 
-Open files (shared memory) are sent with the first byte of the message that announces them.
+Reading and writing never block; both resume where the socket stopped. Open files (shared memory)
+are sent with the first byte of the message that announces them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class IncomingMessage(NamedTuple):
 
 
 class OutgoingMessage:
-    """One message to send. It keeps the memory and files alive to which it refers."""
+    """One message to send.
+
+    It keeps alive the memory and the files that it refers to.
+    """
 
     __slots__ = ("files", "keep", "nbytes", "pieces")
 
@@ -74,8 +77,9 @@ class OutgoingMessage:
         return not self.pieces
 
     def write(self, sock: socket.socket) -> int:
-        """Return the number of bytes that the socket accepted; raise
-        ``BlockingIOError`` if none.
+        """Write to the socket and return the number of bytes that it accepted.
+
+        Raise ``BlockingIOError`` if the socket accepts none.
         """
         if len(self.pieces) == 1 and not self.files:  # the usual case
             taken = sock.send(self.pieces[0], _NOSIGNAL)
@@ -100,7 +104,7 @@ class OutgoingMessage:
 
 
 class SendBuffer:
-    """Messages that wait for the socket, in order."""
+    """Messages to send, in order, that the socket has not accepted yet."""
 
     def __init__(self) -> None:
         self._messages: deque[OutgoingMessage] = deque()
@@ -115,7 +119,7 @@ class SendBuffer:
         self.nbytes += message.nbytes
 
     def write(self, sock: socket.socket) -> bool:
-        """Return whether everything is sent; False if the socket accepts no more for now."""
+        """Write queued messages; return False if the socket accepts no more for now."""
         try:
             while self._messages:
                 message = self._messages[0]
@@ -134,7 +138,10 @@ class SendBuffer:
 
 
 class ReceiveBuffer:
-    """Parses bytes into messages. Large bodies are read directly into reused memory."""
+    """A parser of received bytes into messages.
+
+    Large bodies are read directly into reused memory.
+    """
 
     def __init__(self, memory: Memory, *, files: bool):
         self._memory, self._takes_files = memory, files
@@ -148,8 +155,9 @@ class ReceiveBuffer:
         self.ready: deque[IncomingMessage] = deque()
 
     def read(self, sock: socket.socket) -> bool:
-        """Read once. Return False once the peer has closed; raise ``BlockingIOError`` if nothing
-        has arrived.
+        """Read once; return False once the peer has closed.
+
+        Raise ``BlockingIOError`` if no data has arrived.
         """
         target = (
             self._view[self._end :]
@@ -244,7 +252,7 @@ class ReceiveBuffer:
         self._start, self._end = 0, rest
 
     def close(self) -> None:
-        """Close files that no consumer took."""
+        """Close received files that no consumer took."""
         for fd in self._files + [fd for message in self.ready for fd in message.files]:
             os.close(fd)
         self._files.clear()

@@ -1,10 +1,6 @@
-"""The general codec: encode any supported value as a header and columns, and decode it. Use it
-through ``codec``.
+"""The general codec: encode any supported value as a header and columns, and decode it.
 
-The header is MessagePack. Numbers, strings, bytes and None stand for themselves, and a map is a
-dict. Every MessagePack array starts with a tag: list, tuple, column, record and so on. Decoding
-imports nothing and runs nothing that the bytes name. It builds only registered records and known
-exceptions, and checks their fields against their annotations.
+Use it through ``codec``, which describes the format.
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ from overlord.errors import FrameError
 from overlord.sample import Columns, Ragged
 from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 
-MAX_DEPTH = 64  # of nested values; messages have about 8
+MAX_DEPTH = 64  # levels of nested values; messages have about 8
 MAX_INT_BYTES = 4096
-LONG_BYTES = 2**14  # from this size bytes travel as a column: the header holds small values
-# a one-dimensional array up to this size stands in the header: a column costs more than the copy
+LONG_BYTES = 2**14  # bytes of this size and more are sent as a column
+# a one-dimensional array up to this size is in the header: a column costs more than the copy
 SMALL_BYTES = 256
 
 # the tags; never renumbered
@@ -43,7 +39,10 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 class Refused(Exception):
-    """A value, or encoded bytes, that cannot be accepted. Each level adds its step to the path."""
+    """A value, or encoded bytes, that cannot be accepted.
+
+    Each level of nesting adds its key to the path.
+    """
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(problem, remedy)
@@ -61,8 +60,9 @@ class Refused(Exception):
 
 
 def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """Encode a value as a header and columns. Arrays are copied only if they are strided or
-    big-endian.
+    """Encode a value as a header and columns.
+
+    Arrays are copied only if they are strided or big-endian.
     """
     columns: list[np.ndarray] = []
     try:
@@ -75,7 +75,7 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
         raise FrameError(
-            f"expected valid Unicode, got {e.object!r:.60} with half a character in it", "value"
+            f"expected valid Unicode, got {e.object!r:.60} with a lone surrogate", "value"
         ) from e
 
 
@@ -92,9 +92,7 @@ def pack_value(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
-    """Encode values that are recognised by their base class: numpy scalars, mappings,
-    exceptions.
-    """
+    """Encode a value by its base class: numpy scalars, mappings, exceptions."""
     if isinstance(value, np.str_):
         return str(value)
     if isinstance(value, np.generic):
@@ -177,7 +175,7 @@ def _wrong_dtype(dtype: Any) -> Refused:
 
 
 def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
-    """Append an array to the columns, as a frame requires it; return its index."""
+    """Append an array to the columns in a form that a frame accepts; return its index."""
     if array.dtype not in CODES:
         little = array.dtype.newbyteorder("<")
         if little not in CODES:
@@ -190,8 +188,9 @@ def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
 
 
 def owned(array: np.ndarray) -> bool:
-    """Return whether numpy allocated the memory of the array, or of the array that it views. If so
-    it is not shared memory, which is sent by reference.
+    """Return whether numpy allocated the memory of the array, or of the array that it views.
+
+    If so, the array is not in shared memory, which is sent by reference.
     """
     base = array.base
     return base is None or (type(base) is np.ndarray and base.base is None)
@@ -213,7 +212,7 @@ def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tre
 
 
 def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
-    """Send only the rows of a slice, not the whole column that it views."""
+    """Encode only the rows of a slice, not the whole column that it views."""
     values, offsets = value.values, value.offsets
     # Check both ends only; the receiver checks all offsets.
     if problem := _ragged_problem(values, offsets[:: max(1, len(offsets) - 1)]):
@@ -303,8 +302,9 @@ def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> d
 
 
 def describe_value(value: Any) -> str:
-    """Return a value as text for errors. Other than plain values may be large or fail in ``repr``:
-    only their type is describe_value.
+    """Return a value as text for errors; only the type of a value that is not plain.
+
+    Other values may be large or fail in ``repr``.
     """
     return f"{value!r:.60}" if type(value) in OPEN_PLAIN else type(value).__name__
 
@@ -356,7 +356,7 @@ def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
             f"{offsets.dtype}{offsets.shape}"
         )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
-        return f"expected offsets that rise within 0..{len(values)}, got others"
+        return f"expected increasing offsets within 0..{len(values)}, got others"
     return ""
 
 

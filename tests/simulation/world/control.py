@@ -208,13 +208,13 @@ class SimControl:
     ) -> None:
         if self._names.get(record.name) is record:
             del self._names[record.name]
-        record.ended(reason, fault=fault, quiet=quiet)
+        record.mark_ended(reason, fault=fault, quiet=quiet)
 
     # calls
 
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
         record = self._mine(handle)
-        number, answer = record.opened(method)
+        number, answer = record.open_call(method)
         if not answer.done():
             self._send(record, number, method, args)
         return answer
@@ -250,7 +250,7 @@ class SimControl:
 
     def _answer(self, record: SimRecord, number: int, ok: bool, value: Any) -> None:
         if number != NO_REPLY and record.process.alive:
-            record.back.send(lambda: record.answered(number, ok, value))
+            record.back.send(lambda: record.complete_call(number, ok, value))
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         if not future.done() and self._world.fiber is not None:

@@ -140,7 +140,7 @@ class Launched:
         if self._elsewhere is not None:
             self._elsewhere.starts(self.planner)
         self.machine = SimMachine(world, net, self.planner)
-        self.pump = self.machine.pump("planner")
+        self.pump = self.machine.event_loop("planner")
         self.control = SimControl(world, net, self.planner, self.family)
         self.control.outlive, self.control.births = (
             self.cluster.scenario.outlives,
@@ -229,7 +229,7 @@ class Launched:
             host = takeover.coordinator
             host.journal = journal
             if not found.empty:
-                journal.begin(host.planner.state(), host.prepared)
+                journal.write_start(host.planner.state(), host.prepared)
             else:
                 JournalStart(journal, anew=self._anew).write(host, host.prepared)
             return takeover.roll_back()
@@ -243,7 +243,7 @@ class Launched:
             self._initial, self.blueprint = state, blueprint
             assert state is not None
             cluster.resumed(self, state)
-        given = self._given_to_planner(state, reason, blueprint.floored(beginning.floor))
+        given = self._given_to_planner(state, reason, blueprint.with_floor(beginning.floor))
         host = first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
         beginning.write(host, host.prepared)
         return host

@@ -88,7 +88,7 @@ class Net:
         self._servers[address] = server
         return address
 
-    def dial(
+    def open_connection(
         self, process: Process, address: str, token: str, hello: dict[str, Any], timeout_s: float
     ) -> tuple[SimLink, dict[str, Any]]:
         server = self._servers.get(address)
@@ -115,7 +115,7 @@ class SimLink(Connection):
         self._came: deque[Any] = deque()
         self._lost: str | None = None
         self._wake: Callable[[], None] | None = None
-        self.shares_memory, self.max_held, self.waits_for_slots, self.max_queued_bytes = (
+        self.shares_memory, self.max_held, self.waits_for_segments, self.max_queued_bytes = (
             True,
             8,
             False,

@@ -167,7 +167,7 @@ class Trainer:
                     next_step=self._next,
                     generation=self.session,
                     prefetch=self._seat.prefetch,
-                    dial=self._machine.dial,
+                    open_connection=self._machine.open_connection,
                     now=self._machine.now,
                     sleep=self._machine.sleep,
                 )

@@ -154,7 +154,7 @@ class SimMachine(Platform):
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
         pass  # all machines are in one process
 
-    def pump(self, name: str) -> EventLoop:
+    def event_loop(self, name: str) -> EventLoop:
         return cast(EventLoop, SimPump(self.world, self.process, name))
 
     def executor(self, workers: int, pump: EventLoop) -> Executor:
@@ -194,7 +194,7 @@ class SimMachine(Platform):
     ) -> Server:
         return cast(Server, SimServer(self.net, self.process, token, on_message, on_open, on_close))
 
-    def dial(
+    def open_connection(
         self,
         address: str,
         token: str,
@@ -203,7 +203,7 @@ class SimMachine(Platform):
         timeout_s: float,
         ring: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        return self.net.dial(self.process, address, token, hello, timeout_s)
+        return self.net.open_connection(self.process, address, token, hello, timeout_s)
 
     def end(self, code: int) -> None:
         self.process.kill()

@@ -87,7 +87,7 @@ def need(
     padded: bool = False,
     whole: bool = True,
 ) -> MicrobatchInfo:
-    """Return the facts of a microbatch; raise ``JobError`` if the adapter cannot use it."""
+    """Return the properties of a microbatch; raise ``JobError`` if the adapter cannot use it."""
     has_keys(mb, keys, adapter)
     facts = MicrobatchInfo.of(mb)
     if facts.padded and not padded:

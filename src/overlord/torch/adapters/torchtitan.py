@@ -57,8 +57,9 @@ def flat(
 
 
 def _by_image(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Return patches by image, [images, patches of the largest, patch_dim]; shorter images are
-    padded with zeros.
+    """Return patches by image, [images, patches of the largest, patch_dim].
+
+    Shorter images are padded with zeros.
     """
     sizes = grid.prod(-1).tolist()
     if not sizes:
