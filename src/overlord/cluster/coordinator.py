@@ -67,6 +67,7 @@ from overlord.messages.control import (
     SourceLost,
     StepsAcked,
     StreamState,
+    WorkerRecovered,
 )
 from overlord.messages.loader import Announce
 from overlord.planning.events import said_of_all
@@ -652,7 +653,7 @@ class Coordinator:
     # status
 
     @property
-    def recoveries(self) -> list[dict[str, Any]]:
+    def recoveries(self) -> list[WorkerRecovered]:
         return self.recovery.recoveries
 
     def waiting_for(self, rank: int) -> str:

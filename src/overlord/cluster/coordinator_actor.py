@@ -30,12 +30,18 @@ from overlord.journal.replay import Recovered
 from overlord.messages.control import (
     CoordinatorFailed,
     EndOfJob,
+    EventApplied,
+    EventsFound,
+    JobFinished,
     KillProcess,
     PlacementChanged,
     PlannedStep,
     Report,
+    RowsQuarantined,
     SetMixture,
     Skip,
+    StepAcked,
+    StepPlanned,
     StepProgress,
     StreamState,
     WorkerDisconnected,
@@ -95,10 +101,10 @@ class SessionNews:
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
             rows = list(itertools.islice(ledger.quarantine, bad, None))
             late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
-            yield ("bad", rows, late)
+            yield RowsQuarantined(rows, late)
         self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
         if len(recoveries) > self._n_recoveries:
-            yield from (("recovered", row) for row in recoveries[self._n_recoveries :])
+            yield from recoveries[self._n_recoveries :]
             self._n_recoveries = len(recoveries)
         worker_of = self._coordinator.placement.worker_of
         if not np.array_equal(worker_of, self._worker_of):
@@ -189,7 +195,7 @@ class CoordinatorActor:
         try:
             self._coordinator = self._start()
             self._coordinator.on_stage.append(self._staged)
-            self._coordinator.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._coordinator.on_lost.append(self._events.put)
             self._coordinator.on_taken = self._taken
             self._send_found()
             behind = self._coordinator.history.acked
@@ -231,13 +237,13 @@ class CoordinatorActor:
         """
         state = self._coordinator.planner.state()
         if self._said:
-            self._events.put(("found", list(self._said)))
+            self._events.put(EventsFound(list(self._said)))
         for event in lost(state.events) if self._config.incarnation else ():
-            self._events.put(("lost", event))
+            self._events.put(event)
         if self._takeover is None:
             return
         if self._watched and (stood := self._takeover.stood) is not None:
-            self._events.put(("staged", stood.step - 1, stood, True))
+            self._events.put(StepPlanned(stood.step - 1, stood, True))
         for rank, step in self._takeover.stands.items():
             self._taken(rank, step)
 
@@ -285,7 +291,7 @@ class CoordinatorActor:
         coordinator = self._coordinator
         if (finished := coordinator.planner.finished) is not self._told:
             self._told = finished
-            self._events.put(("finish", finished))
+            self._events.put(JobFinished(finished))
         if (acked := coordinator.history.acked) != self._acked:
             self._acked = acked
             figures = coordinator.journal.figures()
@@ -300,11 +306,11 @@ class CoordinatorActor:
         assert isinstance(stage.after, StreamState)
         # the launching process warns of lost tokens
         if self._losses.found(stage.after.counts) or self._watched:
-            self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
+            self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
-            self._events.put(("taken", rank, step))
+            self._events.put(StepAcked(rank, step))
 
     # requests of the session
 
@@ -412,7 +418,7 @@ class CoordinatorActor:
 
     def _took(self, event: Any) -> None:
         self._said.append(event)
-        self._events.put(("said", event))
+        self._events.put(EventApplied(event))
 
     def said(self) -> Future[list[Any]]:
         """Return the events of the journal and then those applied here, in force or not."""

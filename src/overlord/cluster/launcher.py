@@ -34,11 +34,13 @@ from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
 from overlord.messages.control import (
     CoordinatorFailed,
+    JobFailed,
     KillProcess,
     PlacementChanged,
     RedirectWorker,
     Report,
     RetireWorker,
+    SessionEvent,
     StartConstructorWorker,
     StartLoaderWorker,
     StepProgress,
@@ -46,6 +48,7 @@ from overlord.messages.control import (
     WaitingForWorkers,
     WorkerDisconnected,
     WorkerGivenUp,
+    WorkerRecovered,
 )
 from overlord.process.shutdown import CloseOnce
 from overlord.rpc.actors import ActorHandle, ActorSystem
@@ -79,7 +82,7 @@ class Launcher:
         self,
         blueprint: PreparedJob,
         generation: int,
-        told: Callable[[tuple[Any, ...]], None],
+        told: Callable[[SessionEvent], None],
         control: ActorSystem,
         machine: Platform,
     ):
@@ -287,20 +290,13 @@ class Launcher:
             name: missed for name, missed in found.items() if missed is not None
         }
         for part, (why, when) in lost.items():
-            row = {
-                "part": part,
-                "reason": why,
-                "seconds": now - when,
-                "step": behind,
-                "stand_bys": False,
-            }
             log.warning(
                 "%s recovered after %.2f s%s",
                 part,
                 now - when,
                 "" if part == PLANNER else f", with the planner; it was lost: {why}",
             )
-            self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
+            self._notify(WorkerRecovered(part, why, now - when, behind))
 
     def _miss(self, name: str, why: str, silent_s: float = 0.0) -> None:
         """Note the loss of a worker. Runs on: any thread.
@@ -340,7 +336,7 @@ class Launcher:
         log.error("%s", error)
         self._over, self.absent = error, str(error)
         self._lock.notify_all()
-        self._news.do(lambda: self._told(("over", error)))
+        self._notify(JobFailed(error))
 
     def _beats(self) -> None:
         """Kill a coordinator that does not answer or whose event loop is blocked.
@@ -529,10 +525,15 @@ class Launcher:
             case CoordinatorFailed(error=error):
                 log.error("the planner stopped: %s", error)
                 self._end_planner()
+            case WorkerRecovered(worker=name):
+                self._missed.pop(name, None)
+                self._notify(event)
             case _:
-                if event[0] == "recovered":
-                    self._missed.pop(event[1]["part"], None)
-                self._news.do(lambda: self._told(event))
+                self._notify(event)
+
+    def _notify(self, event: SessionEvent) -> None:
+        """Pass an event on to the session, in order."""
+        self._news.do(lambda: self._told(event))
 
     def _start_loader(self, planner: ActorHandle, asked: StartLoaderWorker) -> None:
         # of a new worker: a coordinator that takes over later needs its sources

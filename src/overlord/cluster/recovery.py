@@ -37,7 +37,7 @@ from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall
-from overlord.messages.control import STRIDE
+from overlord.messages.control import STRIDE, WorkerRecovered
 
 log = logging.getLogger("overlord")
 
@@ -74,7 +74,7 @@ class RecoveryManager:
         self._roll_back, self._use_as_standby, self._give_up = roll_back, use_as_standby, give_up
         self._supervisor = Supervisor(lost_after_s=lost_after_s, max_restarts=max_restarts)
         self.fails_over, self.generation = fails_over, generation
-        self.recoveries: list[dict[str, Any]] = []
+        self.recoveries: list[WorkerRecovered] = []
         self._lost_at: dict[str, float] = {}
         # by worker: the step that planning was rolled back to for it
         self._losses: dict[str, tuple[int, Loss]] = {}
@@ -230,14 +230,11 @@ class RecoveryManager:
                 now - loss.since,
                 _planned_again(rolled_back_to + 1, floor - 1),
             )
-            row = {
-                "part": loss.worker,
-                "reason": loss.reason,
-                "seconds": now - loss.since,
-                "step": rolled_back_to,
-                "stand_bys": loss.spare,
-            }
-            self.recoveries.append(row)
+            self.recoveries.append(
+                WorkerRecovered(
+                    loss.worker, loss.reason, now - loss.since, rolled_back_to, loss.spare
+                )
+            )
         del self.recoveries[:-KEPT_RECOVERIES]
 
     # status

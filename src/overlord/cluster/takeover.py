@@ -28,6 +28,7 @@ from overlord.messages.control import (
     DropLoader,
     LoaderStart,
     RedirectWorker,
+    ReportsRequested,
     RetireWorker,
     StartConstructorWorker,
     StartLoaderWorker,
@@ -103,7 +104,7 @@ def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     """Return the barrier of a coordinator in its own process."""
     return ReportBarrier(
         learns(config.blueprint.job.mixture),
-        lambda mark: send(("reports", mark)),
+        lambda mark: send(ReportsRequested(mark)),
         config.incarnation * PLANNERS,
     )
 

@@ -20,12 +20,30 @@ from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.coordinator_actor import Counted
 from overlord.cluster.event_outbox import EventOutbox
 from overlord.cluster.launcher import PLANNER, START_S, Launcher
+from overlord.cluster.status import recovery_rows
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
-from overlord.messages.control import Cursor, EndOfJob, PlannedStep, Report, SourceLost, StreamState
+from overlord.messages.control import (
+    Cursor,
+    EndOfJob,
+    EventApplied,
+    EventsFound,
+    JobFailed,
+    JobFinished,
+    PlannedStep,
+    Report,
+    ReportsRequested,
+    RowsQuarantined,
+    SessionEvent,
+    SourceLost,
+    StepAcked,
+    StepPlanned,
+    StreamState,
+    WorkerRecovered,
+)
 from overlord.planning.spec import NewSource, Quarantined
 from overlord.rpc.actors import ActorSystem
 from overlord.sample import Buffer
@@ -172,7 +190,7 @@ class ClusterRuntime:
         # kills workers that do not acknowledge the end of the job
         self._deaf: threading.Timer | None = None
         self._closed = False
-        self.recoveries: list[dict[str, Any]] = []
+        self.recoveries: list[WorkerRecovered] = []
         self.journal = UNWRITTEN  # of this process: the coordinator writes the journal
         try:
             self._parts.begin(state)
@@ -194,34 +212,34 @@ class ClusterRuntime:
     def use_buffers(self, buffers: Any) -> None:
         """Do nothing: constructor workers have buffers of their own."""
 
-    def _received(self, event: tuple[Any, ...]) -> None:
+    def _received(self, event: SessionEvent) -> None:
         if self._closed:
             return  # another runtime may serve the same clients by now
         match event:
-            case ("staged", int(step), StreamState() as after, bool(skipped)):
+            case StepPlanned(step=step, after=after, skipped=skipped):
                 for watcher in self.on_stage:
                     watcher(PlannedSummary(StepNumber(step), after, skipped))
-            case ("taken", int(rank), int(step)):
+            case StepAcked(rank=rank, step=step):
                 self.on_taken(rank, step)
-            case ("bad", list(rows), list(late)):
+            case RowsQuarantined(rows=rows, undecodable=undecodable):
                 self.planner.listed.update(dict.fromkeys(rows))
-                self.planner.spoiled.update(dict.fromkeys(late))
-            case ("lost", SourceLost() as gone):
-                for told in self.on_lost:
-                    told(gone)
-            case ("said", said):
-                self._sayings.heard(said)
-            case ("found", list(events)):
+                self.planner.spoiled.update(dict.fromkeys(undecodable))
+            case SourceLost():
+                for watcher in self.on_lost:
+                    watcher(event)
+            case EventApplied(event=applied):
+                self._sayings.heard(applied)
+            case EventsFound(events=events):
                 self._sayings.found(events)
-            case ("reports", int(mark)):
+            case ReportsRequested(mark=mark):
                 self._loop.post(lambda: self._all_reported(mark))
-            case ("recovered", dict(row)):
-                self.recoveries.append(row)
-            case ("finish", None) if self._parts.is_over:
+            case WorkerRecovered():
+                self.recoveries.append(event)
+            case JobFinished(end=None) if self._parts.is_over:
                 pass  # sent by a coordinator that was given up since
-            case ("finish", (EndOfJob() | None) as finish):
-                self.planner.finished = finish
-            case ("over", Exception() as error):
+            case JobFinished(end=end):
+                self.planner.finished = end
+            case JobFailed(error=error):
                 self._end_all(error)
             case _:
                 raise TypeError(f"unknown event of the coordinator: {event!r:.80}")
@@ -537,7 +555,7 @@ class ClusterRuntime:
         for what, n in self._parts.written_before().items():
             figures["journal"][what] = figures["journal"].get(what, 0) + n
         return figures | {
-            "recoveries": list(self.recoveries),
+            "recoveries": recovery_rows(self.recoveries),
             "placement": self._parts.recipes.placement.figures(),
         }
 

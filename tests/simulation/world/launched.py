@@ -27,7 +27,14 @@ from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
+from overlord.messages.control import (
+    LoaderStart,
+    Report,
+    ReportsRequested,
+    SetMixture,
+    Skip,
+    StreamState,
+)
 from overlord.messages.reports import checked
 from overlord.planning.events import EventLog
 from overlord.rpc.actors import ActorHandle
@@ -272,8 +279,8 @@ class Launched:
         """What the planner says. It asks for all that was reported by a message, which is answered
         behind what was reported before.
         """
-        if isinstance(message, tuple):
-            mark: int = message[1]
+        if isinstance(message, ReportsRequested):
+            mark = message.mark
             self.world.at(
                 0.0005, lambda: self._send(lambda host: host.all_reported(mark)), self.process
             )

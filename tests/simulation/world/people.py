@@ -24,7 +24,7 @@ from overlord.cluster.worker import EventQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import DataStall, JournalError
-from overlord.messages.control import SetMixture, Skip, StreamState
+from overlord.messages.control import SessionEvent, SetMixture, Skip, StreamState
 from overlord.rpc.actors import ActorHandle
 from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
 from overlord.session.events import EventTarget, UserEvents
@@ -57,7 +57,7 @@ class _Parts(Launcher):
 
     control: SimControl
 
-    def __init__(self, launched: Launched, told: Callable[[tuple[Any, ...]], None]):
+    def __init__(self, launched: Launched, told: Callable[[SessionEvent], None]):
         world, net = launched.world, launched.cluster.net
         self._launched, self._told = launched, told
         self._machine, self.control = (
