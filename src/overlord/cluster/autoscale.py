@@ -97,12 +97,12 @@ class Autoscaler:
             self._observer.restart()
             return
         self._answers, self._n_polled = {}, len(workers)
-        self._pool.poll(workers, "gauge", self._polled)
+        self._pool.poll(workers, "work", self._polled)
         if self._scaler.limits.memory_bytes is not None:
             loaders = [worker for worker in workers if worker.is_loader]
-            self._pool.poll(loaders, "weighs", self._weighed)
+            self._pool.poll(loaders, "pss_bytes", self._measured)
 
-    def _weighed(self, name: str, nbytes: Any) -> None:
+    def _measured(self, name: str, nbytes: Any) -> None:
         if nbytes is not None:
             self._rss[name] = int(nbytes)
 
@@ -119,7 +119,7 @@ class Autoscaler:
     def _observe(self) -> Observation | None:
         """Return the observation of a poll that all workers have answered."""
         waits = [
-            row[1]
+            row.waited_s
             for name, rows in self._answers.items()
             if name.startswith("constructor")
             for row in rows

@@ -18,7 +18,7 @@ from overlord.constructor.payload_gather import PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.messages.constructor import Build, Deliver, EndRank, Release, Unfinish
+from overlord.messages.constructor import Build, Deliver, EndRank, RankWait, Release, Unfinish
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -259,10 +259,10 @@ class ConstructorWorker(Worker):
             server.caught_up(HEARD_S)
         return self._delivery.taken(rank)
 
-    def gauge(self) -> list[tuple[int, float]]:
+    def work(self) -> list[RankWait]:
         """Return the total seconds that the trainer of every rank has waited, for scaling."""
         return [
-            (rank, float(row["waited_s"]))
+            RankWait(rank, float(row["waited_s"]))
             for rank, row in self._delivery.figures().items()
             if rank in self._taken
         ]

@@ -34,7 +34,7 @@ from overlord.messages.control import (
     SetBufferBudget,
     TakeOverLoader,
 )
-from overlord.messages.loader import Announce, Evaluate, Read, StepPayload
+from overlord.messages.loader import Announce, Evaluate, LoaderWork, Read, StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
 from overlord.setup.prepared_job import ReaderSpec, open_loader
@@ -279,16 +279,13 @@ class LoaderWorker(Worker):
         self._event_loop.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
-    def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
-        """Return the statistics of every loader for scaling.
-
-        These are core seconds, seconds, samples, and the seconds of a median and of a slow read.
-        """
-        answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
-        self._event_loop.post(lambda: answer.set_result(self._loading.gauge()))
+    def work(self) -> Future[list[LoaderWork]]:
+        """Return the statistics of every loader for scaling."""
+        answer = Future[list[LoaderWork]]()
+        self._event_loop.post(lambda: answer.set_result(self._loading.work()))
         return answer
 
-    def weighs(self) -> int:
+    def pss_bytes(self) -> int:
         """Return the bytes that this process holds, for scaling within a bound.
 
         Runs on: RPC thread, since the system counts pages for it.

@@ -295,7 +295,7 @@ class LocalRuntime:
                 scaler, lambda: self.planner, self, set_read_ahead=self._set_read_ahead
             )
         if self.planner.finished is None and self.building.mailboxes:
-            stats = {0: self.loading.gauge()}
+            stats = {0: self.loading.work()}
             observed = self._observer.observe(now, stats, self._taken, waited_s, hosts=1)
             self._observer.conclude(observed, now)
 
