@@ -153,9 +153,11 @@ def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[
     start = time.monotonic()
     strike()
     if planner:  # while there is none nobody is asked: its absence is what is told
-        until("the planner to be missed", lambda: session.internals.runtime._parts.absent, trainer)  # type: ignore[union-attr]
+        until(
+            "the planner to be missed", lambda: session.internals.runtime._launcher.absent, trainer
+        )  # type: ignore[union-attr]
     else:
-        handle = session.internals.runtime._parts.hosts[found.part]  # type: ignore[union-attr]
+        handle = session.internals.runtime._launcher.workers.handles[found.part]  # type: ignore[union-attr]
         until(f"{found.part} to be missed", lambda: not handle.alive, trainer)
     found.told.append(time.monotonic() - start)
     until(

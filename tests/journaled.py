@@ -246,7 +246,7 @@ def child(order: dict[str, Any]) -> None:
         that it has not received.
         """
         if order["runtime"] != "local":
-            until(lambda: session.internals.runtime._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
+            until(lambda: session.internals.runtime._launcher.acked == STEPS - 1)  # type: ignore[attr-defined]
 
     train(
         made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard

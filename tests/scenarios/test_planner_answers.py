@@ -138,10 +138,10 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     next source got a host of others.
     """
     heard = threading.Event()
-    do = Launcher._do
+    execute = Launcher._execute
 
     def hears(parts: Launcher, planner: Any, event: Any) -> None:
-        do(parts, planner, event)
+        execute(parts, planner, event)
         if isinstance(event, PlacementChanged):
             heard.set()
 
@@ -154,10 +154,10 @@ def test_where_a_source_that_joined_is_read_is_known_once(
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(Launcher, "_do", hears)
+            patch.setattr(Launcher, "_execute", hears)
             asked(patch, "add_source", slowly)
             session.add_source(source("d", 30, 5000))
-        assert len(parts.hosting.host_of) == sum(parts.hosting.loaders) == 4
+        assert len(parts.workers.placement.host_of) == sum(parts.workers.placement.loaders) == 4
         replaced(parts)
         ahead(clients, 5)
         session.add_source(source("e", 30, 7000))
@@ -395,7 +395,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
             return host
 
         def meanwhile(pid: int) -> None:
-            until(lambda: "loader-worker/3" in parts.hosts)
+            until(lambda: "loader-worker/3" in parts.workers.handles)
             replaced(parts)
             os.kill(pid, signal.SIGCONT)
 

@@ -57,7 +57,7 @@ def journal(tmp_path: Path) -> str:
 
 def parts_of(session: ov.Session) -> Launcher:
     assert isinstance(session.internals.runtime, ClusterRuntime)
-    return session.internals.runtime._parts
+    return session.internals.runtime._launcher
 
 
 def take(clients: list[ov.Client], n: int, got: dict[int, list[Any]]) -> None:
@@ -123,7 +123,7 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
     write = ClusterRuntime.write_beginning
 
     def dies(engine: ClusterRuntime, beginning: Any) -> None:
-        pid = engine._parts.hosts["loader-worker/0"].pid
+        pid = engine._launcher.workers.handles["loader-worker/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
@@ -377,7 +377,7 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
 
     def dies(serving: ServedRanks, host: Any, **settings: Any) -> None:
         if isinstance(host, ClusterRuntime) and not killed:
-            killed.append(handle := host._parts.hosts["constructor-worker/0"])
+            killed.append(handle := host._launcher.workers.handles["constructor-worker/0"])
             host.kill("constructor-worker/0")
             until(lambda: not handle.alive)
         furnish(serving, host, **settings)
@@ -522,7 +522,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
         engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
         engine._outside.clear(), engine._asked.clear()
-        call, asked = engine._parts.control.call, list[Any]()
+        call, asked = engine._launcher.control.call, list[Any]()
 
         def silent(host: Any, method: str, *args: Any) -> Any:
             if method != "listen":
@@ -530,7 +530,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
             asked.append(Future())
             return asked[-1]
 
-        monkeypatch.setattr(engine._parts.control, "call", silent)
+        monkeypatch.setattr(engine._launcher.control, "call", silent)
         for _ in range(3):
             with pytest.raises(DataStall, match="constructor-worker/0 to be started again"):
                 engine.outside(0)

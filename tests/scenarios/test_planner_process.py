@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.coordinator_heartbeat import CoordinatorHeartbeat
 from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost, JobError, PlanError
 from overlord.messages.control import EndOfJob
@@ -234,8 +235,8 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
             handles = [
-                session.internals.runtime._parts.planner,
-                *session.internals.runtime._parts.hosts.values(),
+                session.internals.runtime._launcher.planner,
+                *session.internals.runtime._launcher.workers.handles.values(),
             ]  # type: ignore[attr-defined]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
@@ -363,13 +364,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never
     does is never replaced.
     """
-    end = Launcher._end_for
+    kill = CoordinatorHeartbeat.kill
     monkeypatch.setattr(
-        Launcher,
-        "_end_for",
-        lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
+        CoordinatorHeartbeat,
+        "kill",
+        lambda beats, planner, why: "it answered nothing" in why or kill(beats, planner, why),
     )
-    monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
+    monkeypatch.setattr("overlord.cluster.coordinator_heartbeat.AT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")

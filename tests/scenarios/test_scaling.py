@@ -158,8 +158,8 @@ def readers(session: ov.Session) -> set[str]:
 def relocate(session: ov.Session, *hosts: int) -> bool:
     """As a review of the nodes does, when one with room joins."""
     engine: Any = session.internals.runtime
-    if hasattr(engine, "_parts"):
-        return bool(engine._parts.ask("relocate", list(hosts)))
+    if hasattr(engine, "_launcher"):
+        return bool(engine._launcher.ask("relocate", list(hosts)))
     return bool(
         session.internals.loop.ask(lambda: engine.rebalancer.relocate(hosts), "the planner")
     )

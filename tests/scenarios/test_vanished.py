@@ -190,7 +190,7 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     ):
         engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
-        parts, missed = engine._parts, list[str]()
+        parts, missed = engine._launcher, list[str]()
 
         def strike(session: ov.Session) -> None:
             tell_of_no_death(parts, "loader-worker/0", missed, monkeypatch)
@@ -213,7 +213,7 @@ def tell_of_no_death(
     parts: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hold back the death notice of the current worker of this name, in the returned list."""
-    tell, ours = parts.control.tell, parts._tickets[name]
+    tell, ours = parts.control.tell, parts.workers._leases[name]
 
     def deaf(handle: ActorHandle, method: str, *args: Any) -> None:
         if method == "died" and args[0] == ours and not missed:
@@ -232,7 +232,7 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
         engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
-        silent, kill = {"loader-worker/0", "constructor-worker/0"}, engine._parts.control.kill
+        silent, kill = {"loader-worker/0", "constructor-worker/0"}, engine._launcher.control.kill
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()
 
         def waits_for_the_others(handle: ActorHandle) -> None:
@@ -240,7 +240,7 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
                 all_there.wait()
             kill(handle)
 
-        monkeypatch.setattr(engine._parts.control, "kill", waits_for_the_others)
+        monkeypatch.setattr(engine._launcher.control, "kill", waits_for_the_others)
 
         def strike(session: ov.Session) -> None:
             stopped.update(pid for name, pid in hosts_of(session).items() if name in silent)

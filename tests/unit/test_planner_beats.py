@@ -5,12 +5,12 @@ pump does not come to an end.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from overlord.cluster.launcher import TICKS, Launcher
+from overlord.cluster.coordinator_heartbeat import TICKS, CoordinatorHeartbeat
+from overlord.rpc.actors import ActorHandle, ActorRecord
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
@@ -25,6 +25,7 @@ class Control:
 
     def __init__(self, answers: list[tuple[bool | None, int]]):
         self.answers, self.now, self.asked = answers, 0, list[tuple[int, bool, Future[Any]]]()
+        self.kills: list[int] = []
 
     def call(self, planner: Any, method: str) -> Future[Any]:
         future = Future[Any]()
@@ -37,6 +38,9 @@ class Control:
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         return future.result(0)
 
+    def kill(self, planner: Any) -> None:
+        self.kills.append(self.now)
+
     def wait(self, seconds: float) -> bool:
         """A tick."""
         assert seconds == 2.0 / TICKS
@@ -44,28 +48,18 @@ class Control:
         for at, answer, future in self.asked:
             if at <= self.now and not future.done():
                 future.set_result(answer)
-        return self.now > 30
+        return self.now > 30 or bool(self.kills)
 
 
 def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
     """When a planner is killed that answers so, in ticks, and for what."""
-    parts, control, ends = (
-        Launcher.__new__(Launcher),
-        Control(list(answers)),
-        list[tuple[int, str]](),
-    )
-    parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
-    parts.control = parts._stop = control  # type: ignore[assignment]
-    parts._starts = SimpleNamespace(look=lambda: ())  # type: ignore[assignment]
-    parts._beating = SimpleNamespace(name="planner")  # type: ignore[assignment]
-
-    def end(planner: Any, why: str) -> None:
-        ends.append((control.now, why))
-        parts._beating = None
-
-    parts._end_for = end  # type: ignore[method-assign]
-    parts._beats()
-    return ends
+    control = Control(list(answers))
+    heartbeat = CoordinatorHeartbeat(control, 2.0, lambda: None)  # type: ignore[arg-type]
+    heartbeat._stop = control  # type: ignore[assignment]
+    planner = ActorHandle("planner", None, ActorRecord("planner"))
+    heartbeat.watch(planner)
+    heartbeat.run()
+    return [(at, heartbeat.cause(planner) or "") for at in control.kills]
 
 
 MOVED, STANDS, NEVER = (True, 1), (False, 1), (None, 0)

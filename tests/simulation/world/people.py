@@ -2,7 +2,7 @@
 planner of a simulated job.
 
 The session's own code says it (``session/events.py``), the code of an engine whose planner is
-elsewhere asks and hears (``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the
+elsewhere asks and hears (``session/cluster_runtime.py``, ``event_outbox.py``, ``launcher.py``), and the
 planner's own answers (``cluster/coordinator_actor.py``). What lies between them is the control
 plane of the virtual world.
 """
@@ -52,22 +52,22 @@ class _Now:
         work()
 
 
-class _Parts(Launcher):
+class _Launcher(Launcher):
     """Of the processes of a job only its planner: how it is asked, and heard."""
 
     control: SimControl
 
     def __init__(self, launched: Launched, told: Callable[[SessionEvent], None]):
         world, net = launched.world, launched.cluster.net
-        self._launched, self._told = launched, told
-        self._machine, self.control = (
+        self._launched, self._on_event = launched, told
+        self._platform, self.control = (
             SimMachine(world, net, launched.process),
             SimControl(world, net, launched.process),
         )
         self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
         self._waiting: list[Callable[[], None]] = []
         self._closed, self.planner = False, None
-        self._work = self._news = cast(ThreadQueue, _Now())
+        self._requests = self._notices = cast(ThreadQueue, _Now())
 
     def ask(
         self,
@@ -80,7 +80,7 @@ class _Parts(Launcher):
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
         while self._launched.host is None or self.planner is None:
-            if (left := deadline - self._machine.now()) <= 0:
+            if (left := deadline - self._platform.now()) <= 0:
                 raise DataStall(PLANNER, timeout_s)
             self._launched.world.wait(left, self._waiting.append)
         return self.planner
@@ -103,15 +103,15 @@ class _Parts(Launcher):
 class Elsewhere(ClusterRuntime):
     """The engine of a session whose planner is elsewhere, as far as people say something to it."""
 
-    _parts: _Parts
+    _launcher: _Launcher
 
     def __init__(self, launched: Launched):
         self._sayings, self.on_late, self._closed = EventOutbox(), [], False
-        self._parts = _Parts(launched, self._received)
-        self.planner = CoordinatorClient(self._parts)
+        self._launcher = _Launcher(launched, self._received)
+        self.planner = CoordinatorClient(self._launcher)
 
     def starts(self, process: Process) -> None:
-        self._parts.starts(process)
+        self._launcher.starts(process)
 
     def is_there(
         self, host: Coordinator, kit: CoordinatorConfig, pump: EventLoop, found: Sequence[Any]
@@ -119,8 +119,8 @@ class Elsewhere(ClusterRuntime):
         """``found``: events in the journal. What is to be called behind every turn of the planner's
         pump.
         """
-        actor = _Planner(host, kit, pump, found, self._parts._machine.now)
-        self._parts.is_there(actor)
+        actor = _Planner(host, kit, pump, found, self._launcher._platform.now)
+        self._launcher.is_there(actor)
         return actor._after_turn
 
 
