@@ -358,7 +358,7 @@ def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next
         take(clients, 3, got)
         assert session.scale("heavy", 2)
         until(lambda: tried)
-        until(lambda: SCALED not in parts_of(session).kits)
+        until(lambda: SCALED not in parts_of(session).workers.sources_of)
         for at in (12, 20):
             session.kill("planner")
             take(clients, at - len(got[0]), got)
@@ -552,7 +552,7 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
             patch.setattr(ClusterRuntime, "add_source", refuses)
             with pytest.raises(PlanError, match="it is planned already"):
                 session.add_source(source("late", 30, 5000))
-        assert parts_of(session).blueprint.job.names == made.names, (
+        assert parts_of(session).prepared.job.names == made.names, (
             "what the next planner begins with, and writes down"
         )
         more = PlannerJob(

@@ -17,6 +17,7 @@ from typing import Any
 
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster import recovery, takeover
+from overlord.cluster.attached_ranks import AttachedRanks
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.launcher import Launcher
@@ -233,10 +234,10 @@ def _other_seed(real: Any) -> Any:
 def _forget_members(real: Any) -> Any:
     """A constructor that is started again is not told who takes part."""
 
-    def ranks_at(self: Any, c: int) -> list[int]:
+    def served_by(self: Any, c: int) -> list[int]:
         return [rank for rank in real(self, c) if rank % 2 == 0]
 
-    return ranks_at
+    return served_by
 
 
 def _hear_old_payload(real: Any) -> Any:
@@ -423,7 +424,7 @@ MUTANTS = (
     Mutant(
         "forget who takes part",
         "a constructor that was started again serves every other rank",
-        ((Coordinator, "_ranks_at", _forget_members),),
+        ((AttachedRanks, "served_by", _forget_members),),
         6,
     ),
     Mutant(

@@ -96,7 +96,8 @@ class SessionNews:
 
     def collect(self) -> Iterator[Any]:
         """Return the events for the launching process since the last call."""
-        ledger, recoveries = self._coordinator.planner.ledger, self._coordinator.recoveries
+        ledger = self._coordinator.planner.ledger
+        recoveries = self._coordinator.recovery.recoveries
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
             rows = list(itertools.islice(ledger.quarantine, bad, None))
@@ -402,7 +403,7 @@ class CoordinatorActor:
                     lambda: coordinator.journal.joined(new.event, coordinator.prepared),
                 )
             except JournalError:
-                coordinator.abandon_source(h)
+                coordinator.sources.abandon(h)
                 raise
             except BaseException:
                 coordinator.sources.refuse(before, h)

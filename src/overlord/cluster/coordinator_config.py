@@ -115,7 +115,7 @@ class Incarnation:
 
     number: int = 0
     planned: Mapping[int, str] = field(default_factory=dict)
-    barrier: ReportBarrier | None = None
+    barrier: ReportBarrier = field(default_factory=ReportBarrier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
