@@ -42,7 +42,7 @@ from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob, schedule_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
@@ -62,7 +62,7 @@ class Drive:
         )
         self.planner = self.blueprint.planner()
         self.past = PlanHistory(self.planner.state(), job.feedback_lag)
-        host = local_runtime(self.blueprint, Nowhere(), None)
+        host = LocalRuntime(self.blueprint, Nowhere(), None)
         self.loaders, self.readers = (
             host.loaders,
             [hosted.reader for hosted in host.loading.hosted.values()],

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,9 +139,10 @@ class LoadObserver:
                 last[worker, row.loader] = row
                 had = self._last.get((worker, row.loader), row)
                 if row.samples < had.samples:  # the loader was opened again, and counts from zero
-                    had = row._replace(busy_s=0.0, took_s=0.0, samples=0)
+                    had = replace(row, busy_s=0.0, took_s=0.0, samples=0)
                 if not row.standby:
-                    found[row.loader] = row._replace(
+                    found[row.loader] = replace(
+                        row,
                         busy_s=row.busy_s - had.busy_s,
                         took_s=row.took_s - had.took_s,
                         samples=row.samples - had.samples,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -159,7 +158,8 @@ class StepPayload:
     items: Ragged | None = None
 
 
-class LoaderWork(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LoaderWork:
     """Totals of one loader since it was opened, and the seconds of its reads."""
 
     loader: int

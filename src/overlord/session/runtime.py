@@ -24,7 +24,7 @@ from overlord.process.shutdown import Steps, in_turn
 from overlord.ray.node_choice import by_one_name, cores_for_loading, problems
 from overlord.rpc.actors import HURRY_S, ActorSystem
 from overlord.scaling.memory_budget import parse_bytes, split
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
 from overlord.setup.prepared_job import PreparedJob
 
@@ -121,7 +121,7 @@ def start_runtime(
         )
     executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
-        return local_runtime(prepared, executor, state)
+        return LocalRuntime(prepared, executor, state)
     except BaseException:
         executor.close()
         raise
