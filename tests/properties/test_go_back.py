@@ -148,7 +148,7 @@ class Drive:
             )
             commands = self.planner.handle(what)
         if self.planner.ended is None or any(isinstance(c, EndOfJob) for c in commands):
-            self.past.said(what)
+            self.past.applied(what)
         self._do(commands)
 
     def _next(self, rank: int) -> int | None:
@@ -162,7 +162,7 @@ class Drive:
             self._report(Report(step, rank, metrics))
         self._do(self.planner.handle(Consumed(rank, step)))
         assert self.planner.taken is not None
-        self.past.took(self.planner.taken)
+        self.past.taken(self.planner.taken)
 
     def _report(self, report: Report) -> None:
         if self.planner.in_time(report):
@@ -199,7 +199,7 @@ class Drive:
                 case Refill(loader=number):
                     self.queues[number].append((number, command))
                 case PlannedStep(plan=plan, pops=pops, skipped=skipped):
-                    first = self.past.staged(command)
+                    first = self.past.planned(command)
                     assert first == (plan.step not in self.stages)
                     if first and not skipped:
                         self.steps.append(plan.step)

@@ -190,7 +190,7 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
             with pytest.raises(DataStall) as given_up:
                 session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
         assert "may still come to it" in "".join(given_up.value.__notes__)
-        until(lambda: parts.ask("said"))
+        until(lambda: parts.ask("applied_events"))
         until(lambda: session.state_dict()["events"])
         saved = clients[0].state_dict()
         lived = play(session)
@@ -348,7 +348,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
     """The host was not known yet when the next planner was made, which asked for it again, and
     ended: its name was taken.
     """
-    start, todo = WorkerFactory.loader_host, ["once"]
+    start, todo = WorkerFactory.loader_worker, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
@@ -368,7 +368,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
                     until(lambda: parts.planner is not old, 1.0)
             return host
 
-        monkeypatch.setattr(WorkerFactory, "loader_host", dies)
+        monkeypatch.setattr(WorkerFactory, "loader_worker", dies)
         session.kill("loader-worker/0")
         ahead(clients, 20)
         assert not todo
@@ -381,7 +381,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
     """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one
     that hangs.
     """
-    start = WorkerFactory.loader_host
+    start = WorkerFactory.loader_worker
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
         clients, parts = clients_of(session), parts_of(session)
@@ -400,7 +400,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
             os.kill(pid, signal.SIGCONT)
 
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerFactory, "loader_host", slowly)
+            patch.setattr(WorkerFactory, "loader_worker", slowly)
             session.add_source(source("d", 30, 5000))
         assert parts._incarnation == 1
         ahead(clients, 10)

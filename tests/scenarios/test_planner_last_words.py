@@ -343,7 +343,7 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
 def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_planner(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, tried = WorkerFactory.loader_host, list[int]()
+    start, tried = WorkerFactory.loader_worker, list[int]()
 
     def refuses(recipes: WorkerFactory, h: int, *args: Any) -> Any:
         if h < SCALED:
@@ -351,7 +351,7 @@ def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next
         tried.append(h)
         raise OverlordError("there is no room")
 
-    monkeypatch.setattr(WorkerFactory, "loader_host", refuses)
+    monkeypatch.setattr(WorkerFactory, "loader_worker", refuses)
     with launch(scaling.job(journal=journal), **scaling.ONE) as session:
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
@@ -521,7 +521,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
         clients = connected(session)
         engine = session.internals.runtime
         assert isinstance(engine, ClusterRuntime)
-        engine._outside.clear(), engine._asked.clear()
+        engine._outside.clear(), engine._calls.clear()
         call, asked = engine._launcher.control.call, list[Any]()
 
         def silent(host: Any, method: str, *args: Any) -> Any:

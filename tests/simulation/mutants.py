@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         "promote without replay",
         "a new planner goes on behind the last planned step, not the last taken one",
-        ((takeover, "behind", _trust_the_front),),
+        ((takeover, "last_acked", _trust_the_front),),
         1,
         _journal,
     ),
@@ -462,7 +462,7 @@ MUTANTS = (
         "forget what was said on the way back",
         "when a part is lost, steps are planned again without what people changed since "
         "they were planned",
-        ((PlanHistory, "said", _unsaid),),
+        ((PlanHistory, "applied", _unsaid),),
         29,
         _says,
     ),

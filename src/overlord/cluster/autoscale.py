@@ -23,14 +23,18 @@ from overlord.setup.partition import loads_of, scales
 from overlord.setup.prepared_job import PreparedJob
 
 
-def scaler_of(prepared: PreparedJob, hosting: LoaderPlacement, read_ahead: int) -> Scaler | None:
+def scaler_of(
+    prepared: PreparedJob, loader_placement: LoaderPlacement, read_ahead: int
+) -> Scaler | None:
     """Return the scaler of a job: one that moves loaders, one that observes, or None."""
     options = prepared.options
     if not scales(prepared):
         return observing_scaler(options, read_ahead)
-    cores = max(hosting.n_hosts, options.hosts or n_cores())
+    cores = max(loader_placement.n_hosts, options.hosts or n_cores())
     given = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-    limits = Limits(**{"cores": cores, "lanes": worth(lanes_of(options, hosting)), **given})
+    limits = Limits(
+        **{"cores": cores, "lanes": worth(lanes_of(options, loader_placement)), **given}
+    )
     return Scaler(limits, options.read_ahead or 1)
 
 

@@ -94,9 +94,9 @@ class Coordinator:
         starter: WorkerStarter | None = None,
         incarnation: Incarnation = Incarnation(),  # noqa: B008
     ):
-        hosting = hosting_of(prepared) if starter is None else starter.hosting
-        read_ahead = read_ahead_of(hosting, scales(prepared))
-        prepared = prepared.with_loaders(hosting.loaders, read_ahead)
+        loader_placement = hosting_of(prepared) if starter is None else starter.loader_placement
+        read_ahead = read_ahead_of(loader_placement, scales(prepared))
+        prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
         self._first = prepared  # the job whose schedule the planner has
         options = prepared.options
         context = ProcessContext(control, event_loop, platform or Platform())
@@ -111,14 +111,14 @@ class Coordinator:
         groups = list(prepared.job.place.buckets("DP"))
 
         self.placement = Placement(
-            hosting.loaders, hosting.host_of, constructors_of(prepared), groups
+            loader_placement.loaders, loader_placement.host_of, constructors_of(prepared), groups
         )
         self._ranks = AttachedRanks(self.placement, len(groups))
         self._starter: WorkerStarter = starter or WorkerFactory(
             control,
             lambda: self.prepared,
-            settings_of(prepared, hosting, secrets.token_urlsafe(24), session, platform),
-            hosting,
+            settings_of(prepared, loader_placement, secrets.token_urlsafe(24), session, platform),
+            loader_placement,
             self.placement.constructor_of.tolist(),
         )
         self.router = router_of(prepared, self.placement)
@@ -138,7 +138,7 @@ class Coordinator:
         self.history = PlanHistory(
             self.planner.state(), prepared.job.feedback_lag, incarnation.planned
         )
-        self.standby = standbys_of(prepared, hosting, self.placement)
+        self.standby = standbys_of(prepared, loader_placement, self.placement)
         actions = RecoveryActions(
             roll_back=self.rollback,
             use_as_standby=lambda name: self.rebalancer.use_as_standby(name),
@@ -154,7 +154,7 @@ class Coordinator:
             self.pool, self.placement, self.recovery, session=session, prefetch=options.prefetch
         )
         self.sources = JobSources(
-            prepared, self.pool, self.placement, self.recovery, hosting.n_hosts
+            prepared, self.pool, self.placement, self.recovery, loader_placement.n_hosts
         )
         self.starts = LoaderStarts(lambda: self.prepared, self.placement)
         current = CurrentJob(lambda: self.prepared, lambda: self.planner)
@@ -168,7 +168,7 @@ class Coordinator:
             commands=self.commands,
             first=SCALED + incarnation.number * PER_PLANNER,
         )
-        scaler = scaler_of(prepared, hosting, self.planner.spec.read_ahead)
+        scaler = scaler_of(prepared, loader_placement, self.planner.spec.read_ahead)
         self.autoscaler: Autoscaler | None = None
         if scaler is not None:
             self.autoscaler = Autoscaler(
@@ -261,7 +261,7 @@ class Coordinator:
         """Keep an event for the next rollback, before a plan made with it takes effect."""
         if isinstance(event, SetMixture):
             event = said_of_all(event, self.planner.spec.names)
-        self.history.said(event)
+        self.history.applied(event)
 
     def report(self, report: Report) -> bool:
         """Apply a report and return whether it comes in time for a plan."""
@@ -317,7 +317,7 @@ class Coordinator:
             match event:
                 case StepsAcked(ranks=ranks, steps=steps):
                     for rank, step in zip(ranks, steps, strict=True):
-                        self._took(rank, step)
+                        self._acked(rank, step)
                 case ConnectionLost():
                     self.recovery.unreachable(event.worker, event.reason, event.address)
                 case EndOfJob(error=ActorLost(name=name)) if (
@@ -331,7 +331,7 @@ class Coordinator:
         self.run()
         self.gate.acked()
 
-    def _took(self, rank: int, step: int) -> None:
+    def _acked(self, rank: int, step: int) -> None:
         if rank in self._ranks:
             self.on_taken(rank, step)
             self.commands.queue.extend(self._barrier.hold([Consumed(rank, step)]))
@@ -428,7 +428,7 @@ class Coordinator:
 
     def _progress(self) -> None:
         taken = self.planner.taken
-        if taken is not None and self.history.took(taken):
+        if taken is not None and self.history.taken(taken):
             self.recovery.acked(self.history.acked)
 
     def _publish(self, stage: PlannedStep) -> None:
@@ -456,7 +456,7 @@ class Coordinator:
         None where it differs from its first plan: that ends the job.
         """
         try:
-            return self.history.staged(stage)
+            return self.history.planned(stage)
         except PlanError as error:
             self.commands.queue.extend(self.planner.handle(EndOfJob(stage.plan.step, error)))
             return None
@@ -528,7 +528,7 @@ class Coordinator:
         """Read the k-th loader of a source on ``hosts[k % len(hosts)]``."""
         self.rebalancer.move(source, hosts)
 
-    def spread(self, source: int, n: int) -> bool:
+    def scale(self, source: int, n: int) -> bool:
         """Read a source in ``n`` workers; return whether that changes anything."""
         return self.rebalancer.scale(source, n)
 

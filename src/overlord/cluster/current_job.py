@@ -60,12 +60,14 @@ def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
 
 
 def standbys_of(
-    prepared: PreparedJob, hosting: LoaderPlacement, placement: Placement
+    prepared: PreparedJob, loader_placement: LoaderPlacement, placement: Placement
 ) -> StandbyManager:
     """Return the standbys of a job, as its option ``shadows`` asks for them."""
     kind = prepared.options.shadows
-    if kind != "none" and hosting.n_hosts == 1:
+    if kind != "none" and loader_placement.n_hosts == 1:
         log.warning(
             "shadows=%r has no effect: there is one loader worker, and no other for standbys", kind
         )
-    return StandbyManager(placement, *standby_sizes(kind, loads_of(prepared), hosting.loaders))
+    return StandbyManager(
+        placement, *standby_sizes(kind, loads_of(prepared), loader_placement.loaders)
+    )

@@ -115,15 +115,15 @@ class LaunchedWorkers:
 
     def start_constructor(self, planner: ActorHandle, request: StartConstructorWorker) -> None:
         number = request.number
-        self._start(planner, request.ticket, lambda: self.factory.constructor(number))
+        self._start(planner, request.lease_id, lambda: self.factory.constructor(number))
 
     def start_loader(self, planner: ActorHandle, request: StartLoaderWorker) -> None:
         # of a new worker: a coordinator that takes over later needs its sources
         self.sources_of.setdefault(request.number, tuple(request.sources))
         self._start(
             planner,
-            request.ticket,
-            lambda: self.factory.loader_host(
+            request.lease_id,
+            lambda: self.factory.loader_worker(
                 request.number,
                 request.sources,
                 request.starts,
@@ -133,14 +133,14 @@ class LaunchedWorkers:
         )
 
     def redirect(self, planner: ActorHandle, request: RedirectWorker) -> None:
-        self._start(planner, request.ticket, lambda: self._living(request.worker))
+        self._start(planner, request.lease_id, lambda: self._living(request.worker))
 
     def _living(self, name: str) -> ActorHandle:
         if (worker := self.handles.get(name)) is None:
             raise ActorLost(name, "it was not needed")
         return worker
 
-    def _start(self, planner: ActorHandle, ticket: int, start: Callable[[], ActorHandle]) -> None:
+    def _start(self, planner: ActorHandle, lease_id: int, start: Callable[[], ActorHandle]) -> None:
         with self.spawning:
             if planner is not self._coordinator():
                 return
@@ -150,23 +150,23 @@ class LaunchedWorkers:
                     self.watchdog.watch(worker)
             except Exception as fault:
                 reason = f"it could not be started: {fault}"
-                self._control.tell(planner, "died", ticket, reason, fault)
+                self._control.tell(planner, "died", lease_id, reason, fault)
                 return
             with self._lock:
                 self.handles[worker.name] = worker
-        self._lease(planner, ticket, worker)
+        self._lease(planner, lease_id, worker)
 
-    def _lease(self, planner: ActorHandle, ticket: int, worker: ActorHandle) -> None:
+    def _lease(self, planner: ActorHandle, lease_id: int, worker: ActorHandle) -> None:
         """Redirect a worker to the coordinator, and report its death there."""
-        self._leases[worker.name] = ticket
-        self._control.tell(worker, "meet", *self._address, ticket)
+        self._leases[worker.name] = lease_id
+        self._control.tell(worker, "redirect", *self._address, lease_id)
 
         def died(worker: ActorHandle, reason: str) -> None:
             self.note_lost(worker.name, reason)
             if planner is self._coordinator() and not self.closed:
                 reason = self.watchdog.why(worker.name, reason)
                 fault = fault_of(self._control, worker)
-                self._control.tell(planner, "died", ticket, reason, fault)
+                self._control.tell(planner, "died", lease_id, reason, fault)
 
         self._control.on_death(worker, died)
 
@@ -176,13 +176,13 @@ class LaunchedWorkers:
         The death of one that is already gone is reported again: otherwise the coordinator would
         wait for it forever.
         """
-        ticket, name = request.ticket, request.worker
+        lease_id, name = request.lease_id, request.worker
         worker = self.handles.get(name)
-        if self._leases.get(name) != ticket:
-            self._control.tell(planner, "died", ticket, "another has its name by now")
+        if self._leases.get(name) != lease_id:
+            self._control.tell(planner, "died", lease_id, "another has its name by now")
         elif worker is None or not worker.alive:
             reason, _ = self._lost.get(name, ("it was gone already", 0.0))
-            self._control.tell(planner, "died", ticket, reason)
+            self._control.tell(planner, "died", lease_id, reason)
         else:
             self.end(worker)
 
@@ -192,7 +192,7 @@ class LaunchedWorkers:
         Nearly always the worker died, which is reported separately.
         """
         name = notice.worker
-        if self._leases.get(name) != notice.ticket:
+        if self._leases.get(name) != notice.lease_id:
             return  # the name has another worker by now
         if (worker := self.handles.get(name)) is not None:
             self._platform.thread(
@@ -271,7 +271,7 @@ class LaunchedWorkers:
         self.sources_of[number], self._without = (source,), (number, before)
         try:
             starts = self.prepared.openings(source, Cursor())
-            worker = self.factory.loader_host(number, [source], starts, constructors())
+            worker = self.factory.loader_worker(number, [source], starts, constructors())
             with self._lock:
                 self._preparing.add(name)
                 self.handles[name] = worker

@@ -128,14 +128,14 @@ class Launcher:
             config = CoordinatorConfig.of(
                 self.prepared,
                 state=self._initial,
-                hosting=workers.placement,
+                loader_placement=workers.placement,
                 token=workers.token,
                 session=self._session,
                 incarnation=self._incarnation,
                 reason=self._reason,
                 constructor_of=tuple(workers.constructor_of.tolist()),
                 living=living if self._incarnation else (),
-                kits=tuple(workers.sources_of.items()),
+                sources_of=tuple(workers.sources_of.items()),
                 attached=tuple(sorted(self.attached)),
                 opened=self._opened,
                 watched=self.watched,
@@ -337,7 +337,7 @@ class Launcher:
             with contextlib.suppress(ActorLost, DataStall):
                 self.control.tell(planner, method, *args)
 
-    def _relocate(self, hosts: list[int], accept: Callable[[], None]) -> None:
+    def _relocate(self, workers: list[int], accept: Callable[[], None]) -> None:
         """Ask the coordinator to replace loader workers; the next review asks a restarting one."""
         if (planner := self.planner) is None:
             return
@@ -347,7 +347,7 @@ class Launcher:
                 accept()
 
         with contextlib.suppress(ActorLost, DataStall):
-            self.control.call(planner, "relocate", hosts).add_done_callback(answered)
+            self.control.call(planner, "relocate", workers).add_done_callback(answered)
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
         with self._lock:

@@ -74,7 +74,7 @@ class LoaderWorker(Worker):
     ):
         super().__init__(f"loader-worker/{number}", settings, links=len(constructors))
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
-        self._born = settings.born or int(self._platform.now() * 1000)
+        self._incarnation = settings.incarnation or int(self._platform.now() * 1000)
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
@@ -102,7 +102,7 @@ class LoaderWorker(Worker):
         self._start()
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
-        hello = {"role": "loader", "host": self._number, "incarnation": self._born}
+        hello = {"role": "loader", "host": self._number, "incarnation": self._incarnation}
         link, _ = self._platform.dial(
             address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
         )

@@ -255,7 +255,7 @@ class RecoveryManager:
 
     def rolled_back(self, step: int) -> None:
         """Note the step that planning was rolled back to for all losses so far."""
-        for loss in self._supervisor.back():
+        for loss in self._supervisor.take_recovered():
             # a worker that was lost again meanwhile is missed since the first time
             self._losses.setdefault(loss.worker, (step, loss))
 

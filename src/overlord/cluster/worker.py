@@ -48,7 +48,7 @@ class WorkerConfig:
     failover: bool = False  # lost workers are restarted, and the others roll back
     # Of two workers of one name the later one counts. Clocks of machines differ, so starts are
     # counted; 0: use the clock.
-    born: int = 0
+    incarnation: int = 0
     machine: Platform = field(default_factory=Platform, repr=False)  # simulations have another
 
 
@@ -166,9 +166,9 @@ class Worker(ABC):
             self.do(messages)
         return self._events.ask()
 
-    def meet(self, address: str, token: str, ticket: int) -> None:
+    def redirect(self, address: str, token: str, lease_id: int) -> None:
         """Connect to a coordinator in its own process, which calls this worker from now on."""
-        self._rpc.meet(address, token, ticket)
+        self._rpc.meet(address, token, lease_id)
 
     def close(self) -> None:
         self._rpc.close()

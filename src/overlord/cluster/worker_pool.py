@@ -229,9 +229,9 @@ class WorkerPool:
         """
         for c in range(self._placement.n_constructors):
             self.constructors[c] = self.watch(self._starter.constructor(c))
-        asked = {c: self.call(worker, "address") for c, worker in self.constructors.items()}
-        self.addresses = {c: self.get(future, START_S) for c, future in asked.items()}
-        for h in range(self._starter.hosting.n_hosts):
+        calls = {c: self.call(worker, "address") for c, worker in self.constructors.items()}
+        self.addresses = {c: self.get(future, START_S) for c, future in calls.items()}
+        for h in range(self._starter.loader_placement.n_hosts):
             mine = [s for s in starts if self._placement.worker(s.loader) == h]
             self.start_loader(h, sources, mine)
         ready = [(worker, self.call(worker, "at")) for worker in self.loaders.values()]
@@ -262,7 +262,7 @@ class WorkerPool:
         incarnation: int = 0,
     ) -> WorkerHandle:
         linked = dict(self.addresses)
-        handle = self._starter.loader_host(h, sources, starts, linked, instead_of)
+        handle = self._starter.loader_worker(h, sources, starts, linked, instead_of)
         worker = self.watch(handle, joined=joined, incarnation=incarnation)
         worker.linked = linked
         return worker
@@ -451,8 +451,8 @@ class WorkerPool:
     def listen(self, interface: str, token: str, workers: Mapping[int, WorkerHandle]) -> None:
         """Let constructor workers accept clients of other processes. Runs on: any thread."""
         self._listening = (interface, token)  # first: workers that are being started read it
-        asked = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
-        self._outside = {c: self.get(future, START_S) for c, future in asked.items()}
+        calls = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
+        self._outside = {c: self.get(future, START_S) for c, future in calls.items()}
 
     def _found_outside(self, c: int, future: Future[Any]) -> None:
         if future.exception() is None:

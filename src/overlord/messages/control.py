@@ -415,14 +415,14 @@ class ConnectionLost:
     address: str
 
 
-# From a coordinator in its own process to the launcher. ``ticket`` is the lease id of the worker.
+# From a coordinator in its own process to the launcher. ``lease_id`` is the lease id of the worker.
 
 
 @dataclass(frozen=True, slots=True)
 class StartConstructorWorker:
     """Start a constructor worker and redirect it to the coordinator."""
 
-    ticket: int
+    lease_id: int
     number: int
 
 
@@ -434,7 +434,7 @@ class StartLoaderWorker:
     ``instead_of`` is the worker whose loaders it is to read.
     """
 
-    ticket: int
+    lease_id: int
     number: int
     sources: list[int]
     starts: list[LoaderStart]
@@ -446,7 +446,7 @@ class StartLoaderWorker:
 class RedirectWorker:
     """Redirect a worker that lives to the coordinator."""
 
-    ticket: int
+    lease_id: int
     worker: str
 
 
@@ -461,7 +461,7 @@ class RetireWorker:
 class KillProcess:
     """Kill a worker and report its death to the coordinator."""
 
-    ticket: int
+    lease_id: int
     worker: str
 
 
@@ -469,7 +469,7 @@ class KillProcess:
 class WorkerDisconnected:
     """The connection between the coordinator and a worker has ended."""
 
-    ticket: int
+    lease_id: int
     worker: str
     reason: str
 

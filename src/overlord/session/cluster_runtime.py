@@ -166,11 +166,11 @@ class ClusterRuntime:
         machine: Platform,
     ):
         self._loop, self._number = loop, generation
-        self._boxes: list[RemoteStepQueue] = []  # of clients in this process
+        self._queues: list[RemoteStepQueue] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
-        self._sayings = EventOutbox()
+        self._outbox = EventOutbox()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._launcher = Launcher(prepared, generation, self._received, control, machine)
         self.planner, self.plans = CoordinatorClient(self._launcher), RemotePlans(self._launcher)
@@ -181,11 +181,11 @@ class ClusterRuntime:
         self._known: dict[str, str] = {}  # last known address, by name
         self._outside: dict[Any, str] = {}
         # answers of constructor workers, pending ones included
-        self._asked: dict[tuple[Any, str], Future[Any]] = {}
-        self._asking = threading.Lock()
-        self._door: tuple[str, str] | None = None
+        self._calls: dict[tuple[Any, str], Future[Any]] = {}
+        self._calls_lock = threading.Lock()
+        self._listening: tuple[str, str] | None = None
         # kills workers that do not acknowledge the end of the job
-        self._deaf: threading.Timer | None = None
+        self._kill_timer: threading.Timer | None = None
         self._closed = False
         self.recoveries: list[WorkerRecovered] = []
         self.journal = UNWRITTEN  # of this process: the coordinator writes the journal
@@ -225,9 +225,9 @@ class ClusterRuntime:
                 for watcher in self.on_lost:
                     watcher(event)
             case EventApplied(event=applied):
-                self._sayings.heard(applied)
+                self._outbox.confirmed(applied)
             case EventsFound(events=events):
-                self._sayings.found(events)
+                self._outbox.found(events)
             case ReportsRequested(mark=mark):
                 self._loop.post(lambda: self._all_reported(mark))
             case WorkerRecovered():
@@ -262,9 +262,11 @@ class ClusterRuntime:
                     log.warning("%s killed: it did not acknowledge the end of the job", host.name)
                     self._launcher.workers.end(host)
 
-        self._deaf = threading.Timer(self._launcher.prepared.options.lost_after_s, kill_hanging)
-        self._deaf.daemon = True
-        self._deaf.start()
+        self._kill_timer = threading.Timer(
+            self._launcher.prepared.options.lost_after_s, kill_hanging
+        )
+        self._kill_timer.daemon = True
+        self._kill_timer.start()
 
     def write_beginning(self, beginning: JournalStart) -> None:
         """Release the journal, and let the coordinator open it."""
@@ -305,7 +307,7 @@ class ClusterRuntime:
             next_step=next_step,
             generation=self._number,
             prefetch=prefetch,
-            beside=self._boxes,
+            beside=self._queues,
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:
@@ -318,11 +320,13 @@ class ClusterRuntime:
     def _address_for(self, rank: int, wait_s: float) -> str:
         host = self._constructor(rank)
         if host not in self._addresses:
-            self._addresses[host] = self._known[host.name] = self._of_host(host, wait_s, "address")
+            self._addresses[host] = self._known[host.name] = self._call_once(
+                host, wait_s, "address"
+            )
         return self._addresses[host]
 
     def listen(self, host: str, token: str) -> None:
-        self._door, self._launcher.watched = (host, token), True
+        self._listening, self._launcher.watched = (host, token), True
         self._launcher.ask("watch")
         for rank in self._bucket_of:
             # a worker that is restarted now is asked when a client connects
@@ -335,8 +339,8 @@ class ClusterRuntime:
     def _outside_for(self, rank: int, wait_s: float) -> str:
         host = self._constructor(rank)
         if host not in self._outside:
-            assert self._door is not None
-            self._outside[host] = self._of_host(host, wait_s, "listen", *self._door)
+            assert self._listening is not None
+            self._outside[host] = self._call_once(host, wait_s, "listen", *self._listening)
         return self._outside[host]
 
     def taken_by(self, rank: int) -> int | None:
@@ -375,16 +379,16 @@ class ClusterRuntime:
             return finish.error
         return DataStall(f"{name} to be started again", 0.0)
 
-    def _of_host(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
+    def _call_once(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
         """Call a worker once for all callers, and return its answer.
 
         A worker that is being started answers later; a caller that asks many must not wait for it.
         """
         control = self._launcher.control
-        with self._asking:
-            answer = self._asked.get((host, method))
+        with self._calls_lock:
+            answer = self._calls.get((host, method))
             if answer is None or (answer.done() and answer.exception() is not None):
-                answer = self._asked[host, method] = control.call(host, method, *args)
+                answer = self._calls[host, method] = control.call(host, method, *args)
         try:
             return str(control.get(answer, wait_s))
         except (ActorLost, DataStall):
@@ -397,22 +401,24 @@ class ClusterRuntime:
         if isinstance(event, Report):
             self.report(event)
         else:
-            self._sayings.say(event, lambda: self._send(event), lambda: self._applied_late(event))
+            self._outbox.send(event, lambda: self._send(event), lambda: self._applied_late(event))
 
     def settle(self) -> None:
         """Find out which events that timed out were applied. Called before each further event.
 
         The coordinator executes requests in order, so the others never will be.
         """
-        if self._sayings.unsettled:
-            self._sayings.settle(self._launcher.ask("said"))
+        if self._outbox.unsettled:
+            self._outbox.settle(self._launcher.ask("applied_events"))
 
     def _applied_late(self, event: Any) -> None:
-        for told in self.on_late:
-            told(event)
+        for watcher in self.on_late:
+            watcher(event)
 
     def _send(self, event: Any) -> None:
-        self._launcher.ask("event", event, done=lambda: event in self._launcher.ask("said"))
+        self._launcher.ask(
+            "event", event, done=lambda: event in self._launcher.ask("applied_events")
+        )
 
     def report(self, report: Report) -> bool | None:
         """Return whether a report is in time for a plan; None: the coordinator is lost for good.
@@ -494,21 +500,21 @@ class ClusterRuntime:
                 prepared,
                 fingerprint,
                 budget_bytes,
-                done=lambda: new.event in launcher.ask("said"),
+                done=lambda: new.event in launcher.ask("applied_events"),
             )
 
-        def takes_part() -> None:
+        def note_joined() -> None:
             workers.joined(prepared, n)
             joined()
 
-        self._sayings.say(new.event, ask, takes_part)
-        takes_part()
+        self._outbox.send(new.event, ask, note_joined)
+        note_joined()
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         self._launcher.ask("move", source, list(hosts))
 
-    def spread(self, source: int, n: int) -> bool:
-        return bool(self._launcher.ask("spread", source, n))
+    def scale(self, source: int, n: int) -> bool:
+        return bool(self._launcher.ask("scale", source, n))
 
     # questions
 
@@ -550,8 +556,8 @@ class ClusterRuntime:
 
     def close(self) -> None:
         self._closed = True
-        if self._deaf is not None:
-            self._deaf.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self._launcher.close()
 
     def check(self) -> None:

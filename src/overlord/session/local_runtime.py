@@ -334,7 +334,7 @@ class LocalRuntime:
             "move",
         )
 
-    def spread(self, source: int, n: int) -> bool:
+    def scale(self, source: int, n: int) -> bool:
         raise JobError(
             ["all loaders live in this process; runtime='process' has hosts to spread them over"],
             "scale",

@@ -60,7 +60,7 @@ class Living(WorkerFactory):
 
     kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
 
-    def loader_host(
+    def loader_worker(
         self,
         h: int,
         sources: Collection[int],
@@ -69,7 +69,7 @@ class Living(WorkerFactory):
         instead_of: int | None = None,
     ) -> ActorHandle:
         self.kits.setdefault(h, tuple(sources))
-        return super().loader_host(h, sources, openings, constructors, instead_of)
+        return super().loader_worker(h, sources, openings, constructors, instead_of)
 
     def end(self, h: int, handle: ActorHandle) -> None:
         self.kits.pop(h, None)
@@ -260,16 +260,16 @@ class Launched:
         )
         starter.kits = self.kits
         self.kit = CoordinatorConfig(
-            blueprint=PlannerJob(blueprint),
+            prepared=PlannerJob(blueprint),
             state=state,
-            hosting=self.hosting,
+            loader_placement=self.hosting,
             token=self.token,
             session=self.session,
             incarnation=self.incarnation,
             reason=reason,
             constructor_of=tuple(self.constructor_of),
             living=tuple(self.family.living()),
-            kits=tuple(self.kits.items()),
+            sources_of=tuple(self.kits.items()),
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
             reports=tuple(self._accepted.values()),
         )

@@ -106,7 +106,7 @@ class Elsewhere(ClusterRuntime):
     _launcher: _Launcher
 
     def __init__(self, launched: Launched):
-        self._sayings, self.on_late, self._closed = EventOutbox(), [], False
+        self._outbox, self.on_late, self._closed = EventOutbox(), [], False
         self._launcher = _Launcher(launched, self._received)
         self.planner = CoordinatorClient(self._launcher)
 
@@ -137,7 +137,7 @@ class _Planner(CoordinatorActor):
     ):
         self._config, self._coordinator, self._event_loop = kit, host, pump
         self._takeover, self._events = None, EventQueue(now)
-        self._said, self._watched = list(found), False
+        self._applied, self._watched = list(found), False
         self._send_found()
 
     def _after_turn(self) -> float | None:
