@@ -310,8 +310,8 @@ class Fleet:
         self.states[stage.plan.step] = stage.after
         acked = -1 if self.planner.taken is None else self.planner.taken
         cuts = self.cutter.route(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
-        self.placed[stage.plan.step] = cuts.placed[0]
-        for h, part in cuts.parts.items():
+        self.placed[stage.plan.step] = cuts.constructor_plans[0]
+        for h, part in cuts.loader_plans.items():
             self.hosts[h].inbox.append(part)
 
     # results

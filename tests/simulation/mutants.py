@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant(
         "drop an ack",
         "a constructor host overhears every fifth step that a rank took",
-        ((ConstructorWorker, "_heard", _drop_acks),),
+        ((ConstructorWorker, "_acked", _drop_acks),),
         4,
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS = (
     Mutant(
         "wrong owner after failover",
         "loaders that come back read their neighbour's share of the chunks",
-        ((LoaderWorker, "_back", _wrong_owner),),
+        ((LoaderWorker, "_roll_back", _wrong_owner),),
         1,
     ),
     Mutant(

@@ -444,10 +444,10 @@ class Coordinator:
                 watcher(stage)
         after, acked = seal(stage.after), self.history.acked
         routed = self.router.route(stage, after, self._ranks.served, acked)
-        for c, plan in routed.placed.items():
+        for c, plan in routed.constructor_plans.items():
             self.pool.constructors[c].out.append(plan)
-        for h, part in routed.parts.items():
-            self.pool.send(h, part)
+        for h, loader_plan in routed.loader_plans.items():
+            self.pool.send(h, loader_plan)
         self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:

@@ -249,18 +249,18 @@ class ClusterRuntime:
         """
         finish, control = EndOfJob(self._launcher.acked + 1, error), self._launcher.control
         self.planner.finished = self.planner.finished or finish
-        hosts = [
+        workers = [
             h
             for name, h in list(self._launcher.workers.handles.items())
             if name.startswith("constructor-worker/") and h.alive and not self._closed
         ]
-        answers = {host: control.call(host, "do", [finish]) for host in hosts}
+        answers = {worker: control.call(worker, "do", [finish]) for worker in workers}
 
         def kill_hanging() -> None:
-            for host, answer in answers.items():
+            for worker, answer in answers.items():
                 if not answer.done() and not self._closed:
-                    log.warning("%s killed: it did not acknowledge the end of the job", host.name)
-                    self._launcher.workers.end(host)
+                    log.warning("%s killed: it did not acknowledge the end of the job", worker.name)
+                    self._launcher.workers.end(worker)
 
         self._kill_timer = threading.Timer(
             self._launcher.prepared.options.lost_after_s, kill_hanging
@@ -318,12 +318,12 @@ class ClusterRuntime:
         return self._address_for(rank, WHERE_S), self._launcher.workers.token
 
     def _address_for(self, rank: int, wait_s: float) -> str:
-        host = self._constructor(rank)
-        if host not in self._addresses:
-            self._addresses[host] = self._known[host.name] = self._call_once(
-                host, wait_s, "address"
+        worker = self._constructor(rank)
+        if worker not in self._addresses:
+            self._addresses[worker] = self._known[worker.name] = self._call_once(
+                worker, wait_s, "address"
             )
-        return self._addresses[host]
+        return self._addresses[worker]
 
     def listen(self, host: str, token: str) -> None:
         self._listening, self._launcher.watched = (host, token), True
@@ -337,11 +337,11 @@ class ClusterRuntime:
         return self._outside_for(rank, WHERE_S), ""
 
     def _outside_for(self, rank: int, wait_s: float) -> str:
-        host = self._constructor(rank)
-        if host not in self._outside:
+        worker = self._constructor(rank)
+        if worker not in self._outside:
             assert self._listening is not None
-            self._outside[host] = self._call_once(host, wait_s, "listen", *self._listening)
-        return self._outside[host]
+            self._outside[worker] = self._call_once(worker, wait_s, "listen", *self._listening)
+        return self._outside[worker]
 
     def taken_by(self, rank: int) -> int | None:
         """Return the last step that a rank took, from its constructor worker.
@@ -349,14 +349,14 @@ class ClusterRuntime:
         None: the worker is being replaced, and its unsent acks are lost. Raise ``DataStall`` for a
         worker that is alive and does not answer.
         """
-        host, control = (
+        worker, control = (
             self._launcher.workers.handles.get(self._constructor_name(rank)),
             self._launcher.control,
         )
-        if host is None or not host.alive:
+        if worker is None or not worker.alive:
             return None
         try:
-            return int(control.get(control.call(host, "taken", rank), TAKEN_S))
+            return int(control.get(control.call(worker, "taken", rank), TAKEN_S))
         except ActorLost:
             return None
 
@@ -365,10 +365,10 @@ class ClusterRuntime:
 
     def _constructor(self, rank: int) -> Any:
         name = self._constructor_name(rank)
-        host = self._launcher.workers.handles.get(name)
-        if host is None or not host.alive:
+        worker = self._launcher.workers.handles.get(name)
+        if worker is None or not worker.alive:
             raise self._missed(name)
-        return host
+        return worker
 
     def _missed(self, name: str) -> Exception:
         finish = self.planner.finished
@@ -379,20 +379,20 @@ class ClusterRuntime:
             return finish.error
         return DataStall(f"{name} to be started again", 0.0)
 
-    def _call_once(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
+    def _call_once(self, worker: Any, wait_s: float, method: str, *args: Any) -> str:
         """Call a worker once for all callers, and return its answer.
 
         A worker that is being started answers later; a caller that asks many must not wait for it.
         """
         control = self._launcher.control
         with self._calls_lock:
-            answer = self._calls.get((host, method))
+            answer = self._calls.get((worker, method))
             if answer is None or (answer.done() and answer.exception() is not None):
-                answer = self._calls[host, method] = control.call(host, method, *args)
+                answer = self._calls[worker, method] = control.call(worker, method, *args)
         try:
             return str(control.get(answer, wait_s))
         except (ActorLost, DataStall):
-            raise self._missed(host.name) from None
+            raise self._missed(worker.name) from None
 
     # events
 
