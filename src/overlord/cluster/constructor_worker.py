@@ -70,7 +70,7 @@ class ConstructorWorker(Worker):
         )
         self._delivery = StepPublisher(took=self._acked)
         # acknowledgements that the event loop has not seen yet
-        self._news, self._news_lock = dict[int, int](), threading.Lock()
+        self._acks, self._acks_lock = dict[int, int](), threading.Lock()
         for rank in self._building.bucket_of:  # clients may connect before they are attached
             self._delivery.queue(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
@@ -150,9 +150,9 @@ class ConstructorWorker(Worker):
 
         All ranks take a step at about the same time: the event loop is woken once for them.
         """
-        with self._news_lock:
-            woken = bool(self._news)
-            self._news[rank] = step
+        with self._acks_lock:
+            woken = bool(self._acks)
+            self._acks[rank] = step
         if not woken:
             self._event_loop.post(self._took)
 
@@ -199,10 +199,10 @@ class ConstructorWorker(Worker):
         self._tell()
 
     def _took(self) -> None:
-        with self._news_lock:
-            news, self._news = self._news, {}
+        with self._acks_lock:
+            acks, self._acks = self._acks, {}
         commands: list[Any] = []
-        for rank, step in news.items():
+        for rank, step in acks.items():
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
@@ -216,13 +216,13 @@ class ConstructorWorker(Worker):
         slowest = min(self._taken.values(), default=-1)
         if slowest > self._reported:
             self._reported = slowest
-            news = {
+            acks = {
                 rank: step
                 for rank, step in self._taken.items()
                 if step > self._acks_sent.get(rank, -1)
             }
-            self._acks_sent |= news
-            self._events.put(StepsAcked(list(news), list(news.values())))
+            self._acks_sent |= acks
+            self._events.put(StepsAcked(list(acks), list(acks.values())))
 
     def _execute(self, command: Any) -> None:
         match command:

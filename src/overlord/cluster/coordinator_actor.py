@@ -84,29 +84,29 @@ class Counted:
         return self
 
 
-class SessionNews:
+class SessionEvents:
     """Changes that the launching process keeps, since they would be lost with this process."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
         # a planner's ledger, and how many of its quarantined and undecodable rows were sent
         self._listed: tuple[Any, int, int] = (None, 0, 0)
-        self._n_recoveries = 0
+        self._n_recovered = 0
         self._worker_of = coordinator.placement.worker_of.copy()
 
     def collect(self) -> Iterator[Any]:
         """Return the events for the launching process since the last call."""
         ledger = self._coordinator.planner.ledger
-        recoveries = self._coordinator.recovery.recoveries
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
             rows = list(itertools.islice(ledger.quarantine, bad, None))
             late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
             yield RowsQuarantined(rows, late)
         self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
-        if len(recoveries) > self._n_recoveries:
-            yield from recoveries[self._n_recoveries :]
-            self._n_recoveries = len(recoveries)
+        recovery = self._coordinator.recovery
+        if (new := recovery.n_recovered - self._n_recovered) > 0:
+            yield from recovery.recoveries[-new:]
+            self._n_recovered = recovery.n_recovered
         worker_of = self._coordinator.placement.worker_of
         if not np.array_equal(worker_of, self._worker_of):
             self._worker_of = worker_of.copy()
@@ -133,7 +133,7 @@ class CoordinatorActor:
         )
         self._coordinator: Coordinator
         self._takeover: Takeover | None = None
-        self._news: SessionNews
+        self._session_events: SessionEvents
         self._closed = self._opens_journal = self._beats_loop = False
         self._ran = threading.Event()
         self._ran.set()
@@ -202,7 +202,7 @@ class CoordinatorActor:
             self._coordinator.on_taken = self._taken
             self._send_found()
             acked = self._coordinator.history.acked
-            self._news = SessionNews(self._coordinator)
+            self._session_events = SessionEvents(self._coordinator)
             self._event_loop.start(self._broke, self._after_turn)
             self._beats_loop = True
             begun.set_result(acked)
@@ -301,7 +301,7 @@ class CoordinatorActor:
             self._events.put(
                 StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
-        for event in self._news.collect():
+        for event in self._session_events.collect():
             self._events.put(event)
         return self._events.answer()
 

@@ -85,7 +85,8 @@ class RecoveryManager:
             lost_after_s=options.lost_after_s, max_restarts=options.max_restarts
         )
         self.fails_over, self.generation = options.failover, generation
-        self.recoveries: list[WorkerRecovered] = []
+        self.recoveries: list[WorkerRecovered] = []  # the last ones
+        self.n_recovered = 0  # all of them
         self._lost_at: dict[str, float] = {}
         # by worker: the step that planning was rolled back to for it
         self._losses: dict[str, tuple[int, Loss]] = {}
@@ -277,6 +278,7 @@ class RecoveryManager:
                     loss.worker, loss.reason, now - loss.since, rolled_back_to, loss.spare
                 )
             )
+        self.n_recovered += len(losses)
         del self.recoveries[:-KEPT_RECOVERIES]
 
     # status
