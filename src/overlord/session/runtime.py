@@ -186,8 +186,8 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
         raise JobError(found, "launch")
     layout = replace(layout, rank_nodes=by_one_name(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
-    beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
-    constructors = options.constructor_hosts or min(buckets, beside)
+    by_node = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
+    constructors = options.constructor_hosts or min(buckets, by_node)
     # constructor workers are placed first, with a core each
     hosts = options.hosts or max(1, cores - constructors)
     return replace(
