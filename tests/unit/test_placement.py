@@ -216,7 +216,10 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
         recipes = WorkerFactory(
             control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0]
         )
-        for start in (lambda: recipes.constructor(0), lambda: recipes.loader_worker(0, [0], (), {})):
+        for start in (
+            lambda: recipes.constructor(0),
+            lambda: recipes.loader_worker(0, [0], (), {}),
+        ):
             with pytest.raises(ActorLost, match="the cluster refused it"):
                 start()
         assert recipes.placement.figures() == {}, "nothing is placed"
