@@ -160,7 +160,7 @@ def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[
     if planner:  # while there is none nobody is asked: its absence is what is told
         until("the planner to be missed", lambda: launcher_of(session).absent, trainer)
     else:
-        handle = launcher_of(session).hosts[found.part]
+        handle = launcher_of(session).workers.handles[found.part]
         until(f"{found.part} to be missed", lambda: not handle.alive, trainer)
     found.told.append(time.monotonic() - start)
     until(

@@ -312,8 +312,8 @@ class Fleet:
         cuts = self.cutter.route(
             stage, encode_state(stage.after), np.ones(self._buckets, bool), acked
         )
-        self.placed[stage.plan.step] = cuts.placed[0]
-        for h, part in cuts.parts.items():
+        self.placed[stage.plan.step] = cuts.constructor_plans[0]
+        for h, part in cuts.loader_plans.items():
             self.hosts[h].inbox.append(part)
 
     # results

@@ -53,9 +53,9 @@ COORDINATOR_STARTS = Seam("overlord.cluster.launcher:Launcher", "_start_planner"
 COORDINATOR_RESTARTS = Seam("overlord.cluster.launcher:Launcher", "_start_again")
 COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "_is_ready")
 COORDINATOR_WAITS = Seam("overlord.cluster.launcher:Launcher", "_is_awaited")
-COORDINATOR_REPLACED = Seam("overlord.cluster.launcher:Launcher", "_end_for")
+COORDINATOR_REPLACED = Seam("overlord.cluster.coordinator_heartbeat:CoordinatorHeartbeat", "kill")
 COORDINATOR_AWAITED = Seam("overlord.cluster.launcher:Launcher", "_wait_for_planner")
-LAUNCHER_EXECUTES = Seam("overlord.cluster.launcher:Launcher", "_do")
+LAUNCHER_EXECUTES = Seam("overlord.cluster.launcher:Launcher", "_execute")
 SESSION_RECEIVES = Seam("overlord.session.cluster_runtime:ClusterRuntime", "_received")
 # workers, seen from the coordinator
 WORKER_RESTARTS = Seam("overlord.cluster.worker_pool:WorkerPool", "_restart_loader")
@@ -141,12 +141,12 @@ def resume_by_journal(*given: Any) -> Any:
 def launcher_of(where: Any) -> Launcher:
     """Return the launcher of a session with its own coordinator process, or of its runtime."""
     runtime = where.internals.runtime if hasattr(where, "internals") else where
-    return runtime._parts
+    return runtime._launcher
 
 
 def has_launcher(session: ov.Session) -> bool:
     """Return whether the coordinator has its own process."""
-    return hasattr(session.internals.runtime, "_parts")
+    return hasattr(session.internals.runtime, "_launcher")
 
 
 def is_ready(launcher: Launcher) -> bool:
@@ -161,7 +161,7 @@ def incarnation_of(launcher: Launcher) -> int:
 
 def lease_id_of(launcher: Launcher, name: str) -> Any:
     """Return the id by which the coordinator knows the current worker of a name."""
-    return launcher._tickets[name]
+    return launcher.workers._leases[name]
 
 
 def is_closed(runtime: Any) -> bool:
@@ -194,24 +194,14 @@ def unanswered_row(reporter: Any, loader: int) -> dict[str, Any]:
     return reporter._unanswered(loader)
 
 
-def run_heartbeats(
-    launcher: Any, clock: Any, planner: Any, end: Callable[[Any, str], None]
-) -> None:
-    """Run the heartbeats of a bare launcher until its clock ends. ``end`` is told of a kill."""
-
-    def ended(planner: Any, why: str) -> None:
-        end(planner, why)
-        launcher._beating = None
-
-    launcher.control = launcher._stop = clock
-    launcher._starts = _Starts()
-    launcher._beating, launcher._end_for = planner, ended
-    launcher._beats()
+def stop_heartbeats_by(heartbeat: Any, clock: Any) -> None:
+    """Let a clock of a test decide when the heartbeats of a coordinator stop."""
+    heartbeat._stop = clock
 
 
-class _Starts:
-    def look(self) -> tuple[()]:
-        return ()
+def losses_of(recovery: Any) -> Any:
+    """Return the losses that a recovery manager has not yet repaired."""
+    return recovery._losses
 
 
 # clients

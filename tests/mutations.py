@@ -776,7 +776,7 @@ MUTATIONS = [
         "cluster/plan_router.py",
         (
             "documents in the order of the plan",
-            "order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))",
+            "order = np.lexsort((stage.doc[rows], worker[stage.doc[rows]]))",
             "order = np.arange(len(rows))",
         ),
         (

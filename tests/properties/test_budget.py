@@ -20,7 +20,7 @@ from overlord.loader.reader import SourceReader
 from overlord.messages.client import StepInfo
 from overlord.messages.control import PlannedStep, Refill
 from overlord.messages.loader import Evaluate, Pop, Read
-from overlord.session.local_runtime import Done, LocalRuntime, local_runtime
+from overlord.session.local_runtime import Done, LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.internals import (
     acked_steps,
@@ -97,7 +97,7 @@ class Held:
     def __init__(self, job: ov.Job, seed: int, **options: Any):
         self.blueprint = PreparedJob(job, Options(**options))
         self.executor = Watched(seed, Delays(sigma=1.5))
-        self.host = local_runtime(self.blueprint, self.executor)
+        self.host = LocalRuntime(self.blueprint, self.executor)
         self.seen = [Seen(hosted.reader, k) for k, hosted in self.host.loading.hosted.items()]
         for hosted, seen in zip(self.host.loading.hosted.values(), self.seen, strict=True):
             hosted.reader = seen  # type: ignore[assignment]

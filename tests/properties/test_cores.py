@@ -38,7 +38,7 @@ from overlord.messages.control import (
 from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed
 from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
 from overlord.planning.stream import SourceStream
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.chunk_reader import ChunkReader
 from tests.internals import acked_steps
@@ -81,7 +81,7 @@ class Channels:
     """
 
     def __init__(self, blueprint: PreparedJob, state: StreamState | None, seed: int):
-        host = local_runtime(blueprint, Nowhere(), state)
+        host = LocalRuntime(blueprint, Nowhere(), state)
         self.planner, self.loaders = host.planner, host.loaders
         self.readers = [hosted.reader for hosted in host.loading.hosted.values()]
         self.to_planner: list[deque[Any]] = [deque() for _ in self.loaders]

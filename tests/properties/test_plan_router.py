@@ -248,9 +248,9 @@ def built(placed: ConstructorPlan, payload: list[int], bucket: int) -> list[list
 def check_step(scene: Scene, step: int, served: list[bool]) -> None:
     stage, rows, kept = scene.stage(step)
     cuts = scene.cutter.route(stage, AFTER, np.array(served))
-    sent = {h: scene.carry_out(part, h) for h, part in cuts.parts.items()}
+    sent = {h: scene.carry_out(part, h) for h, part in cuts.loader_plans.items()}
     check_hooks(scene, stage, rows, cuts)
-    for c, placed in cuts.placed.items():
+    for c, placed in cuts.constructor_plans.items():
         assert not stage.skipped
         assert placed.stage.after is AFTER
         assert placed.stage.valid_tokens == 17
@@ -267,7 +267,7 @@ def check_step(scene: Scene, step: int, served: list[bool]) -> None:
         for b in mine:
             assert built(placed, payload, b) == wanted(stage, rows, b)
     needed = {c for b, c in enumerate(scene.constructor_of) if served[b] and not stage.skipped}
-    assert set(cuts.placed) == needed, (
+    assert set(cuts.constructor_plans) == needed, (
         "who serves anyone hears of every step, though it has no document in it"
     )
     settle(
@@ -283,7 +283,7 @@ def check_hooks(
     scene: Scene, stage: PlannedStep, rows: list[tuple[int, int]], cuts: RoutedPlan
 ) -> None:
     """A loader hook sees all rows of a source, in the plan's order."""
-    for h, part in cuts.parts.items():
+    for h, part in cuts.loader_plans.items():
         if part.plan is not None:
             assert part.plan.row.tolist() == [d for d, loader in rows if scene.host_of[loader] == h]
             assert part.plan.source.tolist() == [
@@ -382,16 +382,16 @@ def test_a_worker_all_of_whose_documents_go_to_one_constructor_is_told_no_number
     cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).route(
         stage_of([0, 1, 0, 1], [2, 2], 2), AFTER, np.array([True, True])
     )
-    assert [(p.to, p.take) for p in cuts.parts.values()] == [((0,), ()), ((0,), ())]
+    assert [(p.to, p.take) for p in cuts.loader_plans.values()] == [((0,), ()), ((0,), ())]
 
 
 def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_worker() -> None:
     cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).route(
         stage_of([0], [1], 2), AFTER, np.array([True, True])
     )
-    assert set(cuts.placed) == {0, 1}
-    assert cuts.placed[1].origins == ()
-    assert len(cuts.placed[1].stage.plan) == 0
+    assert set(cuts.constructor_plans) == {0, 1}
+    assert cuts.constructor_plans[1].origins == ()
+    assert len(cuts.constructor_plans[1].stage.plan) == 0
 
 
 def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
@@ -418,15 +418,13 @@ def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own
         stage, AFTER, np.array([True, True])
     )
     cuts = cutter.route(stage, AFTER, np.array([True, True]), acked=7)
-    assert {h: (p.loaders.tolist(), p.pops.tolist(), p.to) for h, p in cuts.parts.items()} == {
-        0: ([0], [2], (0, 1)),
-        1: ([0, 2], [2, 3], (0, 1)),
-        2: ([2], [3], ()),
-    }
-    assert {p.acked for p in cuts.parts.values()} == {7}
-    for h, part in plain.parts.items():
+    assert {
+        h: (p.loaders.tolist(), p.pops.tolist(), p.to) for h, p in cuts.loader_plans.items()
+    } == {0: ([0], [2], (0, 1)), 1: ([0, 2], [2, 3], (0, 1)), 2: ([2], [3], ())}
+    assert {p.acked for p in cuts.loader_plans.values()} == {7}
+    for h, part in plain.loader_plans.items():
         assert all(
-            np.array_equal(a, b) for a, b in zip(part.take, cuts.parts[h].take, strict=True)
+            np.array_equal(a, b) for a, b in zip(part.take, cuts.loader_plans[h].take, strict=True)
         ), "numbers are of its own documents"
 
 
@@ -437,5 +435,5 @@ def test_parts_and_plans_carry_the_generation_and_after_a_rollback_nothing_is_he
     cuts = cutter.route(
         stage_of([0, 0], [2], 1, kept=np.zeros(0, np.int64)), AFTER, np.array([True])
     )
-    assert (cuts.parts[0].generation, cuts.placed[0].generation) == (5, 5)
-    assert cuts.parts[0].take[0].tolist() == [0, 1], "numbered from the start"
+    assert (cuts.loader_plans[0].generation, cuts.constructor_plans[0].generation) == (5, 5)
+    assert cuts.loader_plans[0].take[0].tolist() == [0, 1], "numbered from the start"

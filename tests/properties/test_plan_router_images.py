@@ -159,7 +159,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_worker_tha
     counts[doc] = np.bincount(plan.module("encoder").sample, minlength=len(plan))
     cuts = cutter.route(stage, AFTER, served)
     arrived = send(cuts, np.array(host_of)[by], counts)
-    for c, placed in cuts.placed.items():
+    for c, placed in cuts.constructor_plans.items():
         staged = [image for h in placed.origins for image in arrived.get((h, c), [])]
         assert placed.stage.encoding is not None
         check(
@@ -175,7 +175,9 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_worker_tha
             ],
         )
     told = sum(
-        len(p.stage.encoding.item) for p in cuts.placed.values() if p.stage.encoding is not None
+        len(p.stage.encoding.item)
+        for p in cuts.constructor_plans.values()
+        if p.stage.encoding is not None
     )
     bucket = (
         place.bucket_of("DP")[plan.module("encoder").bucket]
@@ -209,7 +211,7 @@ def test_a_worker_whose_documents_are_all_wanted_sends_no_image_that_nobody_enco
         (1, 0): [named(1, 0)],
         (1, 1): [],
     }
-    assert both.placed[0].origins == both.placed[1].origins == (0, 1)
+    assert both.constructor_plans[0].origins == both.constructor_plans[1].origins == (0, 1)
 
 
 def send(
@@ -217,7 +219,7 @@ def send(
 ) -> dict[tuple[int, int], list[list[int]]]:
     """What loader workers send by their parts: the images of each destination."""
     arrived = {}
-    for h, part in cuts.parts.items():
+    for h, part in cuts.loader_plans.items():
         mine = np.flatnonzero(host == h)
         rows = [named(d, k) for d in mine.tolist() for k in range(counts[d])]
         content = Content(

@@ -42,7 +42,7 @@ from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob, schedule_of
 from tests.internals import acked_steps, completed_state, end_planner, source_of_loader
 from tests.laws import examples
@@ -63,7 +63,7 @@ class Drive:
         )
         self.planner = self.blueprint.planner()
         self.past = PlanHistory(self.planner.state(), job.feedback_lag)
-        host = local_runtime(self.blueprint, Nowhere(), None)
+        host = LocalRuntime(self.blueprint, Nowhere(), None)
         self.loaders, self.readers = (
             host.loaders,
             [hosted.reader for hosted in host.loading.hosted.values()],
@@ -149,7 +149,7 @@ class Drive:
             )
             commands = self.planner.handle(what)
         if self.planner.ended is None or any(isinstance(c, EndOfJob) for c in commands):
-            self.past.said(what)
+            self.past.applied(what)
         self.do(commands)
 
     def _next(self, rank: int) -> int | None:
@@ -163,7 +163,7 @@ class Drive:
             self._report(Report(step, rank, metrics))
         self.do(self.planner.handle(Consumed(rank, step)))
         assert self.planner.taken is not None
-        self.past.took(self.planner.taken)
+        self.past.taken(self.planner.taken)
 
     def _report(self, report: Report) -> None:
         if self.planner.in_time(report):
@@ -200,7 +200,7 @@ class Drive:
                 case Refill(loader=number):
                     self.queues[number].append((number, command))
                 case PlannedStep(plan=plan, pops=pops, skipped=skipped):
-                    first = self.past.staged(command)
+                    first = self.past.planned(command)
                     assert first == (plan.step not in self.stages)
                     if first and not skipped:
                         self.steps.append(plan.step)

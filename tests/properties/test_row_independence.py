@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.messages.loader import Evaluate, Read
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.python_objects import Factory
 from tests.corpus import SUFFIX, pack
@@ -141,7 +141,7 @@ def outcomes(uri: Any, transforms: list[Any], step: int) -> dict[tuple[int, int]
         slice_rows=step,
         on_long="split",
     )
-    host = local_runtime(PreparedJob(job, Options()), None)
+    host = LocalRuntime(PreparedJob(job, Options()), None)
     reader = host.loading.hosted[0].reader
     chunks = tuple(range(len(reader.chunks.index.chunks)))
     found: dict[tuple[int, int], Any] = {}

@@ -131,7 +131,7 @@ def test_a_state_is_loaded_however_long_another_coordinator_takes_that_waits_for
     write = ClusterRuntime.write_beginning
 
     def dies(engine: ClusterRuntime, beginning: Any) -> None:
-        pid = launcher_of(engine).hosts["loader-worker/0"].pid
+        pid = launcher_of(engine).workers.handles["loader-worker/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
@@ -351,7 +351,7 @@ def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_w
 def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_coordinator(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, tried = WorkerFactory.loader_host, list[int]()
+    start, tried = WorkerFactory.loader_worker, list[int]()
 
     def refuses(recipes: WorkerFactory, h: int, *args: Any) -> Any:
         if h < SCALED:
@@ -359,14 +359,14 @@ def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_ne
         tried.append(h)
         raise OverlordError("there is no room")
 
-    monkeypatch.setattr(WorkerFactory, "loader_host", refuses)
+    monkeypatch.setattr(WorkerFactory, "loader_worker", refuses)
     with launch(scaling.job(journal=journal), **scaling.ONE) as session:
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
         take(clients, 3, got)
         assert session.scale("heavy", 2)
         until(lambda: tried)
-        until(lambda: SCALED not in launcher_of(session).kits)
+        until(lambda: SCALED not in launcher_of(session).workers.sources_of)
         for at in (12, 20):
             session.kill("planner")
             take(clients, at - len(got[0]), got)
@@ -385,7 +385,7 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
 
     def dies(serving: ServedRanks, host: Any, **settings: Any) -> None:
         if isinstance(host, ClusterRuntime) and not killed:
-            killed.append(handle := launcher_of(host).hosts["constructor-worker/0"])
+            killed.append(handle := launcher_of(host).workers.handles["constructor-worker/0"])
             host.kill("constructor-worker/0")
             until(lambda: not handle.alive)
         furnish(serving, host, **settings)
@@ -560,7 +560,7 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_coordina
             patch.setattr(ClusterRuntime, "add_source", refuses)
             with pytest.raises(PlanError, match="it is planned already"):
                 session.add_source(source("late", 30, 5000))
-        assert launcher_of(session).blueprint.job.names == made.names, (
+        assert launcher_of(session).prepared.job.names == made.names, (
             "what the next planner begins with, and writes down"
         )
         more = PlannerJob(generation_of(session).prepared.with_source(source("late", 30, 5000)))

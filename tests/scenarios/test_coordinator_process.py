@@ -239,7 +239,7 @@ def test_coordinator_and_workers_are_killed_at_random_while_ranks_train_side_by_
             thread.start()
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
-            handles = [launcher_of(session).planner, *launcher_of(session).hosts.values()]
+            handles = [launcher_of(session).planner, *launcher_of(session).workers.handles.values()]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
@@ -373,7 +373,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         lambda launcher, planner, why: "it answered nothing" in why or end(launcher, planner, why),
     )
-    monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
+    monkeypatch.setattr("overlord.cluster.coordinator_heartbeat.AT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")

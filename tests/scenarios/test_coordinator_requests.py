@@ -165,7 +165,9 @@ def test_where_a_source_that_joined_is_read_is_known_once(
             LAUNCHER_EXECUTES.replace(patch, hears)
             asked(patch, "add_source", slowly)
             session.add_source(source("d", 30, 5000))
-        assert len(launcher.hosting.host_of) == sum(launcher.hosting.loaders) == 4
+        assert (
+            len(launcher.workers.placement.host_of) == sum(launcher.workers.placement.loaders) == 4
+        )
         replaced(launcher)
         ahead(clients, 5)
         session.add_source(source("e", 30, 7000))
@@ -198,7 +200,7 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
             with pytest.raises(DataStall) as given_up:
                 session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
         assert "may still come to it" in "".join(given_up.value.__notes__)
-        until(lambda: launcher.ask("said"))
+        until(lambda: launcher.ask("applied_events"))
         until(lambda: session.state_dict()["events"])
         saved = clients[0].state_dict()
         lived = play(session)
@@ -356,7 +358,7 @@ def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed
     """The worker was not known yet when the next coordinator was made, which asked for it again,
     and ended: its name was taken.
     """
-    start, todo = WorkerFactory.loader_host, ["once"]
+    start, todo = WorkerFactory.loader_worker, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
         clients, launcher = clients_of(session), launcher_of(session)
         ahead(clients, 3)
@@ -376,7 +378,7 @@ def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed
                     until(lambda: launcher.planner is not old, 1.0)
             return host
 
-        monkeypatch.setattr(WorkerFactory, "loader_host", dies)
+        monkeypatch.setattr(WorkerFactory, "loader_worker", dies)
         session.kill("loader-worker/0")
         ahead(clients, 20)
         assert not todo
@@ -389,7 +391,7 @@ def test_a_worker_that_is_being_started_for_a_source_to_join_outlives_the_coordi
     """The next coordinator has nothing to do with it yet: it gave it up when it did not answer, as
     one that hangs.
     """
-    start = WorkerFactory.loader_host
+    start = WorkerFactory.loader_worker
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
         clients, launcher = clients_of(session), launcher_of(session)
@@ -403,12 +405,12 @@ def test_a_worker_that_is_being_started_for_a_source_to_join_outlives_the_coordi
             return host
 
         def meanwhile(pid: int) -> None:
-            until(lambda: "loader-worker/3" in launcher.hosts)
+            until(lambda: "loader-worker/3" in launcher.workers.handles)
             replaced(launcher)
             os.kill(pid, signal.SIGCONT)
 
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerFactory, "loader_host", slowly)
+            patch.setattr(WorkerFactory, "loader_worker", slowly)
             session.add_source(source("d", 30, 5000))
         assert incarnation_of(launcher) == 1
         ahead(clients, 10)

@@ -17,6 +17,7 @@ from typing import Any
 
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster import recovery, takeover
+from overlord.cluster.attached_ranks import AttachedRanks
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.launcher import Launcher
@@ -233,10 +234,10 @@ def _other_seed(real: Any) -> Any:
 def _forget_members(real: Any) -> Any:
     """A constructor that is started again is not told who takes part."""
 
-    def ranks_at(self: Any, c: int) -> list[int]:
+    def served_by(self: Any, c: int) -> list[int]:
         return [rank for rank in real(self, c) if rank % 2 == 0]
 
-    return ranks_at
+    return served_by
 
 
 def _hear_old_payload(real: Any) -> Any:
@@ -314,7 +315,7 @@ MUTANTS = (
     Mutant(
         "drop an ack",
         "a constructor host overhears every fifth step that a rank took",
-        ((ConstructorWorker, "_heard", _drop_acks),),
+        ((ConstructorWorker, "_acked", _drop_acks),),
         4,
     ),
     Mutant(
@@ -327,7 +328,7 @@ MUTANTS = (
     Mutant(
         "promote without replay",
         "a new planner goes on behind the last planned step, not the last taken one",
-        ((takeover, "behind", _trust_the_front),),
+        ((takeover, "last_acked", _trust_the_front),),
         1,
         _journal,
     ),
@@ -393,7 +394,7 @@ MUTANTS = (
     Mutant(
         "wrong owner after failover",
         "loaders that come back read their neighbour's share of the chunks",
-        ((LoaderWorker, "_back", _wrong_owner),),
+        ((LoaderWorker, "_roll_back", _wrong_owner),),
         1,
     ),
     Mutant(
@@ -423,7 +424,7 @@ MUTANTS = (
     Mutant(
         "forget who takes part",
         "a constructor that was started again serves every other rank",
-        ((Coordinator, "_ranks_at", _forget_members),),
+        ((AttachedRanks, "served_by", _forget_members),),
         6,
     ),
     Mutant(
@@ -461,7 +462,7 @@ MUTANTS = (
         "forget what was said on the way back",
         "when a part is lost, steps are planned again without what people changed since "
         "they were planned",
-        ((PlanHistory, "said", _unsaid),),
+        ((PlanHistory, "applied", _unsaid),),
         29,
         _says,
     ),

@@ -24,7 +24,7 @@ from overlord.errors import (
     TransformError,
 )
 from overlord.messages.control import AddSource, Cursor, SetMixture
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.internals import loader_budget, running_job, runtime_of
 from tests.processes import until
@@ -191,7 +191,7 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
             PreparedJob(made, Options(prefetch=20, read_ahead=1)),
             VirtualExecutor(seed, Delays()),
         )
-        host = local_runtime(blueprint, executor)
+        host = LocalRuntime(blueprint, executor)
         boxes = {0: _Rank(0)}
         host.attach(boxes)
         while host.planner.next_step < 5 or host.planner.open_step == host.planner.next_step:

@@ -5,13 +5,13 @@ event loop does not come to an end.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from overlord.cluster.launcher import TICKS, Launcher
-from tests.internals import run_heartbeats
+from overlord.cluster.coordinator_heartbeat import TICKS, CoordinatorHeartbeat
+from overlord.rpc.actors import ActorHandle, ActorRecord
+from tests.internals import stop_heartbeats_by
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
@@ -26,6 +26,7 @@ class Control:
 
     def __init__(self, answers: list[tuple[bool | None, int]]):
         self.answers, self.now, self.asked = answers, 0, list[tuple[int, bool, Future[Any]]]()
+        self.kills: list[int] = []
 
     def call(self, planner: Any, method: str) -> Future[Any]:
         future = Future[Any]()
@@ -38,6 +39,9 @@ class Control:
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         return future.result(0)
 
+    def kill(self, planner: Any) -> None:
+        self.kills.append(self.now)
+
     def wait(self, seconds: float) -> bool:
         """A tick."""
         assert seconds == 2.0 / TICKS
@@ -45,23 +49,18 @@ class Control:
         for at, answer, future in self.asked:
             if at <= self.now and not future.done():
                 future.set_result(answer)
-        return self.now > 30
+        return self.now > 30 or bool(self.kills)
 
 
 def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
     """When a planner is killed that answers so, in ticks, and for what."""
-    launcher, control, ends = (
-        Launcher.__new__(Launcher),
-        Control(list(answers)),
-        list[tuple[int, str]](),
-    )
-    launcher.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
-
-    def end(planner: Any, why: str) -> None:
-        ends.append((control.now, why))
-
-    run_heartbeats(launcher, control, SimpleNamespace(name="planner"), end)
-    return ends
+    control = Control(list(answers))
+    heartbeat = CoordinatorHeartbeat(control, 2.0, lambda: None)  # type: ignore[arg-type]
+    stop_heartbeats_by(heartbeat, control)
+    planner = ActorHandle("planner", None, ActorRecord("planner"))
+    heartbeat.watch(planner)
+    heartbeat.run()
+    return [(at, heartbeat.cause(planner) or "") for at in control.kills]
 
 
 MOVED, STANDS, NEVER = (True, 1), (False, 1), (None, 0)

@@ -25,23 +25,23 @@ def told(late: list[SetMixture], event: SetMixture) -> Callable[[], None]:
 
 def given_up(sayings: EventOutbox, event: SetMixture, late: list[SetMixture]) -> None:
     with pytest.raises(DataStall):
-        sayings.say(event, silent, told(late, event))
+        sayings.send(event, silent, told(late, event))
 
 
 def test_what_was_answered_is_not_told_again() -> None:
     sayings, late = EventOutbox(), list[SetMixture]()
-    sayings.say(A, lambda: None, told(late, A))
-    sayings.heard(A)
+    sayings.send(A, lambda: None, told(late, A))
+    sayings.confirmed(A)
     assert late == []
 
 
 def test_what_was_given_up_and_taken_later_is_told_once() -> None:
     sayings, late = EventOutbox(), list[SetMixture]()
     given_up(sayings, A, late)
-    sayings.heard(B)
+    sayings.confirmed(B)
     assert late == []
-    sayings.heard(A)
-    sayings.heard(A)
+    sayings.confirmed(A)
+    sayings.confirmed(A)
     assert late == [A]
 
 
@@ -49,25 +49,25 @@ def test_what_is_told_of_before_it_is_given_up_has_been_answered() -> None:
     sayings, late = EventOutbox(), list[SetMixture]()
 
     def too_late() -> None:
-        sayings.heard(A)
+        sayings.confirmed(A)
         silent()
 
-    sayings.say(A, too_late, told(late, A))
+    sayings.send(A, too_late, told(late, A))
     assert late == []
 
 
 def test_news_of_what_was_answered_are_not_taken_for_those_of_an_equal_one() -> None:
     sayings, late = EventOutbox(), list[SetMixture]()
-    sayings.say(A, lambda: None, told(late, A))
+    sayings.send(A, lambda: None, told(late, A))
 
     def news_of_the_first() -> None:
-        sayings.heard(A)
+        sayings.confirmed(A)
         silent()
 
     with pytest.raises(DataStall):
-        sayings.say(A, news_of_the_first, told(late, A))
+        sayings.send(A, news_of_the_first, told(late, A))
     assert sayings.unsettled
-    sayings.heard(A)
+    sayings.confirmed(A)
     assert late == [A]
 
 
@@ -80,7 +80,7 @@ def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order
     sayings.settle([A])
     assert late == [A], "the other was refused"
     assert not sayings.unsettled
-    sayings.heard(B)
+    sayings.confirmed(B)
     assert late == [A]
 
 
@@ -91,16 +91,16 @@ def test_what_was_refused_is_forgotten() -> None:
         raise PlanError("planned already")
 
     with pytest.raises(PlanError):
-        sayings.say(A, refused, told(late, A))
-    sayings.heard(A)
+        sayings.send(A, refused, told(late, A))
+    sayings.confirmed(A)
     assert late == []
 
 
 def test_what_the_next_planner_finds_counts_if_it_was_not_known_before() -> None:
     """Said, changed, and said again: of two that are equal the journal may hold the first alone."""
     sayings, late = EventOutbox(), list[SetMixture]()
-    sayings.say(A, lambda: None, told(late, A))
-    sayings.say(B, lambda: None, told(late, B))
+    sayings.send(A, lambda: None, told(late, A))
+    sayings.send(B, lambda: None, told(late, B))
     given_up(sayings, A, late)
     sayings.found([A, B])
     assert late == []

@@ -216,16 +216,19 @@ def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Pat
         recipes = WorkerFactory(
             control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0]
         )
-        for start in (lambda: recipes.constructor(0), lambda: recipes.loader_host(0, [0], (), {})):
+        for start in (
+            lambda: recipes.constructor(0),
+            lambda: recipes.loader_worker(0, [0], (), {}),
+        ):
             with pytest.raises(ActorLost, match="the cluster refused it"):
                 start()
         assert recipes.placement.figures() == {}, "nothing is placed"
         control.refuses = False
-        recipes.loader_host(10000, [0], (), {}, instead_of=0)
+        recipes.loader_worker(10000, [0], (), {}, instead_of=0)
         memory = recipes.placement.memory_of("loader-worker/10000")
         control.refuses = True
         with pytest.raises(ActorLost):
-            recipes.loader_host(10000, [0], (), {})
+            recipes.loader_worker(10000, [0], (), {})
         assert recipes.placement.memory_of("loader-worker/10000") == memory, (
             "a host that is started again keeps its place for the next try"
         )

@@ -38,6 +38,7 @@ CORES = (
     "constructor.compact",
     "constructor.pack",
     "constructor.rank_views",
+    "cluster.attached_ranks",
     "cluster.placement",
     "cluster.plan_history",
     "cluster.plan_router",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import overlord as ov
 from overlord.messages.loader import Evaluate, Read
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
 from tests.internals import open_window
@@ -33,7 +33,7 @@ def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) ->
         tmp_path, "parquet", [{"tokens": list(range(500))} for _ in range(1000)], files=1
     )
     reader = (
-        local_runtime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere())
+        LocalRuntime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere())
         .loading.hosted[0]
         .reader
     )
@@ -81,7 +81,7 @@ def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(
 
 def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(100)], files=1)
-    reader = local_runtime(readers(glob, ov.Tokens("tokens")), Nowhere()).loading.hosted[0].reader
+    reader = LocalRuntime(readers(glob, ov.Tokens("tokens")), Nowhere()).loading.hosted[0].reader
     assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 100
     outcome, content = reader.evaluate(Evaluate(0, 3))
     assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])

@@ -46,8 +46,8 @@ def test_a_worker_that_dies_is_started_again_and_planning_rolls_back() -> None:
     assert made.lost() == {L: NINE}
     assert told(made, (1.5, WorkerReady(L, 1))) == [RollBack(f"{L}: {NINE}")]
     assert made.lost() == {}
-    assert made.back() == [Loss(worker=L, reason=NINE, since=1.0)]
-    assert made.back() == []
+    assert made.take_recovered() == [Loss(worker=L, reason=NINE, since=1.0)]
+    assert made.take_recovered() == []
 
 
 def test_several_that_die_at_once_lead_to_one_way_back_when_the_last_is_there() -> None:
@@ -70,7 +70,7 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
     assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 2))) == [
         RollBack(f"{L}: {NINE}; {M}: {NINE}")
     ]
-    assert [(loss.worker, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], (
+    assert [(loss.worker, loss.since) for loss in made.take_recovered()] == [(L, 1.0), (M, 1.1)], (
         "missed since it was first"
     )
 
@@ -118,7 +118,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_job_with_what_it_died_of() 
     for k in range(2):
         assert told(made, (1.0 + k, WorkerDied(L, k, "exit code 3"))) == [StartWorker(L, k + 1)]
         assert told(made, (1.5 + k, WorkerReady(L, k + 1))) == [RollBack(f"{L}: exit code 3")]
-        made.back()
+        made.take_recovered()
     [given_up] = told(made, (4.0, WorkerDied(L, 2, "exit code 3")))
     assert isinstance(given_up, GiveUp)
     assert (given_up.error.name, given_up.error.reason) == (L, "exit code 3")
@@ -135,7 +135,7 @@ def test_a_step_that_all_have_taken_meanwhile_begins_the_count_anew() -> None:
             0
         ] == StartWorker(L, k + 1)
         assert told(made, (1.2 + k, Progress(k))) == []
-        made.back()
+        made.take_recovered()
     assert told(made, (9.0, WorkerDied(L, 5, NINE)), (9.1, WorkerReady(L, 6)), (9.2, Progress(4)))[
         0
     ] == StartWorker(L, 6)
@@ -173,9 +173,9 @@ def test_a_worker_that_answers_nothing_is_killed_and_then_started() -> None:
     assert told(made, (18.5, WorkerReady(L, 1))) == [
         RollBack(f"{L}: it answered nothing for 10.0 s")
     ]
-    assert made.back() == [Loss(worker=L, reason="it answered nothing for 10.0 s", since=6.0)], (
-        "missed since it was last heard"
-    )
+    assert made.take_recovered() == [
+        Loss(worker=L, reason="it answered nothing for 10.0 s", since=6.0)
+    ], "missed since it was last heard"
 
 
 def test_whoever_watches_may_have_slept_itself() -> None:
@@ -252,7 +252,7 @@ def test_a_worker_whose_standbys_live_is_not_waited_for() -> None:
         StartWorker(L, 1),
         RollBack(f"{L}: {NINE}"),
     ]
-    assert made.back() == [Loss(worker=L, reason=NINE, since=1.0, spare=True)]
+    assert made.take_recovered() == [Loss(worker=L, reason=NINE, since=1.0, spare=True)]
     assert told(made, (1.5, WorkerReady(L, 1))) == [StandbyReady(L)], (
         "nothing is planned again for it"
     )

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from overlord.cluster.attached_ranks import AttachedRanks
+from overlord.cluster.current_job import CurrentJob, JobWorkers
 from overlord.cluster.loader_stats import LoadObserver, observing_scaler
-from overlord.cluster.placement import Placement
 from overlord.cluster.plan_history import PlanHistory
 from overlord.cluster.rebalance import Rebalancer
 from overlord.cluster.worker_factory import lanes_of
-from overlord.cluster.worker_pool import WorkerPool
-from overlord.concurrency.event_loop import EventLoop
-from overlord.concurrency.platform import Platform
+from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
-from overlord.planning.planner import Planner
 from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.scaling.scaler import Limits, Observation, Scaler
 from overlord.scaling.threads import worth
@@ -25,44 +23,50 @@ from overlord.setup.partition import loads_of, scales
 from overlord.setup.prepared_job import PreparedJob
 
 
-def scaler_of(prepared: PreparedJob, hosting: LoaderPlacement, read_ahead: int) -> Scaler | None:
+def scaler_of(
+    prepared: PreparedJob, loader_placement: LoaderPlacement, read_ahead: int
+) -> Scaler | None:
     """Return the scaler of a job: one that moves loaders, one that observes, or None."""
     options = prepared.options
     if not scales(prepared):
         return observing_scaler(options, read_ahead)
-    cores = max(hosting.n_hosts, options.hosts or n_cores())
+    cores = max(loader_placement.n_hosts, options.hosts or n_cores())
     given = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-    limits = Limits(**{"cores": cores, "lanes": worth(lanes_of(options, hosting)), **given})
+    limits = Limits(
+        **{"cores": cores, "lanes": worth(lanes_of(options, loader_placement)), **given}
+    )
     return Scaler(limits, options.read_ahead or 1)
 
 
 class Autoscaler:
     """Polls the workers and executes the decisions of a scaler. Runs on: event loop.
 
-    ``attached`` returns whether a rank is attached, ``set_read_ahead`` receives a command for the
-    planner. ``prepared`` and ``planner`` return the current ones.
+    ``set_read_ahead`` receives a command for the planner. Nothing is polled while ``attached`` is
+    empty.
     """
 
     def __init__(
         self,
         scaler: Scaler,
+        current: CurrentJob,
+        context: ProcessContext,
         *,
-        placement: Placement,
-        pool: WorkerPool,
+        workers: JobWorkers,
         rebalancer: Rebalancer,
         history: PlanHistory,
-        event_loop: EventLoop,
-        platform: Platform,
-        prepared: Callable[[], PreparedJob],
-        planner: Callable[[], Planner],
-        attached: Callable[[], bool],
+        attached: AttachedRanks,
         set_read_ahead: Callable[[SetReadAhead], None],
     ):
-        self._placement, self._pool, self._rebalancer = placement, pool, rebalancer
-        self._history, self._event_loop, self._platform = history, event_loop, platform
-        self._prepared, self._planner, self._attached = prepared, planner, attached
+        self._placement, self._pool = workers.placement, workers.pool
+        self._rebalancer, self._history, self._attached = rebalancer, history, attached
+        self._event_loop, self._platform = context.event_loop, context.platform
+        self._current = current
         self._observer = LoadObserver(
-            scaler, planner, self, set_read_ahead=set_read_ahead, scale=rebalancer.scale
+            scaler,
+            lambda: current.planner,
+            self,
+            set_read_ahead=set_read_ahead,
+            scale=rebalancer.scale,
         )
         self._scaler = scaler
         self._answers: dict[str, Any] = {}  # of this poll, by worker
@@ -91,18 +95,18 @@ class Autoscaler:
 
     def _poll(self) -> None:
         workers = [w for w in self._pool.workers() if w.joined and not w.lost]
-        finished = self._planner().finished is not None
-        if self._pool.closed or finished or not self._attached() or not workers:
+        finished = self._current.planner.finished is not None
+        if self._pool.closed or finished or not self._attached or not workers:
             self._polling = False
             self._observer.restart()
             return
         self._answers, self._n_polled = {}, len(workers)
-        self._pool.poll(workers, "gauge", self._polled)
+        self._pool.poll(workers, "work", self._polled)
         if self._scaler.limits.memory_bytes is not None:
             loaders = [worker for worker in workers if worker.is_loader]
-            self._pool.poll(loaders, "weighs", self._weighed)
+            self._pool.poll(loaders, "pss_bytes", self._measured)
 
-    def _weighed(self, name: str, nbytes: Any) -> None:
+    def _measured(self, name: str, nbytes: Any) -> None:
         if nbytes is not None:
             self._rss[name] = int(nbytes)
 
@@ -119,7 +123,7 @@ class Autoscaler:
     def _observe(self) -> Observation | None:
         """Return the observation of a poll that all workers have answered."""
         waits = [
-            row[1]
+            row.waited_s
             for name, rows in self._answers.items()
             if name.startswith("constructor")
             for row in rows
@@ -144,7 +148,7 @@ class Autoscaler:
 
     def _full_workers(self) -> set[int]:
         """Return the workers that may read no other source."""
-        if not (bound := self._prepared().options.sources_per_host):
+        if not (bound := self._current.prepared.options.sources_per_host):
             return set()
         sources = range(len(self._placement.loaders))
         reads = Counter(h for i in sources for h in self._placement.workers_of(i))
@@ -176,9 +180,9 @@ class Autoscaler:
         A coordinator in its own process does not have the code of added sources, and assumes that
         it holds the lock.
         """
-        n = len(self._planner().spec.names)
+        n = len(self._current.planner.spec.names)
         if len(self._free_seconds) != n:
-            known = [load.free_s for load in loads_of(self._prepared())][:n]
+            known = [load.free_s for load in loads_of(self._current.prepared)][:n]
             self._free_seconds = known + [0.0] * (n - len(known))
         return self._free_seconds[source]
 

@@ -18,7 +18,7 @@ from overlord.constructor.payload_gather import PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.messages.constructor import Build, Deliver, EndRank, Release, Unfinish
+from overlord.messages.constructor import Build, Deliver, EndRank, RankWait, Release, Unfinish
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -68,20 +68,20 @@ class ConstructorWorker(Worker):
             spoiled=self._events.put,
             compact=True,
         )
-        self._delivery = StepPublisher(took=self._heard)
+        self._delivery = StepPublisher(took=self._acked)
         # acknowledgements that the event loop has not seen yet
-        self._news, self._news_lock = dict[int, int](), threading.Lock()
+        self._acks, self._acks_lock = dict[int, int](), threading.Lock()
         for rank in self._building.bucket_of:  # clients may connect before they are attached
-            self._delivery.box(rank, settings.generation)
+            self._delivery.queue(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
         self._loaders: dict[Connection, int] = {}
         self._incarnations: dict[int, int] = {}  # of loader workers: the last that connected
         self._taken: dict[int, int] = {}
         # the last step that any coordinator started after or rolled back to: all ranks took it
         self._floor = -1
-        self._behind = -1  # the same of this coordinator, which may know less than an earlier one
-        self._told = -1  # the last step that all ranks took, as reported
-        self._said: dict[int, int] = {}  # and the last that each rank took, as reported
+        self._rolled_back_to = -1  # by this coordinator, which may know less
+        self._reported = -1  # the last step that all ranks took, as reported
+        self._acks_sent: dict[int, int] = {}  # and the last that each rank took, as reported
         self._servers = [self._serve(settings.token, **self._platform.inside())]
         self._start()
 
@@ -90,9 +90,9 @@ class ConstructorWorker(Worker):
             token, self._ring, self._message, self._opened, self._closed, **where
         )
 
-    def listen(self, host: str, token: str) -> str:
+    def listen(self, worker: str, token: str) -> str:
         """Accept clients of other processes, which present another token; return the address."""
-        self._servers.append(self._serve(token, **self._platform.outside(host)))
+        self._servers.append(self._serve(token, **self._platform.outside(worker)))
         return self._servers[-1].address
 
     def address(self) -> str:
@@ -102,57 +102,57 @@ class ConstructorWorker(Worker):
 
     def _opened(self, link: Connection, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") == "loader":
-            return self._loader_came(link, hello.get("host"), hello.get("incarnation", 0))
+            return self._loader_connected(link, hello.get("host"), hello.get("incarnation", 0))
         return self._delivery.opened(link, dict(hello))
 
-    def _loader_came(self, link: Connection, host: Any, incarnation: Any) -> dict[str, Any]:
+    def _loader_connected(self, link: Connection, worker: Any, incarnation: Any) -> dict[str, Any]:
         """Replace the connection of a loader worker that reconnected or was restarted.
 
         The end of the old connection may not have been detected yet.
         """
-        if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
+        if type(worker) is not int or worker < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
-                f"expected the number of a loader host, got {host!r:.60} and {incarnation!r:.60}"
+                f"expected the number of a loader host, got {worker!r:.60} and {incarnation!r:.60}"
             )
-        if incarnation < self._incarnations.get(host, 0):
+        if incarnation < self._incarnations.get(worker, 0):
             raise OverlordError(
                 "expected the number of a loader host that is not linked yet, got "
-                f"{host}: a later one has its place"
+                f"{worker}: a later one has its place"
             )
-        former = next((other for other, h in self._loaders.items() if h == host), None)
-        self._loaders[link], self._incarnations[host] = host, incarnation
+        former = next((other for other, h in self._loaders.items() if h == worker), None)
+        self._loaders[link], self._incarnations[worker] = worker, incarnation
         if former is not None:
             del self._loaders[former]
-            former.close(f"loader-worker/{host} has connected again: its place is taken")
-        self._event_loop.post(lambda: self._gathering.found(host))
+            former.close(f"loader-worker/{worker} has connected again: its place is taken")
+        self._event_loop.post(lambda: self._gathering.found(worker))
         return {}
 
     def _message(self, link: Connection, value: Any) -> None:
-        if (host := self._loaders.get(link)) is not None:
+        if (worker := self._loaders.get(link)) is not None:
             if not isinstance(value, StepPayload):
                 raise OverlordError(
-                    f"expected payload of loader-worker/{host}, got {type(value).__name__}"
+                    f"expected payload of loader-worker/{worker}, got {type(value).__name__}"
                 )
-            check_payload(value, host)
+            check_payload(value, worker)
             self._event_loop.post(lambda: self.run(self._gathering.payload(value)))
         else:
             self._delivery.message(link, value)
 
     def _closed(self, link: Connection, reason: str) -> None:
-        host = self._loaders.pop(link, None)
-        if host is None:
+        worker = self._loaders.pop(link, None)
+        if worker is None:
             self._delivery.closed(link, reason)
         else:
-            self._event_loop.post(lambda: self.run(self._gathering.lost(host, reason)))
+            self._event_loop.post(lambda: self.run(self._gathering.lost(worker, reason)))
 
-    def _heard(self, rank: int, step: int) -> None:
+    def _acked(self, rank: int, step: int) -> None:
         """Note an acknowledgement. Runs on: server thread.
 
         All ranks take a step at about the same time: the event loop is woken once for them.
         """
-        with self._news_lock:
-            woken = bool(self._news)
-            self._news[rank] = step
+        with self._acks_lock:
+            woken = bool(self._acks)
+            self._acks[rank] = step
         if not woken:
             self._event_loop.post(self._took)
 
@@ -165,10 +165,10 @@ class ConstructorWorker(Worker):
             case Attach(rank=rank):
                 if rank not in self._taken:
                     self._taken[rank] = self._floor
-                    if self._floor > self._behind:
+                    if self._floor > self._rolled_back_to:
                         self._events.put(StepsAcked([rank], [self._floor]))
                 self.commands.queue.extend(
-                    self._building.attach({rank: self._delivery.box(rank, self._session)})
+                    self._building.attach({rank: self._delivery.queue(rank, self._session)})
                 )
                 self.commands.queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
@@ -178,31 +178,31 @@ class ConstructorWorker(Worker):
             case EndOfJob():  # releases memory before a step of that number arrives again
                 self.run(self._gathering.finish(message))
             case Rollback():
-                self._back(message)
+                self._roll_back(message)
             case _:
                 raise TypeError(
                     f"unknown message to a constructor worker: {type(message).__name__}"
                 )
 
-    def _back(self, back: Rollback) -> None:
+    def _roll_back(self, rollback: Rollback) -> None:
         """Roll back to a step that all ranks have taken.
 
         A coordinator that takes over must be sent the steps that they took since.
         """
-        self.run(self._gathering.back(back))
-        self._floor, self._behind = max(back.step, self._floor), back.step
-        self._delivery.begin_behind(self._floor)
+        self.run(self._gathering.back(rollback))
+        self._floor, self._rolled_back_to = max(rollback.step, self._floor), rollback.step
+        self._delivery.begin_after(self._floor)
         for rank, step in self._taken.items():
             self._taken[rank] = max(step, self._floor)
             self.run(self._building.consumed([rank], self._floor))
-        self._told, self._said = self._behind, {}
+        self._reported, self._acks_sent = self._rolled_back_to, {}
         self._tell()
 
     def _took(self) -> None:
-        with self._news_lock:
-            news, self._news = self._news, {}
+        with self._acks_lock:
+            acks, self._acks = self._acks, {}
         commands: list[Any] = []
-        for rank, step in news.items():
+        for rank, step in acks.items():
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
@@ -214,13 +214,15 @@ class ConstructorWorker(Worker):
     def _tell(self) -> None:
         """Report acknowledgements once the slowest rank has moved on: nothing is planned before."""
         slowest = min(self._taken.values(), default=-1)
-        if slowest > self._told:
-            self._told = slowest
-            news = {
-                rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)
+        if slowest > self._reported:
+            self._reported = slowest
+            acks = {
+                rank: step
+                for rank, step in self._taken.items()
+                if step > self._acks_sent.get(rank, -1)
             }
-            self._said |= news
-            self._events.put(StepsAcked(list(news), list(news.values())))
+            self._acks_sent |= acks
+            self._events.put(StepsAcked(list(acks), list(acks.values())))
 
     def _execute(self, command: Any) -> None:
         match command:
@@ -240,14 +242,14 @@ class ConstructorWorker(Worker):
     def why(self, rank: int) -> str:
         """Describe what a rank's next step waits for here; empty where it waits for a plan."""
 
-        def say() -> str:
+        def describe() -> str:
             return (
                 ""
                 if self._gathering.wants_plans
                 else self._gathering.waiting() or self._building.waiting(rank)
             )
 
-        return self._event_loop.ask(say, "the constructor worker's event loop", 1.0)
+        return self._event_loop.ask(describe, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
         """Return the last step that a rank's client took, after all received bytes are read.
@@ -259,10 +261,10 @@ class ConstructorWorker(Worker):
             server.caught_up(HEARD_S)
         return self._delivery.taken(rank)
 
-    def gauge(self) -> list[tuple[int, float]]:
+    def work(self) -> list[RankWait]:
         """Return the total seconds that the trainer of every rank has waited, for scaling."""
         return [
-            (rank, float(row["waited_s"]))
+            RankWait(rank, float(row["waited_s"]))
             for rank, row in self._delivery.figures().items()
             if rank in self._taken
         ]

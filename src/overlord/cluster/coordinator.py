@@ -11,25 +11,23 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from overlord.client.local_queue import LaunchedStepQueue
+from overlord.cluster.attached_ranks import AttachedRanks
 from overlord.cluster.autoscale import Autoscaler, scaler_of
 from overlord.cluster.client_endpoints import ClientEndpoints
 from overlord.cluster.coordinator_config import Incarnation
+from overlord.cluster.current_job import CurrentJob, JobWorkers, router_of, standbys_of
 from overlord.cluster.job_sources import JobSources
 from overlord.cluster.loader_starts import LoaderStarts
 from overlord.cluster.node_placement import watch
 from overlord.cluster.placement import Placement
 from overlord.cluster.plan_history import PlanHistory, RecentPlans
-from overlord.cluster.plan_router import ImageContext, PlanRouter
 from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
-from overlord.cluster.recovery import RecoveryManager
-from overlord.cluster.standby import StandbyManager, standby_sizes
+from overlord.cluster.recovery import RecoveryActions, RecoveryManager
+from overlord.cluster.rollback_messages import rollback_messages
 from overlord.cluster.status import StatusReporter
 from overlord.cluster.worker_factory import (
     WorkerFactory,
@@ -38,12 +36,11 @@ from overlord.cluster.worker_factory import (
     read_ahead_of,
     settings_of,
 )
-from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
+from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerPool
 from overlord.concurrency.command_loop import CommandLoop
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
-from overlord.errors import ActorLost, JobError, OverlordError, PlanError
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
+from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
@@ -53,16 +50,12 @@ from overlord.messages.control import (
     Detach,
     DropHeldSamples,
     EndOfJob,
-    FollowLoader,
-    LoaderStart,
     PlannedStep,
     Refill,
     Report,
     RestartLoader,
     Rollback,
-    SetBufferBudget,
     SetMixture,
-    SetReadAhead,
     Skip,
     SourceLost,
     StepsAcked,
@@ -74,7 +67,7 @@ from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.process.pickle_check import sendable
 from overlord.rpc.actors import ActorSystem
-from overlord.setup.partition import hosting_of, loads_of, scales
+from overlord.setup.partition import hosting_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
 from overlord.transport.state_codec import encode_state
 
@@ -101,13 +94,13 @@ class Coordinator:
         starter: WorkerStarter | None = None,
         incarnation: Incarnation = Incarnation(),  # noqa: B008
     ):
-        hosting = hosting_of(prepared) if starter is None else starter.hosting
-        read_ahead = read_ahead_of(hosting, scales(prepared))
-        prepared = prepared.with_loaders(hosting.loaders, read_ahead)
+        loader_placement = hosting_of(prepared) if starter is None else starter.loader_placement
+        read_ahead = read_ahead_of(loader_placement, scales(prepared))
+        prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
         self._first = prepared  # the job whose schedule the planner has
-        self._options = prepared.options
-        self._control, self._event_loop = control, event_loop
-        self._platform = platform or Platform()
+        options = prepared.options
+        context = ProcessContext(control, event_loop, platform or Platform())
+        self._context = context
         self.planner = prepared.planner(state)
         self._barrier = incarnation.barrier
         self.plans = RecentPlans()
@@ -116,37 +109,27 @@ class Coordinator:
         self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         groups = list(prepared.job.place.buckets("DP"))
-        self._served = np.zeros(len(groups), np.int64)  # attached ranks of every group
-        self._attached: set[int] = set()
 
         self.placement = Placement(
-            hosting.loaders, hosting.host_of, constructors_of(prepared), groups
+            loader_placement.loaders, loader_placement.host_of, constructors_of(prepared), groups
         )
+        self._ranks = AttachedRanks(self.placement, len(groups))
         self._starter: WorkerStarter = starter or WorkerFactory(
             control,
             lambda: self.prepared,
-            settings_of(prepared, hosting, secrets.token_urlsafe(24), session, platform),
-            hosting,
+            settings_of(prepared, loader_placement, secrets.token_urlsafe(24), session, platform),
+            loader_placement,
             self.placement.constructor_of.tolist(),
         )
-        hooks, options = prepared.job.hooks, self._options
-        self.router = PlanRouter(
-            self.placement,
-            whole_plans=bool(of_kind(hooks, CONSTRUCTOR)),
-            loader_hooks=bool(of_kind(hooks, LOADER)),
-            images=_image_context(prepared, groups),
+        self.router = router_of(prepared, self.placement)
+        callbacks = WorkerCallbacks(
+            events=self._worker_events,
+            lost=lambda worker, reason: self.recovery.lost(worker, reason),
+            started=lambda worker: self.recovery.started(worker),
+            start_failed=lambda *failed: self.recovery.start_failed(*failed),
         )
         self.pool = WorkerPool(
-            control,
-            event_loop,
-            self._platform,
-            self._starter,
-            self.placement,
-            lost_after_s=options.lost_after_s,
-            on_events=self._worker_events,
-            on_lost=self._worker_lost,
-            on_started=lambda worker: self.recovery.started(worker),
-            on_start_failed=lambda *failed: self.recovery.start_failed(*failed),
+            context, self._starter, self.placement, callbacks, lost_after_s=options.lost_after_s
         )
         self.commands = CommandLoop(
             self._execute, check=self.check if options.check else None, after=self.pool.flush
@@ -155,72 +138,57 @@ class Coordinator:
         self.history = PlanHistory(
             self.planner.state(), prepared.job.feedback_lag, incarnation.planned
         )
-        sizes = standby_sizes(options.shadows, loads_of(prepared), hosting.loaders)
-        self.standby = StandbyManager(self.placement, *sizes)
-        self.recovery = RecoveryManager(
-            pool=self.pool,
-            standby=self.standby,
-            event_loop=event_loop,
-            platform=self._platform,
-            lost_after_s=options.lost_after_s,
-            max_restarts=options.max_restarts,
-            fails_over=options.failover,
-            generation=incarnation.number * PLANNERS,
+        self.standby = standbys_of(prepared, loader_placement, self.placement)
+        actions = RecoveryActions(
             roll_back=self.rollback,
             use_as_standby=lambda name: self.rebalancer.use_as_standby(name),
-            give_up=self._give_up,
+            end_job=self._end_with,
+            end_at=lambda end: self.run([end]),
+            duty_of=lambda name: self.status.duty_of(name, self.history.acked),
+        )
+        generation = incarnation.number * PLANNERS
+        self.recovery = RecoveryManager(
+            self.pool, self.standby, context, options, generation, actions
         )
         self.endpoints = ClientEndpoints(
             self.pool, self.placement, self.recovery, session=session, prefetch=options.prefetch
         )
-        self.sources = JobSources(prepared, self.pool, self.placement, hosting.n_hosts)
+        self.sources = JobSources(
+            prepared, self.pool, self.placement, self.recovery, loader_placement.n_hosts
+        )
         self.starts = LoaderStarts(lambda: self.prepared, self.placement)
+        current = CurrentJob(lambda: self.prepared, lambda: self.planner)
+        workers = self._workers = JobWorkers(self.pool, self.placement, self.standby, self.recovery)
         self.rebalancer = Rebalancer(
-            placement=self.placement,
-            pool=self.pool,
-            standby=self.standby,
-            recovery=self.recovery,
+            workers,
+            current,
+            context,
             history=self.history,
             starts=self.starts,
             commands=self.commands,
-            event_loop=event_loop,
-            platform=self._platform,
-            job=lambda: self.prepared.job,
-            planner=lambda: self.planner,
             first=SCALED + incarnation.number * PER_PLANNER,
         )
-        self.autoscaler = self._autoscaler(hosting)
+        scaler = scaler_of(prepared, loader_placement, self.planner.spec.read_ahead)
+        self.autoscaler: Autoscaler | None = None
+        if scaler is not None:
+            self.autoscaler = Autoscaler(
+                scaler,
+                current,
+                context,
+                workers=workers,
+                rebalancer=self.rebalancer,
+                history=self.history,
+                attached=self._ranks,
+                set_read_ahead=lambda command: self.run(self.planner.handle(command)),
+            )
         self.status = StatusReporter(
             self.pool,
             self.placement,
             self.recovery,
-            self._platform,
+            context.platform,
             lambda: self.prepared.job.names,
         )
         self._stop_reviews: Callable[[], None] = lambda: None
-        if options.shadows != "none" and hosting.n_hosts == 1:
-            log.warning(
-                "shadows=%r has no effect: there is one loader worker, and no other for standbys",
-                options.shadows,
-            )
-
-    def _autoscaler(self, hosting: Any) -> Autoscaler | None:
-        scaler = scaler_of(self.prepared, hosting, self.planner.spec.read_ahead)
-        if scaler is None:
-            return None
-        return Autoscaler(
-            scaler,
-            placement=self.placement,
-            pool=self.pool,
-            rebalancer=self.rebalancer,
-            history=self.history,
-            event_loop=self._event_loop,
-            platform=self._platform,
-            prepared=lambda: self.prepared,
-            planner=lambda: self.planner,
-            attached=lambda: bool(self._attached),
-            set_read_ahead=self._set_read_ahead,
-        )
 
     # starting
 
@@ -247,15 +215,18 @@ class Coordinator:
         for worker in self.pool.workers():
             self.recovery.joined(worker)
         self.standby.fill(self.pool.living(), self.pool.nodes())
-        self._follow(self.starts.at(self.planner.state()))
+        for h, follow in self.standby.follow(self.starts.at(self.planner.state())):
+            self.pool.send(h, follow)
         self.commands.run()
         self.recovery.start()
         if self.autoscaler is not None:
             self.autoscaler.start()
         if self._starter.placement is not None:
-            relocate = self.rebalancer.relocate_later
             self._stop_reviews = watch(
-                self._starter.placement, self._platform, self._control, relocate
+                self._starter.placement,
+                self._context.platform,
+                self._context.control,
+                self.rebalancer.relocate_later,
             )
 
     # journal
@@ -290,7 +261,7 @@ class Coordinator:
         """Keep an event for the next rollback, before a plan made with it takes effect."""
         if isinstance(event, SetMixture):
             event = said_of_all(event, self.planner.spec.names)
-        self.history.said(event)
+        self.history.applied(event)
 
     def report(self, report: Report) -> bool:
         """Apply a report and return whether it comes in time for a plan."""
@@ -300,33 +271,28 @@ class Coordinator:
 
     @property
     def attached(self) -> frozenset[int]:
-        return frozenset(self._attached)
+        return self._ranks.ranks
 
     def attach(self, queues: Mapping[int, Any]) -> None:
         """Plan for the clients of these ranks; they receive steps from their constructor worker."""
         for rank in queues:
-            self._count_rank(rank)
+            self._ranks.add(rank)
             self.endpoints.constructor(rank).out.append(Attach(rank))
         self.run([command for rank in queues for command in self.planner.handle(Attach(rank))])
 
     def take_over_rank(self, rank: int) -> None:
         """Count a rank as attached: the planner starts no step for it before the rollback."""
-        self._count_rank(rank)
+        self._ranks.add(rank)
         self.planner.handle(Attach(rank))
 
-    def _count_rank(self, rank: int) -> None:
-        self._attached.add(rank)
-        self._served[self.placement.bucket_of[rank]] += 1
-
     def detach(self, rank: int) -> None:
-        if rank in self._attached:
-            self._attached.discard(rank)
-            self._served[self.placement.bucket_of[rank]] -= 1
+        if rank in self._ranks:
+            self._ranks.remove(rank)
             self.endpoints.constructor(rank).out.append(Detach(rank))
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
-        for rank in list(self._attached):
+        for rank in self.attached:
             self.detach(rank)
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
@@ -340,12 +306,9 @@ class Coordinator:
                 [
                     Consumed(rank, step)
                     for rank in ranks
-                    if rank in self._attached and self.planner.took(rank) < step
+                    if rank in self._ranks and self.planner.took(rank) < step
                 ]
             )
-
-    def _set_read_ahead(self, command: SetReadAhead) -> None:
-        self.run(self.planner.handle(command))
 
     # events of workers
 
@@ -354,13 +317,13 @@ class Coordinator:
             match event:
                 case StepsAcked(ranks=ranks, steps=steps):
                     for rank, step in zip(ranks, steps, strict=True):
-                        self._took(rank, step)
+                        self._acked(rank, step)
                 case ConnectionLost():
                     self.recovery.unreachable(event.worker, event.reason, event.address)
                 case EndOfJob(error=ActorLost(name=name)) if (
                     lost := self.pool.named(name)
                 ) is not None:
-                    self._missed_by_peer(lost, event)
+                    self.recovery.missed_by_peer(lost, event)
                 case Announce() | EndOfJob() | DecodeFailures():
                     self.commands.queue.append(event)
                 case _:
@@ -368,58 +331,20 @@ class Coordinator:
         self.run()
         self.gate.acked()
 
-    def _took(self, rank: int, step: int) -> None:
-        if rank in self._attached:
+    def _acked(self, rank: int, step: int) -> None:
+        if rank in self._ranks:
             self.on_taken(rank, step)
-            self._count([Consumed(rank, step)])
-
-    def _count(self, taken: list[Consumed]) -> None:
-        """Count acknowledgements, unless they have to wait for reports."""
-        counted = taken if self._barrier is None else self._barrier.hold(taken)
-        self.commands.queue.extend(counted)
+            self.commands.queue.extend(self._barrier.hold([Consumed(rank, step)]))
 
     def all_reported(self, mark: int) -> None:
         """Count the acknowledgements whose reports have arrived."""
-        if self._barrier is None or (sure := self._barrier.release(mark)) is None:
-            return
-        self.commands.queue.extend(c for c in sure if c.rank in self._attached)
-        self.run()
-        self.gate.acked()  # no plan follows the last steps
-
-    def _missed_by_peer(self, lost: WorkerHandle, finish: EndOfJob) -> None:
-        """A worker cannot continue without another one, which is restarted unless it is given up.
-
-        Without failover the job ends. Peers only see the connection close, so the launcher is asked
-        for the exit reason first.
-        """
-        if self.recovery.fails_over:
-            if (error := self.recovery.given_up) is not None:
-                self.commands.queue.append(EndOfJob(finish.step, error))
-            return
-
-        def answered(future: Future[Any]) -> None:
-            error = future.exception()
-            known = EndOfJob(finish.step, error) if isinstance(error, ActorLost) else finish
-            self._event_loop.post(lambda: None if self.pool.closed else self.run([known]))
-
-        self.pool.call(lost, "do", []).add_done_callback(answered)
-
-    def _worker_lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Have a lost worker restarted; without failover the job ends after the complete steps."""
-        if self.recovery.fails_over:
-            self.recovery.lost(worker, reason)
-        else:
-            log.error("%s is lost: %s", worker.name, reason)
-            self._end_with(ActorLost(worker.name, reason))
-
-    def _give_up(self, error: ActorLost) -> None:
-        """End the job: a worker cannot be kept alive."""
-        duty = self.status.duty_of(error.name, self.history.acked)
-        error = self.recovery.worn_out(error, duty)
-        log.error("%s", error)
-        self._end_with(error)
+        if (sure := self._barrier.release(mark)) is not None:
+            self.commands.queue.extend(c for c in sure if c.rank in self._ranks)
+            self.run()
+            self.gate.acked()  # no plan follows the last steps
 
     def _end_with(self, error: ActorLost) -> None:
+        """End the job after the complete steps: a worker is lost for good."""
         self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     # recovery
@@ -451,40 +376,18 @@ class Coordinator:
         self.recovery.rolled_back(step)
         to = f"to step {step}" if step >= 0 else "to the beginning"
         log.warning("rolled back %s: %s", to, reason)
-        self._send_rollback(state, step, old.holds_over or new.holds_over, restarted)
+        self.pool.link_all()
+        message = Rollback(generation, step, afresh=old.holds_over or new.holds_over)
+        starts = [replace(start, generation=generation) for start in self.starts.at(state)]
+        for worker, out in rollback_messages(
+            self._workers, self._ranks, message, starts, restarted
+        ):
+            worker.out.append(out)
         self.gate.rollback()
         self.journal.write_rollback(step, generation, reason)
         self.planner = new
         self.run(new.adopt(old))
         self.recovery.planned(self.planner.next_step - 1, self.planner.floor)
-
-    def _send_rollback(
-        self, state: StreamState, step: int, afresh: bool, restarted: Mapping[str, WorkerHandle]
-    ) -> None:
-        """Queue the rollback for all workers: loaders open at it, constructors attach ranks."""
-        generation = self.recovery.generation
-        for c, worker in self.pool.constructors.items():
-            worker.out.append(Rollback(generation, step))
-            if worker.name in restarted:
-                worker.out += [Attach(rank) for rank in self._ranks_at(c)]
-        starts = [replace(start, generation=generation) for start in self.starts.at(state)]
-        for h, worker in list(self.pool.loaders.items()):
-            if worker.joined:
-                self.pool.link(worker)
-                mine = tuple(s for s in starts if self.placement.worker(s.loader) == h)
-                worker.out.append(Rollback(generation, step, mine, afresh))
-        self._follow(starts)
-
-    def _ranks_at(self, c: int) -> list[int]:
-        """Return the attached ranks that a constructor worker serves."""
-        return [rank for rank in sorted(self._attached) if self.placement.constructor(rank) == c]
-
-    def _follow(self, starts: Sequence[LoaderStart]) -> None:
-        """Send standbys where the loaders that they follow start."""
-        start_of = {start.loader: start for start in starts}
-        for loader, h in self.standby.worker_of.items():
-            if loader in start_of:
-                self.pool.send(h, FollowLoader(start_of[loader]))
 
     def _planner_at(self, state: StreamState) -> Planner:
         """Return a planner at a state, with a new schedule that has not learned anything since."""
@@ -515,9 +418,7 @@ class Coordinator:
                 self._finish(finish)
             case DropHeldSamples(loaders=loaders) as drop:
                 self.router.forget(loaders)
-                # a copy: another thread may add the worker of a source
-                for worker in list(self.pool.loaders.values()):
-                    worker.out.append(drop)
+                self.pool.broadcast(drop)
             case SourceLost() as lost:
                 lose_source(lost, self.event, self.on_lost)
             case RestartLoader() as restart:
@@ -527,7 +428,7 @@ class Coordinator:
 
     def _progress(self) -> None:
         taken = self.planner.taken
-        if taken is not None and self.history.took(taken):
+        if taken is not None and self.history.taken(taken):
             self.recovery.acked(self.history.acked)
 
     def _publish(self, stage: PlannedStep) -> None:
@@ -542,11 +443,11 @@ class Coordinator:
             for watcher in self.on_stage:
                 watcher(stage)
         after, acked = encode_state(stage.after), self.history.acked
-        routed = self.router.route(stage, after, self._served > 0, acked)
-        for c, plan in routed.placed.items():
+        routed = self.router.route(stage, after, self._ranks.served, acked)
+        for c, plan in routed.constructor_plans.items():
             self.pool.constructors[c].out.append(plan)
-        for h, part in routed.parts.items():
-            self.pool.send(h, part)
+        for h, loader_plan in routed.loader_plans.items():
+            self.pool.send(h, loader_plan)
         self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:
@@ -555,7 +456,7 @@ class Coordinator:
         None where it differs from its first plan: that ends the job.
         """
         try:
-            return self.history.staged(stage)
+            return self.history.planned(stage)
         except PlanError as error:
             self.commands.queue.extend(self.planner.handle(EndOfJob(stage.plan.step, error)))
             return None
@@ -616,44 +517,22 @@ class Coordinator:
 
         ``joined`` is called once it is added, before a step with the source reaches a client.
         """
-        worker = self.pool.loaders[prepared]
-        if worker.lost:
-            raise ActorLost(worker.name, worker.lost)
+        worker = self.sources.ready(prepared)
         commands = self.planner.handle(new)
         self._note(new.event)
-        worker.joined = True
-        self.pool.link(worker)  # a constructor worker may have been restarted since its start
-        self.recovery.joined(worker)
-        self.placement.add_source(new.source.loaders, prepared)
-        for other in list(self.pool.loaders.values()):
-            other.out.append(SetBufferBudget(budget_bytes))
+        self.sources.add(worker, new.source, budget_bytes)
         joined()
-        if self._options.shadows == "all":
-            log.warning(
-                "source %r has no standby: no worker other than its own can open it",
-                new.source.name,
-            )
         self.run(commands)
-
-    def abandon_source(self, h: int) -> None:
-        """Forget the worker of a source that was added and not written: the job is about to end."""
-        worker = self.pool.loaders[h]
-        worker.lost = "its source could not join"
-        self.recovery.retired(worker)
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         """Read the k-th loader of a source on ``hosts[k % len(hosts)]``."""
         self.rebalancer.move(source, hosts)
 
-    def spread(self, source: int, n: int) -> bool:
+    def scale(self, source: int, n: int) -> bool:
         """Read a source in ``n`` workers; return whether that changes anything."""
         return self.rebalancer.scale(source, n)
 
     # status
-
-    @property
-    def recoveries(self) -> list[dict[str, Any]]:
-        return self.recovery.recoveries
 
     def waiting_for(self, rank: int) -> str:
         """Describe what a rank's next step waits for."""
@@ -664,8 +543,8 @@ class Coordinator:
         busy = self.status.busy(answers)
         # Constructor workers report only when their slowest rank moves on: the planner must know
         # which one that is.
-        acks = self.status.acks(answers)
-        self._count([ack for ack in acks if ack.rank in self._attached])
+        acks = [ack for ack in self.status.acks(answers) if ack.rank in self._ranks]
+        self.commands.queue.extend(self._barrier.hold(acks))
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
@@ -678,12 +557,7 @@ class Coordinator:
 
     def kill(self, name: str) -> None:
         """Kill a worker, for drills."""
-        every = {worker.name: worker for worker in self.pool.workers()}
-        if name not in every:
-            raise JobError(
-                [f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill"
-            )
-        self._control.kill(every[name].handle)
+        self.pool.kill_named(name)
 
     # the end
 
@@ -705,7 +579,7 @@ class Coordinator:
     @property
     def actor_system(self) -> ActorSystem:
         """The actor system that started the workers."""
-        return self._control
+        return self._context.control
 
     @property
     def absent(self) -> str:
@@ -717,9 +591,3 @@ class Coordinator:
 
     def check(self) -> None:
         self.planner.check()
-
-
-def _image_context(prepared: PreparedJob, groups: Sequence[Sequence[int]]) -> ImageContext | None:
-    if prepared.images is None:
-        return None
-    return ImageContext(prepared.job.batch, prepared.job.document_multiple, groups)

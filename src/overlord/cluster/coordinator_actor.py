@@ -30,12 +30,18 @@ from overlord.journal.replay import Recovered
 from overlord.messages.control import (
     CoordinatorFailed,
     EndOfJob,
+    EventApplied,
+    EventsFound,
+    JobFinished,
     KillProcess,
     PlacementChanged,
     PlannedStep,
     Report,
+    RowsQuarantined,
     SetMixture,
     Skip,
+    StepAcked,
+    StepPlanned,
     StepProgress,
     StreamState,
     WorkerDisconnected,
@@ -78,28 +84,29 @@ class Counted:
         return self
 
 
-class SessionNews:
+class SessionEvents:
     """Changes that the launching process keeps, since they would be lost with this process."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
         # a planner's ledger, and how many of its quarantined and undecodable rows were sent
         self._listed: tuple[Any, int, int] = (None, 0, 0)
-        self._n_recoveries = 0
+        self._n_recovered = 0
         self._worker_of = coordinator.placement.worker_of.copy()
 
     def collect(self) -> Iterator[Any]:
         """Return the events for the launching process since the last call."""
-        ledger, recoveries = self._coordinator.planner.ledger, self._coordinator.recoveries
+        ledger = self._coordinator.planner.ledger
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
             rows = list(itertools.islice(ledger.quarantine, bad, None))
             late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
-            yield ("bad", rows, late)
+            yield RowsQuarantined(rows, late)
         self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
-        if len(recoveries) > self._n_recoveries:
-            yield from (("recovered", row) for row in recoveries[self._n_recoveries :])
-            self._n_recoveries = len(recoveries)
+        recovery = self._coordinator.recovery
+        if (new := recovery.n_recovered - self._n_recovered) > 0:
+            yield from recovery.recoveries[-new:]
+            self._n_recovered = recovery.n_recovered
         worker_of = self._coordinator.placement.worker_of
         if not np.array_equal(worker_of, self._worker_of):
             self._worker_of = worker_of.copy()
@@ -117,22 +124,24 @@ class CoordinatorActor:
         self._config, self._events = config, EventQueue()
         self._event_loop = EventLoop("planner")
         self._rpc = RpcServer(
-            end=lambda name, ticket, why: self._send(KillProcess(ticket, name)),
-            cut=self._cut,
+            end=lambda name, lease_id, why: self._send(KillProcess(lease_id, name)),
+            cut=self._disconnected,
             machine=config.machine,
         )
-        self._starter = RemoteWorkerFactory(self._rpc, self._send, config.hosting, config.token)
+        self._starter = RemoteWorkerFactory(
+            self._rpc, self._send, config.loader_placement, config.token
+        )
         self._coordinator: Coordinator
         self._takeover: Takeover | None = None
-        self._news: SessionNews
+        self._session_events: SessionEvents
         self._closed = self._opens_journal = self._beats_loop = False
         self._ran = threading.Event()
         self._ran.set()
         # the end of the job as it was last sent; what an earlier coordinator sent does not count
-        self._told: EndOfJob | str | None = "nothing yet"
+        self._end_sent: EndOfJob | str | None = "nothing yet"
         self._acked = -2
         # events of earlier coordinators in the journal, then those that this one applied
-        self._said: list[Any] = []
+        self._applied: list[Any] = []
         self._watched = config.watched
         self._losses = TokenLosses()
 
@@ -170,12 +179,12 @@ class CoordinatorActor:
         self._events.put(message)
         self._events.answer()
 
-    def _cut(self, name: str, ticket: int, why: str) -> None:
+    def _disconnected(self, name: str, lease_id: int, why: str) -> None:
         if not self._closed:
-            self._send(WorkerDisconnected(ticket, name, why))
+            self._send(WorkerDisconnected(lease_id, name, why))
 
-    def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
-        self._rpc.died(ticket, reason, fault)
+    def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
+        self._rpc.died(lease_id, reason, fault)
 
     def begin(self) -> Future[int]:
         """Start the workers, or take over those that live; answer with the last complete step."""
@@ -188,15 +197,15 @@ class CoordinatorActor:
     def _begin(self, begun: Future[int]) -> None:
         try:
             self._coordinator = self._start()
-            self._coordinator.on_stage.append(self._staged)
-            self._coordinator.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._coordinator.on_stage.append(self._planned)
+            self._coordinator.on_lost.append(self._events.put)
             self._coordinator.on_taken = self._taken
             self._send_found()
-            behind = self._coordinator.history.acked
-            self._news = SessionNews(self._coordinator)
+            acked = self._coordinator.history.acked
+            self._session_events = SessionEvents(self._coordinator)
             self._event_loop.start(self._broke, self._after_turn)
             self._beats_loop = True
-            begun.set_result(behind)
+            begun.set_result(acked)
         except BaseException as fault:
             begun.set_exception(fault)
 
@@ -210,10 +219,10 @@ class CoordinatorActor:
             self._takeover = Takeover(*given, Recovered(), send=self._send)
             return self._takeover.roll_back()
         journal, found = JobJournal.resumed(
-            self._where_journal, self._config.blueprint.job.name, launch=self._config.launch
+            self._where_journal, self._config.prepared.job.name, launch=self._config.launch
         )
         journal.start(self._event_loop.post)
-        self._said = found.events
+        self._applied = found.events
         try:
             self._takeover = Takeover(*given, found, send=self._send)
             coordinator = self._takeover.coordinator
@@ -230,20 +239,20 @@ class CoordinatorActor:
         The messages have the last complete step, the step of each rank, and the removed sources.
         """
         state = self._coordinator.planner.state()
-        if self._said:
-            self._events.put(("found", list(self._said)))
+        if self._applied:
+            self._events.put(EventsFound(list(self._applied)))
         for event in lost(state.events) if self._config.incarnation else ():
-            self._events.put(("lost", event))
+            self._events.put(event)
         if self._takeover is None:
             return
-        if self._watched and (stood := self._takeover.stood) is not None:
-            self._events.put(("staged", stood.step - 1, stood, True))
-        for rank, step in self._takeover.stands.items():
+        if self._watched and (acked_state := self._takeover.acked_state) is not None:
+            self._events.put(StepPlanned(acked_state.step - 1, acked_state, True))
+        for rank, step in self._takeover.acked_by_rank.items():
             self._taken(rank, step)
 
     @property
     def _where_journal(self) -> str:
-        where = self._config.blueprint.job.journal
+        where = self._config.prepared.job.journal
         assert where is not None, (
             "a coordinator has its own process only with a journal to recover from"
         )
@@ -260,7 +269,7 @@ class CoordinatorActor:
             try:
                 if not isinstance(coordinator.journal, JobJournal):
                     coordinator.journal, _ = JobJournal.resumed(
-                        self._where_journal, self._config.blueprint.job.name, launch=launch
+                        self._where_journal, self._config.prepared.job.name, launch=launch
                     )
                     coordinator.journal.start(self._event_loop.post)
                 if anew:
@@ -285,28 +294,28 @@ class CoordinatorActor:
 
     def _after_turn(self) -> float | None:
         coordinator = self._coordinator
-        if (finished := coordinator.planner.finished) is not self._told:
-            self._told = finished
-            self._events.put(("finish", finished))
+        if (finished := coordinator.planner.finished) is not self._end_sent:
+            self._end_sent = finished
+            self._events.put(JobFinished(finished))
         if (acked := coordinator.history.acked) != self._acked:
             self._acked = acked
             figures = coordinator.journal.metrics()
             self._events.put(
                 StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
             )
-        for event in self._news.collect():
+        for event in self._session_events.collect():
             self._events.put(event)
         return self._events.answer()
 
-    def _staged(self, stage: PlannedStep) -> None:
+    def _planned(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
         # the launching process warns of lost tokens
         if self._losses.found(stage.after.counts) or self._watched:
-            self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
+            self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
-            self._events.put(("taken", rank, step))
+            self._events.put(StepAcked(rank, step))
 
     # requests of the session
 
@@ -353,7 +362,7 @@ class CoordinatorActor:
         def act() -> None:
             self._coordinator.event(event)
             if isinstance(event, (SetMixture, Skip)):
-                self._took(event)
+                self._confirm(event)
 
         return self._on_loop(act)
 
@@ -398,12 +407,12 @@ class CoordinatorActor:
                     lambda: coordinator.journal.write_added_source(new.event, coordinator.prepared),
                 )
             except JournalError:
-                coordinator.abandon_source(h)
+                coordinator.sources.abandon(h)
                 raise
             except BaseException:
                 coordinator.sources.refuse(before, h)
                 raise
-            self._took(new.event)
+            self._confirm(new.event)
 
         return self._on_loop(act)
 
@@ -412,26 +421,26 @@ class CoordinatorActor:
         name = f"loader-worker/{h}"
         return self._starter.living(name) if self._takeover is None else self._takeover.claim(name)
 
-    def _took(self, event: Any) -> None:
-        self._said.append(event)
-        self._events.put(("said", event))
+    def _confirm(self, event: Any) -> None:
+        self._applied.append(event)
+        self._events.put(EventApplied(event))
 
-    def said(self) -> Future[list[Any]]:
+    def applied_events(self) -> Future[list[Any]]:
         """Return the events of the journal and then those applied here, in force or not."""
-        return self._on_loop(lambda: list(self._said))
+        return self._on_loop(lambda: list(self._applied))
 
     def watch(self) -> None:
         """Report planned and taken steps from now on: clients are served."""
         self._watched = True
 
-    def move(self, source: int, hosts: list[str]) -> Future[None]:
-        return self._on_loop(lambda: self._coordinator.move(source, hosts))
+    def move(self, source: int, workers: list[str]) -> Future[None]:
+        return self._on_loop(lambda: self._coordinator.move(source, workers))
 
-    def spread(self, source: int, n: int) -> Future[bool]:
-        return self._on_loop(lambda: self._coordinator.spread(source, n))
+    def scale(self, source: int, n: int) -> Future[bool]:
+        return self._on_loop(lambda: self._coordinator.scale(source, n))
 
-    def relocate(self, hosts: list[int]) -> Future[bool]:
-        return self._on_loop(lambda: self._coordinator.rebalancer.relocate(hosts))
+    def relocate(self, workers: list[int]) -> Future[bool]:
+        return self._on_loop(lambda: self._coordinator.rebalancer.relocate(workers))
 
     # status
 

@@ -6,7 +6,7 @@ Code is sent to the process here, and only here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ class Incarnation:
 
     number: int = 0
     planned: Mapping[int, str] = field(default_factory=dict)
-    barrier: ReportBarrier | None = None
+    barrier: ReportBarrier = field(default_factory=ReportBarrier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,16 +125,18 @@ class CoordinatorConfig:
     ``living`` are the names of workers that live already: the coordinator takes them over.
     """
 
-    blueprint: PlannerJob
+    prepared: PlannerJob
     state: StreamState | None
-    hosting: LoaderPlacement
+    loader_placement: LoaderPlacement
     token: str
     session: int  # generation of the session
     incarnation: int = 0  # number of coordinators of this session before it
     reason: str = ""  # of the loss of the one before it
     constructor_of: tuple[int, ...] = ()  # constructor worker of every data-parallel group
     living: tuple[str, ...] = ()
-    kits: tuple[tuple[int, tuple[int, ...]], ...] = ()  # sources that each loader worker can open
+    sources_of: tuple[
+        tuple[int, tuple[int, ...]], ...
+    ] = ()  # sources that each loader worker can open
     attached: tuple[int, ...] = ()
     # accepted by the coordinator before it, which may have died before it wrote the last of them
     reports: tuple[Report, ...] = ()
@@ -144,35 +146,30 @@ class CoordinatorConfig:
     opened: bool = True
     watched: bool = False  # planned and taken steps are reported, for clients that are served
 
-    def hosting_of(self, n: int) -> LoaderPlacement:
+    def placement_of(self, n: int) -> LoaderPlacement:
         """Return the placement of ``n`` sources.
 
         The last source may have been added when a coordinator was lost, before the launching
         process was informed.
         """
-        hosting = self.hosting
+        loader_placement = self.loader_placement
         # workers of the launch win: those that scaling started have higher numbers
-        host_of = {sources: h for h, sources in sorted(self.kits, reverse=True)}
-        for i in range(len(hosting.loaders), n):
-            loaders = self.blueprint.specs[i].loaders
-            hosting = replace(
-                hosting,
-                loaders=(*hosting.loaders, loaders),
-                host_of=(*hosting.host_of, *[host_of[(i,)]] * loaders),
-                n_hosts=hosting.n_hosts + 1,
+        host_of = {sources: h for h, sources in sorted(self.sources_of, reverse=True)}
+        for i in range(len(loader_placement.loaders), n):
+            loaders = self.prepared.specs[i].loaders
+            loader_placement = replace(
+                loader_placement,
+                loaders=(*loader_placement.loaders, loaders),
+                host_of=(*loader_placement.host_of, *[host_of[(i,)]] * loaders),
+                n_hosts=loader_placement.n_hosts + 1,
             )
-        return hosting
+        return loader_placement
 
     @staticmethod
-    def of(blueprint: PreparedJob, **fields: Any) -> CoordinatorConfig:
+    def of(prepared: PreparedJob, **fields: Any) -> CoordinatorConfig:
         """Return a configuration; an error names what cannot be sent."""
-        light = PlannerJob(blueprint)
+        light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
         sendable(light.job.mixture, "mixture")
-        return CoordinatorConfig(blueprint=light, **fields)
-
-
-def host_numbers(names: Sequence[str], kind: str) -> list[int]:
-    """Return the numbers of the workers of a kind, such as "loader-worker/3"."""
-    return sorted(int(name.rpartition("/")[2]) for name in names if name.startswith(f"{kind}/"))
+        return CoordinatorConfig(prepared=light, **fields)

@@ -37,7 +37,7 @@ class EventOutbox:
         self._lock = threading.Lock()
         self._open: list[_Pending] = []
         self._taken: deque[Any] = deque(maxlen=KEPT)
-        self._to_hear: deque[Any] = deque(maxlen=KEPT)  # answered, and still to be confirmed
+        self._unconfirmed: deque[Any] = deque(maxlen=KEPT)  # answered, and still to be confirmed
 
     @property
     def unsettled(self) -> bool:
@@ -48,7 +48,7 @@ class EventOutbox:
         """
         return any(pending.given_up for pending in list(self._open))
 
-    def say(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
+    def send(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
         """Send an event. ``ask`` returns once a coordinator has applied it.
 
         If the answer is given up, ``late`` is called should the event be applied after all.
@@ -72,13 +72,13 @@ class EventOutbox:
             self._open.remove(pending)
             if not pending.taken:
                 self._taken.append(event)
-                self._to_hear.append(event)
+                self._unconfirmed.append(event)
 
-    def heard(self, event: Any) -> None:
+    def confirmed(self, event: Any) -> None:
         """Note the confirmation of an applied event, which is sent in addition to the answer."""
         with self._lock:
-            if event in self._to_hear:
-                self._to_hear.remove(event)
+            if event in self._unconfirmed:
+                self._unconfirmed.remove(event)
                 return
             late = self._take(
                 next((s for s in self._open if not s.taken and s.event == event), None)

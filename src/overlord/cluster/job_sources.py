@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from overlord.cluster.placement import Placement
 from overlord.cluster.rebalance import SCALED
+from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
 from overlord.cluster.worker_pool import START_S, WorkerHandle, WorkerPool
-from overlord.messages.control import Cursor
+from overlord.errors import ActorLost
+from overlord.messages.control import Cursor, SetBufferBudget
+from overlord.planning.spec import SourceSpec
 from overlord.rpc.actors import ActorHandle
 from overlord.setup.prepared_job import PreparedJob
+
+log = logging.getLogger("overlord")
 
 
 class JobSources:
@@ -20,11 +26,42 @@ class JobSources:
     """
 
     def __init__(
-        self, prepared: PreparedJob, pool: WorkerPool, placement: Placement, n_launched: int
+        self,
+        prepared: PreparedJob,
+        pool: WorkerPool,
+        placement: Placement,
+        recovery: RecoveryManager,
+        n_launched: int,
     ):
         self.prepared = prepared
-        self._pool, self._placement, self._n_launched = pool, placement, n_launched
+        self._pool, self._placement, self._recovery = pool, placement, recovery
+        self._n_launched = n_launched
         self._refused: dict[int, WorkerHandle] = {}  # workers of sources that could not be added
+
+    def ready(self, h: int) -> WorkerHandle:
+        """Return the worker of a source that is about to be added; raise if it is lost."""
+        worker = self._pool.loaders[h]
+        if worker.lost:
+            raise ActorLost(worker.name, worker.lost)
+        return worker
+
+    def add(self, worker: WorkerHandle, source: SourceSpec, budget_bytes: int) -> None:
+        """Let a prepared worker take part: it reads the source that the planner has accepted."""
+        worker.joined = True
+        self._pool.link(worker)  # a constructor worker may have been restarted since its start
+        self._recovery.joined(worker)
+        self._placement.add_source(source.loaders, worker.number)
+        self._pool.broadcast(SetBufferBudget(budget_bytes))
+        if self.prepared.options.shadows == "all":
+            log.warning(
+                "source %r has no standby: no worker other than its own can open it", source.name
+            )
+
+    def abandon(self, h: int) -> None:
+        """Forget the worker of a source that was added and not written: the job is about to end."""
+        worker = self._pool.loaders[h]
+        worker.lost = "its source could not join"
+        self._recovery.retired(worker)
 
     def prepare(self, prepared: PreparedJob) -> int:
         """Start a worker for the last source of a job and return its number.

@@ -9,12 +9,13 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from overlord.messages.control import SetReadAhead
+from overlord.messages.loader import LoaderWork
 from overlord.planning.planner import Planner
 from overlord.scaling.scaler import (
     CannotKeepUp,
@@ -33,9 +34,6 @@ log = logging.getLogger("overlord")
 
 KEPT_DECISIONS = 200
 POINTS = 4  # of a schedule's future that are evaluated
-
-# loader, whether it is a standby, busy seconds, all seconds, samples, median and slow read
-Row = tuple[int, bool, float, float, int, float, float]
 
 
 def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
@@ -92,7 +90,9 @@ class LoadObserver:
         self._set_read_ahead, self._scale = set_read_ahead, scale
         # time, step and decision
         self.decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)
-        self._last: dict[tuple[int, int], Row] = {}  # of the previous poll, by worker and loader
+        self._last: dict[
+            tuple[int, int], LoaderWork
+        ] = {}  # of the previous poll, by worker and loader
         # of the previous poll: time, planned and taken step, seconds waited, samples drawn
         self._before: tuple[float, int, int, float, np.ndarray] | None = None
 
@@ -103,7 +103,7 @@ class LoadObserver:
     def observe(
         self,
         now: float,
-        stats: Mapping[int, Iterable[Row]],
+        stats: Mapping[int, Iterable[LoaderWork]],
         taken: int,
         waited_s: float,
         **more: Any,
@@ -128,34 +128,30 @@ class LoadObserver:
             **more,
         )
 
-    def _rows(self, stats: Mapping[int, Iterable[Row]]) -> dict[int, Row]:
+    def _rows(self, stats: Mapping[int, Iterable[LoaderWork]]) -> dict[int, LoaderWork]:
         """Return the change of every loader where it is read.
 
         Totals of standbys are kept, so that a standby that is promoted has a previous poll.
         """
-        found, last = dict[int, Row](), dict[tuple[int, int], Row]()
+        found, last = dict[int, LoaderWork](), dict[tuple[int, int], LoaderWork]()
         for worker, rows in stats.items():
             for row in rows:
-                loader, standby, busy_s, took_s, samples, usual_s, slow_s = row
-                last[worker, loader] = row
-                had = self._last.get((worker, loader), row)
-                if samples < had[4]:  # the loader was opened again, and counts from zero
-                    had = (loader, standby, 0.0, 0.0, 0, 0.0, 0.0)
-                if not standby:
-                    found[loader] = (
-                        loader,
-                        standby,
-                        busy_s - had[2],
-                        took_s - had[3],
-                        samples - had[4],
-                        usual_s,
-                        slow_s,
+                last[worker, row.loader] = row
+                had = self._last.get((worker, row.loader), row)
+                if row.samples < had.samples:  # the loader was opened again, and counts from zero
+                    had = replace(row, busy_s=0.0, took_s=0.0, samples=0)
+                if not row.standby:
+                    found[row.loader] = replace(
+                        row,
+                        busy_s=row.busy_s - had.busy_s,
+                        took_s=row.took_s - had.took_s,
+                        samples=row.samples - had.samples,
                     )
         self._last = last
         return found
 
     def _samples(
-        self, planner: Planner, rows: Mapping[int, Row], drawn: np.ndarray
+        self, planner: Planner, rows: Mapping[int, LoaderWork], drawn: np.ndarray
     ) -> tuple[SourceSample, ...]:
         shares, future = planner.shares(), list[np.ndarray]()
         if not self.scaler.fixed:  # a fixed scaler does not act on it: schedules are not called
@@ -172,17 +168,17 @@ class LoadObserver:
                     share=float(shares[i]),
                     ahead=float(max([shares[i], *(f[i] for f in future)])),
                     drawn=float(drawn[i]),
-                    read=float(sum(r[4] for r in mine)),
-                    busy_s=math.fsum(r[2] for r in mine),
-                    took_s=math.fsum(r[3] for r in mine),
+                    read=float(sum(r.samples for r in mine)),
+                    busy_s=math.fsum(r.busy_s for r in mine),
+                    took_s=math.fsum(r.took_s for r in mine),
                     waited_for=name in waited_for,
                     hosts=readers.places_of(i),
                     most=len(readers.loaders_of(i)),
                     free_s=readers.free_s(i),
                     processes=readers.n_processes(i),
                     able=readers.able(i),
-                    read_s=float(np.median([r[5] for r in mine])) if mine else 0.0,
-                    slow_read_s=max((r[6] for r in mine), default=0.0),
+                    read_s=float(np.median([r.usual_read_s for r in mine])) if mine else 0.0,
+                    slow_read_s=max((r.slow_read_s for r in mine), default=0.0),
                 )
             )
         return tuple(samples)

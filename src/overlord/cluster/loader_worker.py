@@ -34,7 +34,7 @@ from overlord.messages.control import (
     SetBufferBudget,
     TakeOverLoader,
 )
-from overlord.messages.loader import Announce, Evaluate, Read, StepPayload
+from overlord.messages.loader import Announce, Evaluate, LoaderWork, Read, StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
 from overlord.setup.prepared_job import ReaderSpec, open_loader
@@ -56,8 +56,8 @@ JOIN_BELOW = 4096  # values per piece: below it one more copy is faster than a l
 class LoaderWorker(Worker):
     """Some loaders of a job.
 
-    ``kits`` has all sources that this worker may ever read: code is sent only when a process
-    starts.
+    ``reader_specs`` has all sources that this worker may ever read: code is sent at the start of a
+    process only.
     """
 
     BACKGROUND = True
@@ -66,15 +66,20 @@ class LoaderWorker(Worker):
         self,
         number: int,
         settings: WorkerConfig,
-        kits: Mapping[int, ReaderSpec],
+        reader_specs: Mapping[int, ReaderSpec],
         openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         hooks: Sequence[Hook],
         seed: int,
     ):
         super().__init__(f"loader-worker/{number}", settings, links=len(constructors))
-        self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
-        self._born = settings.born or int(self._platform.now() * 1000)
+        self._number, self._reader_specs, self._hooks, self._seed = (
+            number,
+            dict(reader_specs),
+            tuple(hooks),
+            seed,
+        )
+        self._incarnation = settings.incarnation or int(self._platform.now() * 1000)
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
@@ -102,7 +107,7 @@ class LoaderWorker(Worker):
         self._start()
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
-        hello = {"role": "loader", "host": self._number, "incarnation": self._born}
+        hello = {"role": "loader", "host": self._number, "incarnation": self._incarnation}
         link, _ = self._platform.open_connection(
             address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
         )
@@ -140,9 +145,9 @@ class LoaderWorker(Worker):
             log.debug("%s: %s", self.name, lost)
             if self._failover:
                 reason = str(lost)
-                self._event_loop.post(lambda: self._cut(constructor, link, reason))
+                self._event_loop.post(lambda: self._disconnect(constructor, link, reason))
 
-    def _cut(self, constructor: int, link: Connection, reason: str) -> None:
+    def _disconnect(self, constructor: int, link: Connection, reason: str) -> None:
         """Report a lost connection: payload may be lost with it. The coordinator reacts."""
         if self._links.get(constructor) is link:
             self._leave(constructor)
@@ -162,7 +167,7 @@ class LoaderWorker(Worker):
         self._answer_beats()
         try:
             loader, reader, worker = open_loader(
-                self._kits[opening.source], opening, self._handles, shared
+                self._reader_specs[opening.source], opening, self._handles, shared
             )
         finally:
             self._opens = False
@@ -201,9 +206,9 @@ class LoaderWorker(Worker):
     def _take(self, message: Any) -> None:
         match message:
             case LoaderPlan():
-                self._part(message)
+                self._execute_plan(message)
             case Rollback():
-                self._back(message)
+                self._roll_back(message)
             case LoaderStart():
                 self._open(message)
             case FollowLoader(start=opening):
@@ -241,31 +246,31 @@ class LoaderWorker(Worker):
             case _:
                 raise TypeError(f"no handler for the command {type(command).__name__}")
 
-    def _back(self, back: Rollback) -> None:
-        if back.generation > self._loading.generation:
-            self._done = back.step
+    def _roll_back(self, rollback: Rollback) -> None:
+        if rollback.generation > self._loading.generation:
+            self._done = rollback.step
         self._events.hurry()  # all workers wait for the announcements
-        self.commands.queue.extend(self._loading.back(back, self._open))
+        self.commands.queue.extend(self._loading.back(rollback, self._open))
 
-    def _part(self, part: LoaderPlan) -> None:
+    def _execute_plan(self, routed: LoaderPlan) -> None:
         """Pop and send the samples of a plan; ignore repeated plans and earlier generations."""
-        self._loading.acked(part.acked)
-        if part.generation < self._loading.generation:
+        self._loading.acked(routed.acked)
+        if routed.generation < self._loading.generation:
             return
-        pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
-        pops, commands = self._loading.pop_shadows(part.step, pops)
+        pops = dict(zip(routed.loaders.tolist(), routed.pops.tolist(), strict=True))
+        pops, commands = self._loading.pop_shadows(routed.step, pops)
         self.commands.queue.extend(commands)
-        if part.step <= self._done or not (pops or part.to or part.kept is not None):
+        if routed.step <= self._done or not (pops or routed.to or routed.kept is not None):
             return
-        self._done = part.step
-        pieces, commands = self._loading.pop(part.step, pops, part.kept)
+        self._done = routed.step
+        pieces, commands = self._loading.pop(routed.step, pops, routed.kept)
         self.commands.queue.extend(commands)
-        if part.to:
+        if routed.to:
             size = max(1, sum(p.nbytes for p in pieces))
             self._executor.submit(
                 "send",
-                lambda: self._send(part, pieces),
-                self._sent(part.step),
+                lambda: self._send(routed, pieces),
+                self._sent(routed.step),
                 size=size,
                 urgent=True,
             )
@@ -279,16 +284,13 @@ class LoaderWorker(Worker):
         self._event_loop.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
-    def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
-        """Return the statistics of every loader for scaling.
-
-        These are core seconds, seconds, samples, and the seconds of a median and of a slow read.
-        """
-        answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
-        self._event_loop.post(lambda: answer.set_result(self._loading.gauge()))
+    def work(self) -> Future[list[LoaderWork]]:
+        """Return the statistics of every loader for scaling."""
+        answer = Future[list[LoaderWork]]()
+        self._event_loop.post(lambda: answer.set_result(self._loading.work()))
         return answer
 
-    def weighs(self) -> int:
+    def pss_bytes(self) -> int:
         """Return the bytes that this process holds, for scaling within a bound.
 
         Runs on: RPC thread, since the system counts pages for it.
@@ -309,37 +311,39 @@ class LoaderWorker(Worker):
                 answer.set_result(found)
         return super()._after_turn()
 
-    def _send(self, part: LoaderPlan, popped: list[Content]) -> int:
+    def _send(self, routed: LoaderPlan, popped: list[Content]) -> int:
         """Copy payload into shared memory, send it to the constructors, and return the bytes."""
         n = 0
         pieces = [p.tokens for p in popped]
-        takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
-        images = self._images(part, popped)
-        if part.plan is not None and part.doc is not None:
+        takes: Sequence[np.ndarray | None] = routed.take or [None] * len(routed.to)
+        images = self._images(routed, popped)
+        if routed.plan is not None and routed.doc is not None:
             number, tokens = popped_by(
-                self._hooks, part.plan, part.doc, Ragged.concat(pieces), self._seed
+                self._hooks, routed.plan, routed.doc, Ragged.concat(pieces), self._seed
             )
-            takes, pieces = [number[rows] for rows in part.take], [tokens]
-        for i, (c, take) in enumerate(zip(part.to, takes, strict=True)):
+            takes, pieces = [number[rows] for rows in routed.take], [tokens]
+        for i, (c, take) in enumerate(zip(routed.to, takes, strict=True)):
             tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
-            n += self._hand(c, StepPayload(part.step, self._number, tokens, part.generation, items))
+            n += self._hand(
+                c, StepPayload(routed.step, self._number, tokens, routed.generation, items)
+            )
         return n
 
-    def _images(self, part: LoaderPlan, popped: list[Content]) -> list[Sequence[Ragged] | None]:
+    def _images(self, routed: LoaderPlan, popped: list[Content]) -> list[Sequence[Ragged] | None]:
         """Return the image bytes for each constructor worker, None where it gets none."""
         found = Scattered.of(popped)
-        if not part.items:
-            return [None if part.take or found is None else found.parts or None] * len(part.to)
+        if not routed.items:
+            return [None if routed.take or found is None else found.parts or None] * len(routed.to)
         if found is None or any(
-            (number >= found.counts[document]).any() for document, number in part.items
+            (number >= found.counts[document]).any() for document, number in routed.items
         ):
             raise PlanError(
                 "more images are planned than documents have",
-                part.step,
+                routed.step,
                 "this is a fault of the package: report it",
             )
-        rows = [(found.first[document] + number).tolist() for document, number in part.items]
+        rows = [(found.first[document] + number).tolist() for document, number in routed.items]
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: StepPayload) -> int:
@@ -357,7 +361,7 @@ class LoaderWorker(Worker):
             if not self._failover or link is None:
                 raise
             slow, reason = link, str(stall)
-            self._event_loop.post(lambda: self._cut(constructor, slow, reason))
+            self._event_loop.post(lambda: self._disconnect(constructor, slow, reason))
             return 0
         except ActorLost as lost:
             if self._failover:

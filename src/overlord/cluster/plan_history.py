@@ -24,7 +24,7 @@ class PlanHistory:
         self._next = start.step
         self.acked = start.step - 1  # every rank acknowledged the steps up to here
 
-    def staged(self, stage: PlannedStep) -> bool:
+    def planned(self, stage: PlannedStep) -> bool:
         """Note a planned step and return whether it is planned for the first time.
 
         A second plan that differs from the first is a PlanError.
@@ -42,7 +42,7 @@ class PlanHistory:
         self._digests[step], self._next = stage.digest, step + 1
         return assured is None
 
-    def said(self, event: Event) -> None:
+    def applied(self, event: Event) -> None:
         """Keep an event for the next rollback."""
         self._log.add(event, self.acked + 1)
 
@@ -50,15 +50,15 @@ class PlanHistory:
         """Keep a report that came in time for a plan."""
         self._log.report(report, self.acked + 1)
 
-    def took(self, step: int) -> bool:
+    def taken(self, step: int) -> bool:
         """Note that all ranks took the steps up to this one; return whether that is new."""
-        behind = max((s for s in self._states if s <= step), default=self.acked)
-        if behind <= self.acked:
+        step_acked = max((s for s in self._states if s <= step), default=self.acked)
+        if step_acked <= self.acked:
             return False
-        self.acked = behind
-        self._states = {s: state for s, state in self._states.items() if s >= behind}
+        self.acked = step_acked
+        self._states = {s: state for s, state in self._states.items() if s >= step_acked}
         self._digests = {
-            s: digest for s, digest in self._digests.items() if s > min(behind, self._next - 1)
+            s: digest for s, digest in self._digests.items() if s > min(step_acked, self._next - 1)
         }
         return True
 

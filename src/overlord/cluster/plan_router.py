@@ -31,8 +31,8 @@ NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 class RoutedPlan(NamedTuple):
     """The messages of one planned step, by the number of the worker that receives them."""
 
-    parts: dict[int, LoaderPlan]  # by loader worker
-    placed: dict[int, ConstructorPlan]  # by constructor worker
+    loader_plans: dict[int, LoaderPlan]  # by loader worker
+    constructor_plans: dict[int, ConstructorPlan]  # by constructor worker
 
 
 class PlanRouter:
@@ -78,10 +78,10 @@ class PlanRouter:
             "a loader with held samples was moved: drop them first"
         )
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
-        host = worker_of[by]
-        number = _numbers(host)
+        worker = worker_of[by]
+        number = _numbers(worker)
         if stage.kept is not None:
-            self._held_by, self._held_on = by[stage.kept], host[stage.kept]
+            self._held_by, self._held_on = by[stage.kept], worker[stage.kept]
         main = stage.plan.main
         goes_to = np.where(served & (not stage.skipped), constructor_of, -1)
         bucket = np.empty(len(stage.plan), np.int64)
@@ -91,9 +91,9 @@ class PlanRouter:
         images = (
             None
             if self._images is None or stage.skipped
-            else _StepImages(stage, host, number, self._images)
+            else _StepImages(stage, worker, number, self._images)
         )
-        placed: dict[int, ConstructorPlan] = {}
+        constructor_plans: dict[int, ConstructorPlan] = {}
         of, scratch = (
             _RowsByConstructor(stage.plan, bucket, goes_to),
             np.full(len(stage.plan), -1, np.int64),
@@ -102,19 +102,21 @@ class PlanRouter:
         # empty microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
             rows, items = of(c)
-            order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
+            order = np.lexsort((stage.doc[rows], worker[stage.doc[rows]]))
             doc = np.empty(len(rows), np.int64)
             doc[order] = np.arange(len(rows))
-            origin = host[stage.doc[rows[order]]]
+            origin = worker[stage.doc[rows[order]]]
             origins = np.unique(origin).tolist()
             for h in origins:
                 sends.setdefault(h, {})[c] = rows[order[origin == h]]
-            cut = self._stage_for(stage, rows, doc, items, after, scratch)
+            share = self._stage_for(stage, rows, doc, items, after, scratch)
             if images is not None:
-                cut = replace(cut, encoding=images.send(c, np.flatnonzero(goes_to == c)))
+                share = replace(share, encoding=images.send(c, np.flatnonzero(goes_to == c)))
                 origins = sorted({*origins, *(h for h, to in images.sends.items() if c in to)})
-            placed[c] = ConstructorPlan(cut, tuple(origins), self.generation)
-        return RoutedPlan(self._parts(stage, host, number, sends, images, acked), placed)
+            constructor_plans[c] = ConstructorPlan(share, tuple(origins), self.generation)
+        return RoutedPlan(
+            self._loader_plans(stage, worker, number, sends, images, acked), constructor_plans
+        )
 
     def _stage_for(
         self,
@@ -145,10 +147,10 @@ class PlanRouter:
             loader=None,
         )
 
-    def _parts(
+    def _loader_plans(
         self,
         stage: PlannedStep,
-        host: np.ndarray,
+        worker: np.ndarray,
         number: np.ndarray,
         sends: dict[int, dict[int, np.ndarray]],
         images: _StepImages | None,
@@ -159,12 +161,12 @@ class PlanRouter:
             sends[h] = {
                 c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})
             }
-        hosts = {*np.unique(self._placement.worker_of[popped]).tolist(), *sends}
+        workers = {*np.unique(self._placement.worker_of[popped]).tolist(), *sends}
         if stage.kept is not None:  # workers with held samples need the list of those that stay
-            hosts |= set(np.unique(host).tolist())
-        kept_by = None if stage.kept is None else host[stage.kept]
-        parts = {}
-        for h in sorted(hosts):
+            workers |= set(np.unique(worker).tolist())
+        kept_by = None if stage.kept is None else worker[stage.kept]
+        loader_plans = {}
+        for h in sorted(workers):
             mine = popped[self._placement.worker_of[popped] == h]
             to = sends.get(h, {})
             kept = (
@@ -174,7 +176,7 @@ class PlanRouter:
                 stage.kept is None
                 and not self._hooks
                 and len(to) == 1
-                and len(next(iter(to.values()))) == int((host == h).sum())
+                and len(next(iter(to.values()))) == int((worker == h).sum())
             )
             part = LoaderPlan(
                 stage.plan.step,
@@ -187,38 +189,38 @@ class PlanRouter:
             )
             if images is not None:
                 all_of_it = all_of_it and images.sends_all(h)
-                part = part if all_of_it else replace(part, items=images.for_hosts(h, tuple(to)))
+                part = part if all_of_it else replace(part, items=images.for_workers(h, tuple(to)))
             if self._hooks and to:
-                part = self._hooked(part, stage, host, number, h, to)
+                part = self._hooked(part, stage, worker, number, h, to)
             elif not all_of_it:
                 part = replace(part, take=tuple(number[stage.doc[rows]] for rows in to.values()))
-            parts[h] = part
+            loader_plans[h] = part
         for h, followed in self._followed(popped).items():
-            part = parts.get(h) or LoaderPlan(
+            part = loader_plans.get(h) or LoaderPlan(
                 stage.plan.step, NONE, NONE, (), generation=self.generation, acked=acked
             )
             loaders = np.sort(np.concatenate([part.loaders, followed]))
-            parts[h] = replace(part, loaders=loaders, pops=stage.pops[loaders])
-        return parts
+            loader_plans[h] = replace(part, loaders=loaders, pops=stage.pops[loaders])
+        return loader_plans
 
     def _followed(self, popped: np.ndarray) -> dict[int, list[int]]:
-        hosts: dict[int, list[int]] = {}
+        workers: dict[int, list[int]] = {}
         for loader in popped.tolist() if self._placement.standby_of else ():
             if (h := self._placement.standby_of.get(loader)) is not None:
-                hosts.setdefault(h, []).append(loader)
-        return hosts
+                workers.setdefault(h, []).append(loader)
+        return workers
 
     def _hooked(
         self,
         part: LoaderPlan,
         stage: PlannedStep,
-        host: np.ndarray,
+        worker: np.ndarray,
         number: np.ndarray,
         h: int,
         to: dict[int, np.ndarray],
     ) -> LoaderPlan:
         """Add the plan for loader hooks: all that a step takes from a source, in draw order."""
-        rows = np.flatnonzero(host[stage.doc] == h)
+        rows = np.flatnonzero(worker[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
         plan = replace(plan_rows(stage.plan, rows, np.zeros(0, bool)), modules={})
@@ -241,10 +243,12 @@ class ImageContext(NamedTuple):
 class _StepImages:
     """The images of one step: their loader workers, and the constructors that encode them."""
 
-    def __init__(self, stage: PlannedStep, host: np.ndarray, number: np.ndarray, job: ImageContext):
+    def __init__(
+        self, stage: PlannedStep, worker: np.ndarray, number: np.ndarray, job: ImageContext
+    ):
         self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
         self._doc = stage.doc[self._made.sample]
-        self._host, self._number = host[self._doc], number[self._doc]
+        self._worker, self._number = worker[self._doc], number[self._doc]
         # loader worker -> constructor worker -> document of the worker and number inside it
         self.sends: dict[int, dict[int, np.ndarray]] = {}
 
@@ -252,20 +256,20 @@ class _StepImages:
         """Return what the ranks of these buckets, served by constructor worker ``c``, encode."""
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
-        order = np.lexsort((inside[items], self._doc[items], self._host[items]))
+        order = np.lexsort((inside[items], self._doc[items], self._worker[items]))
         at = np.empty(len(items), np.int64)
         at[order] = np.arange(len(items))
-        for h in np.unique(self._host[items]).tolist():
-            mine = items[order][self._host[items][order] == h]
+        for h in np.unique(self._worker[items]).tolist():
+            mine = items[order][self._worker[items][order] == h]
             self.sends.setdefault(h, {})[c] = np.stack([self._number[mine], inside[mine]])
         return self._made.of(ranks, at)
 
     def sends_all(self, h: int) -> bool:
         """Return whether all images of a worker's documents are sent, in the worker's order."""
         to = self.sends.get(h, {})
-        return sum(found.shape[1] for found in to.values()) == int((self._host == h).sum())
+        return sum(found.shape[1] for found in to.values()) == int((self._worker == h).sum())
 
-    def for_hosts(self, h: int, to: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    def for_workers(self, h: int, to: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         found = self.sends.get(h, {})
         return tuple(found.get(c, NO_ITEMS) for c in to) if found else ()
 
@@ -361,10 +365,10 @@ def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment
     return replace(main, sample=where[main.sample[items]], **columns)
 
 
-def _numbers(host: np.ndarray) -> np.ndarray:
+def _numbers(worker: np.ndarray) -> np.ndarray:
     """Return the number of each document within its worker, in the documents' order."""
-    order = np.argsort(host, kind="stable")
-    starts = np.searchsorted(host[order], host[order], side="left")
-    number = np.empty(len(host), np.int64)
-    number[order] = np.arange(len(host)) - starts
+    order = np.argsort(worker, kind="stable")
+    starts = np.searchsorted(worker[order], worker[order], side="left")
+    number = np.empty(len(worker), np.int64)
+    number[order] = np.arange(len(worker)) - starts
     return number

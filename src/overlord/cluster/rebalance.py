@@ -14,18 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from overlord.cluster.current_job import CurrentJob, JobWorkers
 from overlord.cluster.loader_starts import LoaderStarts
-from overlord.cluster.placement import Placement
 from overlord.cluster.plan_history import PlanHistory
-from overlord.cluster.recovery import RecoveryManager
-from overlord.cluster.standby import StandbyManager
-from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
+from overlord.cluster.worker_pool import ProcessContext, WorkerHandle
 from overlord.concurrency.command_loop import CommandLoop
-from overlord.concurrency.event_loop import EventLoop
-from overlord.concurrency.platform import Platform
 from overlord.errors import JobError, OverlordError
 from overlord.job.hooks import LOADER, of_kind
-from overlord.job.job import Job
 from overlord.messages.control import (
     DropLoader,
     FollowLoader,
@@ -34,7 +29,6 @@ from overlord.messages.control import (
     Rollback,
     TakeOverLoader,
 )
-from overlord.planning.planner import Planner
 from overlord.scaling.shards import kept, spread
 
 log = logging.getLogger("overlord")
@@ -62,30 +56,25 @@ class Migration:
 class Rebalancer:
     """Moves loaders between workers, one migration at a time. Runs on: event loop.
 
-    ``job`` and ``planner`` return the current ones. ``first`` is the number of the first worker
-    that is started here.
+    ``first`` is the number of the first worker that is started here.
     """
 
     def __init__(
         self,
+        workers: JobWorkers,
+        current: CurrentJob,
+        context: ProcessContext,
         *,
-        placement: Placement,
-        pool: WorkerPool,
-        standby: StandbyManager,
-        recovery: RecoveryManager,
         history: PlanHistory,
         starts: LoaderStarts,
         commands: CommandLoop,
-        event_loop: EventLoop,
-        platform: Platform,
-        job: Callable[[], Job],
-        planner: Callable[[], Planner],
         first: int = SCALED,
     ):
-        self._placement, self._pool, self._standby = placement, pool, standby
-        self._recovery, self._history, self._starts = recovery, history, starts
-        self._commands, self._event_loop, self._platform = commands, event_loop, platform
-        self._job, self._planner = job, planner
+        self._pool, self._placement = workers.pool, workers.placement
+        self._standby, self._recovery = workers.standby, workers.recovery
+        self._current, self._history, self._starts = current, history, starts
+        self._commands, self._event_loop = commands, context.event_loop
+        self._platform = context.platform
         self._migration: Migration | None = None
         self._next_number = first
         # workers without loaders -> the step after whose acknowledgement they are not needed
@@ -102,7 +91,7 @@ class Rebalancer:
 
         Return False where another migration is under way, or where ``n`` workers read it already.
         """
-        name, most = self._job().names[source], self._placement.loaders[source]
+        name, most = self._current.prepared.job.names[source], self._placement.loaders[source]
         if not 1 <= n <= most:
             raise JobError(
                 [
@@ -118,7 +107,7 @@ class Rebalancer:
             self._migration is not None
             or n == len(now)
             or not living.issuperset(now)
-            or self._planner().finished is not None
+            or self._current.planner.finished is not None
         ):
             return False
         if n < len(now):
@@ -143,7 +132,7 @@ class Rebalancer:
         """
         living = self._pool.living()
         old = [h for h in workers if h in living and self._placement.loaders_on(h)]
-        if self._migration is not None or not old or self._planner().finished is not None:
+        if self._migration is not None or not old or self._current.planner.finished is not None:
             return False
         replaced = dict(zip(old, self._new_numbers(len(old)), strict=True))
         what = f"the sources of {', '.join(f'loader-worker/{h}' for h in old)}"
@@ -178,7 +167,7 @@ class Rebalancer:
                 ],
                 "move",
             )
-        name = self._job().names[source]
+        name = self._current.prepared.job.names[source]
         if strangers := [w for w in workers if not self._placement.can_open(known[w], source)]:
             problem = (
                 f"{name!r} joined after {strangers[0]} was started, and code crosses only "
@@ -191,10 +180,10 @@ class Rebalancer:
             loader: known[workers[k % len(workers)]]
             for k, loader in enumerate(self._placement.loaders_of(source))
         }
-        self._commands.run(self._planner().handle(RestartSource(source)))
+        self._commands.run(self._current.planner.handle(RestartSource(source)))
 
     def _refuse_hooks(self, name: str, where: str) -> None:
-        if of_kind(self._job().hooks, LOADER):
+        if of_kind(self._current.prepared.job.hooks, LOADER):
             problem = (
                 f"a loader hook is shown all that a step takes from {name!r}: its "
                 "loaders stay on one host"
@@ -248,7 +237,7 @@ class Rebalancer:
         self._pool.loaders[h], worker.joined = worker, True
         self._recovery.joined(worker)
         self._pool.link(worker)  # a constructor worker may have been restarted since
-        worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
+        worker.out.append(Rollback(self._recovery.generation, self._current.planner.next_step - 1))
         self._one_less(migration)
 
     def _one_less(self, migration: Migration) -> None:
@@ -263,7 +252,7 @@ class Rebalancer:
 
         A loader that has a standby is moved as it is.
         """
-        self._migration, living, planner = migration, self._pool.living(), self._planner()
+        self._migration, living, planner = migration, self._pool.living(), self._current.planner
         workers = [h for h in migration.workers if h in living]
         loaders = self._loaders_in(migration)
         where = [self._placement.worker(loader) for loader in loaders]
@@ -349,7 +338,7 @@ class Rebalancer:
         self._placement.pending |= moves
         self._finish([worker(loader) for loader in moves])
         for source in sorted({self._placement.source_of(loader) for loader in moves}):
-            self._commands.run(self._planner().handle(RestartSource(source)))
+            self._commands.run(self._current.planner.handle(RestartSource(source)))
         self._commands.run()
 
     def restart(self, command: RestartLoader) -> None:
@@ -362,7 +351,7 @@ class Rebalancer:
         start = self._starts.of(loader, command.cursor, command.generation)
         # A worker keeps what it holds, unless look-ahead passed over samples: those were dropped
         # together with what the loader held of them.
-        afresh = self._planner().holds_over or not self._recovery.fails_over
+        afresh = self._current.planner.holds_over or not self._recovery.fails_over
         self._pool.send(worker, start if afresh else TakeOverLoader(command.step, start))
         if self._standby.worker_of.get(loader) == worker:  # it moved to where it was followed
             self._standby.drop(loader)
@@ -374,7 +363,7 @@ class Rebalancer:
     def follow_from_here(self, loaders: Iterable[int]) -> None:
         """Let standbys follow these loaders from the next planned step on."""
         for loader in loaders:
-            messages = self._starts.follow(loader, self._planner())
+            messages = self._starts.follow(loader, self._current.planner)
             self._pool.send(self._standby.worker_of[loader], *messages)
 
     def use_as_standby(self, name: str) -> None:
@@ -391,7 +380,7 @@ class Rebalancer:
         self._recovery.adopted(worker)
         self._pool.adopt(worker)
         self._pool.link(worker)
-        worker.out.append(Rollback(self._recovery.generation, self._planner().next_step - 1))
+        worker.out.append(Rollback(self._recovery.generation, self._current.planner.next_step - 1))
         made = self._standby.fill(self._pool.living() & {h}, self._pool.nodes())
         self.follow_from_here(made)
         log.warning("%s restarted; standby for %d loaders", name, len(made))
@@ -429,7 +418,7 @@ class Rebalancer:
 
     def retire_idle(self, workers: Iterable[int]) -> None:
         """End those workers that read no loader, once all ranks have the steps they sent."""
-        busy, step = self._placement.busy(), self._planner().next_step - 1
+        busy, step = self._placement.busy(), self._current.planner.next_step - 1
         self._retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
 
     def acked(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from overlord.cluster.standby import StandbyManager
@@ -33,48 +34,59 @@ from overlord.cluster.supervisor import (
     WorkerReady,
     worn_out,
 )
-from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
-from overlord.concurrency.event_loop import EventLoop
-from overlord.concurrency.platform import Platform
+from overlord.cluster.worker_pool import ProcessContext, WorkerHandle, WorkerPool
 from overlord.errors import ActorLost, DataStall
-from overlord.messages.control import STRIDE
+from overlord.messages.control import STRIDE, EndOfJob, WorkerRecovered
+from overlord.setup.options import Options
 
 log = logging.getLogger("overlord")
 
 KEPT_RECOVERIES = 1000  # rows in ``metrics()``
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecoveryActions:
+    """The calls that recovery makes on the event loop.
+
+    ``roll_back(reason)`` is called once all lost workers are back, ``use_as_standby(name)`` when
+    one is back whose loaders its standbys read. ``end_job(error)`` is called when a worker cannot
+    be kept alive; ``duty_of(name)`` describes its task. ``end_at(end)`` ends the job at a step that
+    a worker reported.
+    """
+
+    roll_back: Callable[[str], None]
+    use_as_standby: Callable[[str], None]
+    end_job: Callable[[ActorLost], None]
+    end_at: Callable[[EndOfJob], None]
+    duty_of: Callable[[str], str]
+
+
 class RecoveryManager:
     """Supervises workers and has lost ones restarted. Runs on: event loop.
 
-    ``generation`` is the generation of the last rollback. With ``fails_over`` a lost worker is
-    restarted, else the job ends. ``roll_back(reason)`` is called once all lost workers are back,
-    ``use_as_standby(name)`` when one is back whose loaders its standbys read, and
-    ``give_up(error)`` when a worker cannot be kept alive.
+    ``generation`` is the generation of the last rollback. With ``options.failover`` a lost worker
+    is restarted, else the job ends after the complete steps.
     """
 
     def __init__(
         self,
-        *,
         pool: WorkerPool,
         standby: StandbyManager,
-        event_loop: EventLoop,
-        platform: Platform,
-        lost_after_s: float,
-        max_restarts: int,
-        fails_over: bool,
+        context: ProcessContext,
+        options: Options,
         generation: int,
-        roll_back: Callable[[str], None],
-        use_as_standby: Callable[[str], None],
-        give_up: Callable[[ActorLost], None],
+        actions: RecoveryActions,
     ):
-        self._pool, self._standby = pool, standby
-        self._event_loop, self._platform, self._now = event_loop, platform, platform.now
-        self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
-        self._roll_back, self._use_as_standby, self._give_up = roll_back, use_as_standby, give_up
-        self._supervisor = Supervisor(lost_after_s=lost_after_s, max_restarts=max_restarts)
-        self.fails_over, self.generation = fails_over, generation
-        self.recoveries: list[dict[str, Any]] = []
+        self._pool, self._standby, self._actions = pool, standby, actions
+        self._event_loop, self._platform = context.event_loop, context.platform
+        self._now = context.platform.now
+        self._lost_after_s, self._max_restarts = options.lost_after_s, options.max_restarts
+        self._supervisor = Supervisor(
+            lost_after_s=options.lost_after_s, max_restarts=options.max_restarts
+        )
+        self.fails_over, self.generation = options.failover, generation
+        self.recoveries: list[WorkerRecovered] = []  # the last ones
+        self.n_recovered = 0  # all of them
         self._lost_at: dict[str, float] = {}
         # by worker: the step that planning was rolled back to for it
         self._losses: dict[str, tuple[int, Loss]] = {}
@@ -139,8 +151,14 @@ class RecoveryManager:
         self._handle(WorkerDied(name, incarnation, reason), self._now())
 
     def lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Have a lost worker restarted. It is not waited for if standbys have all that it read."""
+        """Have a lost worker restarted. It is not waited for if standbys have all that it read.
+
+        Without failover the job ends.
+        """
         now, name = self._now(), worker.name
+        if not self.fails_over:
+            self._end_job(ActorLost(name, reason), f"{name} is lost: {reason}")
+            return
         self._lost_at.setdefault(name, now)
         living = self._pool.living()
         gone = {h: w for h, w in list(self._pool.loaders.items()) if w.lost and w.joined}
@@ -154,6 +172,26 @@ class RecoveryManager:
         restarts = "; restarting it, trainers continue with the steps they have"
         log.warning("%s is lost: %s%s", name, reason, restarts if self.given_up is None else "")
         self._execute(commands)
+
+    def missed_by_peer(self, lost: WorkerHandle, end: EndOfJob) -> None:
+        """Handle the end of a worker that cannot continue without another one.
+
+        With failover that one is restarted, unless it is given up. Without it the job ends. Peers
+        only see the connection close, so the launcher is asked for the exit reason first.
+        """
+        if self.fails_over:
+            if self.given_up is not None:
+                self._actions.end_at(EndOfJob(end.step, self.given_up))
+            return
+
+        def answered(future: Future[Any]) -> None:
+            error = future.exception()
+            known = EndOfJob(end.step, error) if isinstance(error, ActorLost) else end
+            self._event_loop.post(
+                lambda: None if self._pool.closed else self._actions.end_at(known)
+            )
+
+        self._pool.call(lost, "do", []).add_done_callback(answered)
 
     def unreachable(self, name: str, reason: str, address: str) -> None:
         """Handle a constructor worker that a loader worker cannot connect to.
@@ -189,16 +227,21 @@ class RecoveryManager:
                 case KillWorker(name=name, incarnation=incarnation, reason=reason):
                     self._pool.kill_incarnation(name, incarnation, reason)
                 case RollBack(reason=reason):
-                    self._roll_back(reason)
+                    self._actions.roll_back(reason)
                 case StandbyReady(name=name):
-                    self._use_as_standby(name)
+                    self._actions.use_as_standby(name)
                 case GiveUp(error=error):
                     self._give_up(error)
 
-    def worn_out(self, error: ActorLost, duty: str) -> ActorLost:
-        """Return the error of a worker that is not restarted any more; ``duty`` says its task."""
-        self._supervisor.given_up = worn_out(error, self._max_restarts, duty)
-        return self._supervisor.given_up
+    def _give_up(self, error: ActorLost) -> None:
+        """End the job: a worker is not restarted any more."""
+        error = worn_out(error, self._max_restarts, self._actions.duty_of(error.name))
+        self._supervisor.given_up = error
+        self._end_job(error, str(error))
+
+    def _end_job(self, error: ActorLost, words: str) -> None:
+        log.error("%s", words)
+        self._actions.end_job(error)
 
     # rollbacks
 
@@ -213,7 +256,7 @@ class RecoveryManager:
 
     def rolled_back(self, step: int) -> None:
         """Note the step that planning was rolled back to for all losses so far."""
-        for loss in self._supervisor.back():
+        for loss in self._supervisor.take_recovered():
             # a worker that was lost again meanwhile is missed since the first time
             self._losses.setdefault(loss.worker, (step, loss))
 
@@ -230,14 +273,12 @@ class RecoveryManager:
                 now - loss.since,
                 _planned_again(rolled_back_to + 1, floor - 1),
             )
-            row = {
-                "part": loss.worker,
-                "reason": loss.reason,
-                "seconds": now - loss.since,
-                "step": rolled_back_to,
-                "stand_bys": loss.spare,
-            }
-            self.recoveries.append(row)
+            self.recoveries.append(
+                WorkerRecovered(
+                    loss.worker, loss.reason, now - loss.since, rolled_back_to, loss.spare
+                )
+            )
+        self.n_recovered += len(losses)
         del self.recoveries[:-KEPT_RECOVERIES]
 
     # status

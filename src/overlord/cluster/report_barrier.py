@@ -16,10 +16,13 @@ class ReportBarrier:
     """Holds acknowledgements until the launching process has forwarded earlier reports.
 
     ``ask(mark)`` requests an answer that follows them; ``release(mark)`` receives it. Marks of an
-    earlier coordinator are ignored, so each starts at another ``first``. Runs on: event loop.
+    earlier coordinator are ignored, so each starts at another ``first``. Without ``learns`` nothing
+    is held, nor where the coordinator runs in the launching process. Runs on: event loop.
     """
 
-    def __init__(self, learns: bool, ask: Callable[[int], None], first: int):
+    def __init__(
+        self, learns: bool = False, ask: Callable[[int], None] = lambda mark: None, first: int = 0
+    ):
         self.learns, self._ask, self._mark = learns, ask, first
         self._unsure: list[Consumed] = []
         self._n_asked = 0  # of them, those that the last request was made for

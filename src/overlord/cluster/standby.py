@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from overlord.cluster.placement import Placement
+from overlord.messages.control import FollowLoader, LoaderStart
 from overlord.scaling.loader_placement import SourceLoad
 
 
@@ -38,6 +39,15 @@ class StandbyManager:
         """Return whether living workers have standbys of all loaders of a worker."""
         others = {h for h in living if h != worker}
         return all(self.worker_of.get(k) in others for k in self._placement.loaders_on(worker))
+
+    def follow(self, starts: Sequence[LoaderStart]) -> list[tuple[int, FollowLoader]]:
+        """Return the messages that let standbys follow loaders from their start on, by worker."""
+        start_of = {start.loader: start for start in starts}
+        return [
+            (h, FollowLoader(start_of[loader]))
+            for loader, h in self.worker_of.items()
+            if loader in start_of
+        ]
 
     def promote(self, dead: Collection[int], living: Collection[int]) -> None:
         """Move loaders of dead workers to the workers of their standbys."""

@@ -5,7 +5,7 @@ All workers are polled concurrently with one deadline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from overlord.cluster.placement import Placement
@@ -13,11 +13,25 @@ from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages.control import Consumed
+from overlord.messages.control import Consumed, WorkerRecovered
 
 ASK_S = 0.6  # for all workers to answer: a waiting client gives the event loop one second
 
 Answers = Mapping[str, Mapping[str, Any]]  # of workers by name; ``silent`` where there was none
+
+
+def recovery_rows(recoveries: Iterable[WorkerRecovered]) -> list[dict[str, Any]]:
+    """Return the rows of ``metrics()["recoveries"]``."""
+    return [
+        {
+            "part": r.worker,
+            "reason": r.reason,
+            "seconds": r.seconds,
+            "step": r.step,
+            "stand_bys": r.by_standbys,
+        }
+        for r in recoveries
+    ]
 
 
 class StatusReporter:
@@ -143,7 +157,7 @@ class StatusReporter:
             "clients": {
                 rank: row for f in answers.values() for rank, row in f.get("clients", {}).items()
             },
-            "recoveries": list(self._recovery.recoveries),
+            "recoveries": recovery_rows(self._recovery.recoveries),
             "scaling": dict(scaling),
             "transfer": {
                 name: {what: f[what] for what in counted if what in f}

@@ -141,7 +141,7 @@ class _WorkerState:
     name: str
     incarnation: int
     state: str
-    heard: float  # time of the last answer
+    answered_at: float  # time of the last answer
     ticks: int = 0  # since then
     restarts: int = 0  # since every rank last acknowledged a step
     reason: str = ""  # of its last loss
@@ -173,8 +173,8 @@ def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
         f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no "
         "step in between"
     )
-    said = "" if SAID in why else f"{SAID} is in the output of the job: "
-    remedy = f"{said}mend what ends it; or raise max_restarts, if that passes by itself"
+    output = "" if SAID in why else f"{SAID} is in the output of the job: "
+    remedy = f"{output}mend what ends it; or raise max_restarts, if that passes by itself"
     return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))
 
 
@@ -184,7 +184,7 @@ class Supervisor:
     def __init__(self, *, lost_after_s: float, max_restarts: int):
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
         self._workers: dict[str, _WorkerState] = {}
-        self._back: dict[str, Loss] = {}  # back since the last rollback
+        self._recovered: dict[str, Loss] = {}  # back since the last rollback
         self._acked = -1
         self._over = False
         self.given_up: ActorLost | None = None
@@ -196,7 +196,7 @@ class Supervisor:
             case WorkerReady():
                 return self._is_up(event, now)
             case Heartbeat(name=name, incarnation=incarnation):
-                return self._heard(name, incarnation, now)
+                return self._answered(name, incarnation, now)
             case WorkerDied(name=name, incarnation=incarnation, reason=reason, spare=spare):
                 worker = self._workers.get(name)
                 if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
@@ -213,7 +213,7 @@ class Supervisor:
                 )
             case Retired(name=name):
                 self._workers.pop(name, None)
-                self._back.pop(name, None)
+                self._recovered.pop(name, None)
                 return []
             case Tick():
                 return [
@@ -240,11 +240,11 @@ class Supervisor:
     def silent_s(self, name: str, now: float) -> float:
         """Return the seconds since a living worker answered; 0 for any other."""
         worker = self._workers.get(name)
-        return 0.0 if worker is None or worker.state != UP else now - worker.heard
+        return 0.0 if worker is None or worker.state != UP else now - worker.answered_at
 
-    def back(self) -> list[Loss]:
+    def take_recovered(self) -> list[Loss]:
         """Return the losses of workers that are back since the last call."""
-        losses, self._back = list(self._back.values()), {}
+        losses, self._recovered = list(self._recovered.values()), {}
         return losses
 
     def _is_up(self, event: WorkerReady, now: float) -> list[Command]:
@@ -256,15 +256,15 @@ class Supervisor:
             return []
         if worker.incarnation != event.incarnation or worker.state != STARTING:
             return [KillWorker(event.name, event.incarnation, "another was started in its place")]
-        worker.state, worker.heard, worker.ticks = UP, now, 0
+        worker.state, worker.answered_at, worker.ticks = UP, now, 0
         if not worker.spare:
-            self._back.setdefault(
+            self._recovered.setdefault(
                 worker.name, Loss(worker=worker.name, reason=worker.reason, since=worker.since)
             )
         spare, worker.spare, worker.since = worker.spare, False, now
         return [StandbyReady(worker.name), *self._go_on()] if spare else self._go_on()
 
-    def _heard(self, name: str, incarnation: int, now: float) -> list[Command]:
+    def _answered(self, name: str, incarnation: int, now: float) -> list[Command]:
         worker = self._workers.get(name)
         if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
             return [
@@ -273,14 +273,14 @@ class Supervisor:
                 )
             ]
         if worker.state == UP:
-            worker.heard, worker.ticks = now, 0
+            worker.answered_at, worker.ticks = now, 0
         return []
 
     def _look_at(self, worker: _WorkerState, now: float) -> list[Command]:
         if worker.state != UP:
             return []
         worker.ticks += 1
-        silent = now - worker.heard
+        silent = now - worker.answered_at
         if worker.ticks <= TICKS or silent < self._lost_after_s:
             return []
         return self._kill(worker, f"it answered nothing for {silent:.1f} s")
@@ -291,7 +291,7 @@ class Supervisor:
 
     def _died(self, worker: _WorkerState, reason: str, spare: bool, now: float) -> list[Command]:
         if worker.state != STARTING:
-            worker.since = worker.heard if worker.state == DYING else now
+            worker.since = worker.answered_at if worker.state == DYING else now
         if worker.state != DYING:
             worker.reason = reason
         failed = worker.state == STARTING
@@ -306,7 +306,7 @@ class Supervisor:
             return [GiveUp(self.given_up)]
         if spare and not failed:
             worker.spare = True
-            self._back.setdefault(
+            self._recovered.setdefault(
                 worker.name,
                 Loss(worker=worker.name, reason=worker.reason, since=worker.since, spare=True),
             )
@@ -320,9 +320,11 @@ class Supervisor:
         for worker in starts:
             worker.incarnation, worker.state = worker.incarnation + 1, STARTING
         begun: list[Command] = [StartWorker(worker.name, worker.incarnation) for worker in starts]
-        if any(not worker.spare for worker in missing) or not self._back:
+        if any(not worker.spare for worker in missing) or not self._recovered:
             return begun
         return [
             *begun,
-            RollBack("; ".join(f"{loss.worker}: {loss.reason}" for loss in self._back.values())),
+            RollBack(
+                "; ".join(f"{loss.worker}: {loss.reason}" for loss in self._recovered.values())
+            ),
         ]

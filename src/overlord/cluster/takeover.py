@@ -28,6 +28,7 @@ from overlord.messages.control import (
     DropLoader,
     LoaderStart,
     RedirectWorker,
+    ReportsRequested,
     RetireWorker,
     StartConstructorWorker,
     StartLoaderWorker,
@@ -55,16 +56,16 @@ class RemoteWorkerFactory:
 
     placement: NodePlacement | None = None  # the launching process places workers on nodes
 
-    def __init__(self, peers: RpcServer, send: Send, hosting: LoaderPlacement, token: str):
-        self.hosting, self.token = hosting, token
+    def __init__(self, peers: RpcServer, send: Send, loader_placement: LoaderPlacement, token: str):
+        self.loader_placement, self.token = loader_placement, token
         self._peers, self._send = peers, send
 
     def constructor(self, c: int) -> ActorHandle:
-        handle, ticket = self._peers.expect(f"constructor-worker/{c}")
-        self._send(StartConstructorWorker(ticket, c))
+        handle, lease_id = self._peers.expect(f"constructor-worker/{c}")
+        self._send(StartConstructorWorker(lease_id, c))
         return handle
 
-    def loader_host(
+    def loader_worker(
         self,
         h: int,
         sources: Collection[int],
@@ -72,9 +73,9 @@ class RemoteWorkerFactory:
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        handle, ticket = self._peers.expect(f"loader-worker/{h}")
+        handle, lease_id = self._peers.expect(f"loader-worker/{h}")
         message = StartLoaderWorker(
-            ticket, h, sorted(sources), list(openings), dict(constructors), instead_of
+            lease_id, h, sorted(sources), list(openings), dict(constructors), instead_of
         )
         self._send(message)
         return handle
@@ -84,12 +85,12 @@ class RemoteWorkerFactory:
 
     def living(self, name: str) -> ActorHandle:
         """Return the handle of a worker that was started for another coordinator, or in advance."""
-        handle, ticket = self._peers.expect(name)
-        self._send(RedirectWorker(ticket, name))
+        handle, lease_id = self._peers.expect(name)
+        self._send(RedirectWorker(lease_id, name))
         return handle
 
 
-def behind(found: Recovered, taken: Sequence[int | None]) -> int:
+def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
     """Return the last step that every rank took.
 
     This is the step of the journal, or a later one where all ranks are known to have it. The
@@ -102,8 +103,8 @@ def behind(found: Recovered, taken: Sequence[int | None]) -> int:
 def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     """Return the barrier of a coordinator in its own process."""
     return ReportBarrier(
-        learns(config.blueprint.job.mixture),
-        lambda mark: send(("reports", mark)),
+        learns(config.prepared.job.mixture),
+        lambda mark: send(ReportsRequested(mark)),
         config.incarnation * PLANNERS,
     )
 
@@ -119,7 +120,7 @@ def first_coordinator(
 ) -> Coordinator:
     """Return the first coordinator of a session, whose workers have started."""
     coordinator = Coordinator(
-        config.blueprint,
+        config.prepared,
         config.state,
         peers,
         event_loop,
@@ -154,27 +155,31 @@ class Takeover:
         self._platform = platform or Platform()
         self._answers: dict[str, Any] = {}  # of workers that live
         self._had: dict[int, set[int]] = {}  # loaders of a loader worker that is taken over
-        self.stood: StreamState | None = None  # after the last step that all took, when planned
-        self.stands: dict[int, int] = {}  # the last step that each rank took, where it was known
+        self.acked_state: StreamState | None = (
+            None  # after the last step that all took, when planned
+        )
+        self.acked_by_rank: dict[
+            int, int
+        ] = {}  # the last step that each rank took, where it was known
         self._barrier = barrier_of(config, send)
         self._handles = {name: starter.living(name) for name in config.living}
         self._ask_living()
-        state, prepared = config.state, config.blueprint
+        state, prepared = config.state, config.prepared
         if not found.empty:
             taken = self._taken_since()
-            self.stands = {
+            self.acked_by_rank = {
                 rank: step
                 for rank, step in zip(config.attached, taken, strict=True)
                 if step is not None and step >= 0
             }
-            last = behind(found, [] if self._barrier.learns else taken)
-            state, self.stood = found.state(last), found.bare(last)
+            last = last_acked(found, [] if self._barrier.learns else taken)
+            state, self.acked_state = found.state(last), found.bare(last)
             if self._barrier.learns:
-                self._barrier.add(Consumed(rank, step) for rank, step in self.stands.items())
+                self._barrier.add(Consumed(rank, step) for rank, step in self.acked_by_rank.items())
             prepared = prepared.first(len(found.names), found.fingerprint).with_floor(
                 found.next_step
             )  # type: ignore[assignment]
-        starter.hosting = config.hosting_of(len(prepared.specs))
+        starter.loader_placement = config.placement_of(len(prepared.specs))
         self.coordinator = Coordinator(
             prepared,
             state,
@@ -201,23 +206,23 @@ class Takeover:
     def _ask_living(self) -> None:
         """Call all living workers concurrently; give up those that do not answer in time."""
         peers = self._peers
-        asked = {name: self._ask(handle) for name, handle in self._handles.items()}
-        begun, lost_after_s = self._platform.now(), self._config.blueprint.options.lost_after_s
+        calls = {name: self._ask(handle) for name, handle in self._handles.items()}
+        begun, lost_after_s = self._platform.now(), self._config.prepared.options.lost_after_s
         for until_s in sorted({min(AWAITED_S, lost_after_s / 2), lost_after_s}):
-            for name in [name for name in asked if name not in self._answers]:
+            for name in [name for name in calls if name not in self._answers]:
                 try:
-                    self._answers[name] = self._answer_by(name, asked[name], begun + until_s)
+                    self._answers[name] = self._answer_by(name, calls[name], begun + until_s)
                 except DataStall:
                     continue
                 except OverlordError:  # it died meanwhile, or cannot answer
-                    del asked[name]
-            self._send(WaitingForWorkers([name for name in asked if name not in self._answers]))
+                    del calls[name]
+            self._send(WaitingForWorkers([name for name in calls if name not in self._answers]))
         silent = {
             name: self._handles.pop(name)
             for name in list(self._handles)
             if name not in self._answers
         }
-        for name in [name for name in silent if name in asked]:
+        for name in [name for name in silent if name in calls]:
             self._send(WorkerGivenUp(name, f"it answered nothing for {lost_after_s:g} s"))
         # a name stays taken until its process is gone: the start of another one reports that
         with contextlib.suppress(OverlordError):
@@ -239,17 +244,17 @@ class Takeover:
 
     def _taken_since(self) -> list[int | None]:
         """Return the last step of each attached rank, None where no constructor answers."""
-        groups = self._config.blueprint.job.place.buckets("DP")
+        groups = self._config.prepared.job.place.buckets("DP")
         group_of = {rank: b for b, ranks in enumerate(groups) for rank in ranks}
-        asked = []
+        calls = []
         for rank in self._config.attached:
             name = f"constructor-worker/{self._config.constructor_of[group_of[rank]]}"
             handle = self._handles.get(name)
-            asked.append(None if handle is None else self._peers.call(handle, "taken", rank))
+            calls.append(None if handle is None else self._peers.call(handle, "taken", rank))
         found: list[int | None] = []
-        lost_after_s = self._config.blueprint.options.lost_after_s
+        lost_after_s = self._config.prepared.options.lost_after_s
         deadline = self._platform.now() + min(TAKEN_S, lost_after_s)
-        for future in asked:
+        for future in calls:
             try:
                 found.append(
                     None
@@ -265,7 +270,7 @@ class Takeover:
     def _adopt_workers(self) -> None:
         """Give the coordinator all its workers: those that live, and new ones for the others."""
         pool, placement, starter = self.coordinator.pool, self.coordinator.placement, self._starter
-        placement.sources_of = {h: frozenset(sources) for h, sources in self._config.kits}
+        placement.sources_of = {h: frozenset(sources) for h, sources in self._config.sources_of}
         cs = range(placement.n_constructors)
         found = self._have(
             {f"constructor-worker/{c}": lambda c=c: starter.constructor(c) for c in cs}  # type: ignore[misc]
@@ -283,7 +288,7 @@ class Takeover:
         }
         found = self._have(
             {
-                f"loader-worker/{h}": lambda args=args: starter.loader_host(*args)  # type: ignore[misc]
+                f"loader-worker/{h}": lambda args=args: starter.loader_worker(*args)  # type: ignore[misc]
                 for h, args in wanted.items()
             }
         )
@@ -323,12 +328,12 @@ class Takeover:
             workers = {
                 name: pool.watch(start()) for name, start in starts.items() if name not in found
             }
-            asked = {name: self._ask(worker.handle) for name, worker in workers.items()}
+            calls = {name: self._ask(worker.handle) for name, worker in workers.items()}
             deadline = self._platform.now() + START_S
             for name, worker in workers.items():
                 timeout_s = max(0.0, deadline - self._platform.now())
                 try:
-                    found[name] = (worker, self._peers.get(asked[name], timeout_s))
+                    found[name] = (worker, self._peers.get(calls[name], timeout_s))
                 except (ActorLost, DataStall) as fault:
                     if not left or (isinstance(fault, ActorLost) and fault.name != name):
                         raise

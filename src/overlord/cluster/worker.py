@@ -48,7 +48,7 @@ class WorkerConfig:
     failover: bool = False  # lost workers are restarted, and the others roll back
     # Of two workers of one name the later one counts. Clocks of machines differ, so starts are
     # counted; 0: use the clock.
-    born: int = 0
+    incarnation: int = 0
     machine: Platform = field(default_factory=Platform, repr=False)  # simulations have another
 
 
@@ -58,7 +58,7 @@ class EventQueue:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._now = threading.Lock(), now
         self._happened: list[Any] = []
-        self._asked: Future[list[Any]] | None = None
+        self._waiting: Future[list[Any]] | None = None
         self._hurry = False  # the coordinator waits for an event
         self._answered = 0.0
 
@@ -73,9 +73,9 @@ class EventQueue:
 
     def ask(self) -> Future[list[Any]]:
         with self._lock:
-            self._asked = asked = Future[list[Any]]()
+            self._waiting = waiting = Future[list[Any]]()
         self.answer()
-        return asked
+        return waiting
 
     def answer(self) -> float | None:
         """Answer the pending call with all events, at once where the coordinator waits for one.
@@ -87,11 +87,16 @@ class EventQueue:
             now = self._now()
             if self._happened and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
                 return left
-            if self._asked is None or not self._happened:
+            if self._waiting is None or not self._happened:
                 return None
-            asked, happened, self._asked, self._happened = self._asked, self._happened, None, []
+            waiting, happened, self._waiting, self._happened = (
+                self._waiting,
+                self._happened,
+                None,
+                [],
+            )
             self._hurry, self._answered = False, now
-        asked.set_result(happened)
+        waiting.set_result(happened)
         return None
 
 
@@ -171,9 +176,9 @@ class Worker(ABC):
             self.do(messages)
         return self._events.ask()
 
-    def meet(self, address: str, token: str, ticket: int) -> None:
+    def redirect(self, address: str, token: str, lease_id: int) -> None:
         """Connect to a coordinator in its own process, which calls this worker from now on."""
-        self._rpc.redirect(address, token, ticket)
+        self._rpc.redirect(address, token, lease_id)
 
     def close(self) -> None:
         self._rpc.close()

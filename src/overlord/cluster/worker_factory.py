@@ -36,71 +36,71 @@ SIDE_BY_SIDE = (
 )
 
 
-def n_constructors(blueprint: PreparedJob) -> int:
+def n_constructors(prepared: PreparedJob) -> int:
     """Return the number of constructor workers of a job."""
-    buckets = len(list(blueprint.job.place.buckets("DP")))
-    return blueprint.options.constructor_hosts or min(
+    buckets = len(list(prepared.job.place.buckets("DP")))
+    return prepared.options.constructor_hosts or min(
         buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR)
     )
 
 
-def constructors_of(blueprint: PreparedJob, hosts: int | None = None) -> list[int]:
+def constructors_of(prepared: PreparedJob, hosts: int | None = None) -> list[int]:
     """Return the constructor worker of every data-parallel group.
 
     ``hosts`` is the number of constructor workers; by default that of the job.
     """
-    named = tuple(blueprint.options.rank_nodes or ())
+    named = tuple(prepared.options.rank_nodes or ())
     nodes_of = [
         [named[rank] for rank in ranks if rank < len(named)]
-        for ranks in blueprint.job.place.buckets("DP")
+        for ranks in prepared.job.place.buckets("DP")
     ]
-    return constructors_by_node(nodes_of, n_constructors(blueprint) if hosts is None else hosts)
+    return constructors_by_node(nodes_of, n_constructors(prepared) if hosts is None else hosts)
 
 
-def read_ahead_of(hosting: LoaderPlacement, scaled: bool = False) -> int:
+def read_ahead_of(loader_placement: LoaderPlacement, scaled: bool = False) -> int:
     """Return the steps to read ahead of the draw. ``scaled``: there may be more workers soon."""
-    return SIDE_BY_SIDE if hosting.n_hosts > 1 or scaled else READ_AHEAD
+    return SIDE_BY_SIDE if loader_placement.n_hosts > 1 or scaled else READ_AHEAD
 
 
-def lanes_of(options: Options, hosting: LoaderPlacement) -> int:
+def lanes_of(options: Options, loader_placement: LoaderPlacement) -> int:
     """Return the number of threads of every loader worker.
 
     Threads are not cores: see ``scaling/threads.py``.
     """
-    if hosting.threads and options.workers is None:
-        return hosting.threads
-    return max(1, (options.workers or n_cores()) // hosting.n_hosts)
+    if loader_placement.threads and options.workers is None:
+        return loader_placement.threads
+    return max(1, (options.workers or n_cores()) // loader_placement.n_hosts)
 
 
 def settings_of(
-    blueprint: PreparedJob,
-    hosting: LoaderPlacement,
+    prepared: PreparedJob,
+    loader_placement: LoaderPlacement,
     token: str,
     generation: int,
     machine: Platform | None = None,
 ) -> WorkerConfig:
     """Return the settings that all workers share."""
-    options = blueprint.options
+    options = prepared.options
     return WorkerConfig(
-        name=blueprint.job.name,
+        name=prepared.job.name,
         token=token,
         generation=generation,
-        workers=lanes_of(options, hosting),
-        open_files=max(1, options.open_files // hosting.n_hosts),
-        open_bytes=max(1, options.open_bytes // hosting.n_hosts),
+        workers=lanes_of(options, loader_placement),
+        open_files=max(1, options.open_files // loader_placement.n_hosts),
+        open_bytes=max(1, options.open_bytes // loader_placement.n_hosts),
         ring_bytes=ring_bytes(options),
         check=options.check,
-        one_worker=scales(blueprint),
+        one_worker=scales(prepared),
         build_ahead=options.build_ahead or BUILD_AHEAD,
         broadcast=options.broadcast,
         failover=options.failover,
-        narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
+        narrow=not of_kind(prepared.job.hooks, CONSTRUCTOR),
         machine=machine or Platform(),
     )
 
 
-def layout_of(blueprint: PreparedJob, constructor_of: Sequence[int]) -> Layout:
-    buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
+def layout_of(prepared: PreparedJob, constructor_of: Sequence[int]) -> Layout:
+    buckets, options = list(prepared.job.place.buckets("DP")), prepared.options
     served = [
         tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b])
         for host in range(max(constructor_of) + 1)
@@ -122,14 +122,14 @@ def layout_asked(options: Options) -> Layout:
 class WorkerStarter(Protocol):
     """Starts workers without waiting for them, and returns handles for calls."""
 
-    hosting: LoaderPlacement
+    loader_placement: LoaderPlacement
     token: str
 
     @property
     def placement(self) -> NodePlacement | None: ...  # on the nodes of a cluster, if known here
 
     def constructor(self, c: int) -> ActorHandle: ...
-    def loader_host(
+    def loader_worker(
         self,
         h: int,
         sources: Collection[int],
@@ -145,32 +145,32 @@ class WorkerStarter(Protocol):
 class WorkerFactory:
     """The starter of the launching process, which has the code and the settings of workers.
 
-    ``blueprint`` returns the current prepared job: sources may have been added.
+    ``prepared`` returns the current prepared job: sources may have been added.
     """
 
     def __init__(
         self,
         control: ActorSystem,
-        blueprint: Callable[[], PreparedJob],
+        prepared: Callable[[], PreparedJob],
         settings: WorkerConfig,
-        hosting: LoaderPlacement,
+        loader_placement: LoaderPlacement,
         constructor_of: Sequence[int],
     ):
-        self.hosting, self.token = hosting, settings.token
-        self._control, self._blueprint, self._settings = control, blueprint, settings
+        self.loader_placement, self.token = loader_placement, settings.token
+        self._control, self._prepared, self._settings = control, prepared, settings
         self._constructor_of = np.asarray(constructor_of)
-        self._born = itertools.count(1)
+        self._incarnations = itertools.count(1)
         self.placement = NodePlacement(
-            control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist())
+            control, lambda: layout_of(self._prepared(), self._constructor_of.tolist())
         )
-        self._kits: dict[int, ReaderSpec] = {}  # those that are known to be sendable
+        self._reader_specs: dict[int, ReaderSpec] = {}  # those that are known to be sendable
 
     def constructor(self, c: int) -> ActorHandle:
-        blueprint = self._blueprint()
+        prepared = self._prepared()
         job, ranks, hooks = (
-            blueprint.job,
-            list(blueprint.job.place.buckets("DP")),
-            of_kind(blueprint.job.hooks, CONSTRUCTOR),
+            prepared.job,
+            list(prepared.job.place.buckets("DP")),
+            of_kind(prepared.job.hooks, CONSTRUCTOR),
         )
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._spawn(
@@ -183,10 +183,10 @@ class WorkerFactory:
             job.batch,
             job.document_multiple,
             hooks,
-            blueprint.images,
+            prepared.images,
         )
 
-    def loader_host(
+    def loader_worker(
         self,
         h: int,
         sources: Collection[int],
@@ -194,16 +194,16 @@ class WorkerFactory:
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        job = self._blueprint().job
-        kits = {i: self._kit(i) for i in sorted(sources)}
+        job = self._prepared().job
+        reader_specs = {i: self._reader_spec(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
         return self._spawn(
             f"loader-worker/{h}",
             memory,
             LoaderWorker,
             h,
-            replace(self._settings, born=next(self._born)),
-            kits,
+            replace(self._settings, incarnation=next(self._incarnations)),
+            reader_specs,
             openings,
             constructors,
             of_kind(job.hooks, LOADER),
@@ -229,18 +229,21 @@ class WorkerFactory:
 
     def _memory_of(self, h: int) -> int:
         known = self.placement.memory_of(f"loader-worker/{h}")
-        return PROCESS_BYTES + sum(self.hosting.memory[h : h + 1]) if known is None else known
+        return (
+            PROCESS_BYTES + sum(self.loader_placement.memory[h : h + 1]) if known is None else known
+        )
 
     def end(self, h: int, handle: ActorHandle) -> None:
         self.placement.forget(handle.name)
         self._control.kill(handle)
 
-    def _kit(self, i: int) -> ReaderSpec:
-        blueprint = self._blueprint()
+    def _reader_spec(self, i: int) -> ReaderSpec:
+        prepared = self._prepared()
         if (
-            i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]
+            i not in self._reader_specs
+            or self._reader_specs[i].pipeline is not prepared.pipelines[i]
         ):  # a source that could not join is another by then
-            self._kits[i] = sendable(
-                blueprint.reader_spec(i), f"source {blueprint.job.sources[i].name!r}"
+            self._reader_specs[i] = sendable(
+                prepared.reader_spec(i), f"source {prepared.job.sources[i].name!r}"
             )
-        return self._kits[i]
+        return self._reader_specs[i]

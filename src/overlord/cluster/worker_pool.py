@@ -13,7 +13,7 @@ from overlord.cluster.startup_watchdog import StartupWatchdog
 from overlord.cluster.worker_factory import WorkerStarter
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
-from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages.control import ConnectConstructor, LoaderStart
 from overlord.rpc.actors import ActorHandle, ActorSystem
 
@@ -62,39 +62,51 @@ class WorkerHandle:
         return beat is not None and beat.done() and beat.exception() is None
 
 
-class WorkerPool:
-    """Starts, watches, addresses and ends workers. Runs on: event loop, except where stated.
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessContext:
+    """The actor system, event loop and platform of the coordinator's process."""
 
-    ``on_events(events)`` receives the events of a living worker, ``on_lost(worker, reason)`` the
-    loss of one that the job needs. ``on_started(worker)`` and ``on_start_failed(name, incarnation,
-    reason)`` report a restart.
+    control: ActorSystem
+    event_loop: EventLoop
+    platform: Platform
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerCallbacks:
+    """The calls that a pool makes on the event loop.
+
+    ``events`` receives the events of a living worker, ``lost`` a worker that the job needs, with
+    the reason. ``started`` and ``start_failed(name, incarnation, reason)`` report a restart.
     """
+
+    events: Callable[[Sequence[Any]], None]
+    lost: Callable[[WorkerHandle, str], None]
+    started: Callable[[WorkerHandle], None]
+    start_failed: Callable[[str, int, str], None]
+
+
+class WorkerPool:
+    """Starts, watches, addresses and ends workers. Runs on: event loop, except where stated."""
 
     def __init__(
         self,
-        control: ActorSystem,
-        event_loop: EventLoop,
-        platform: Platform,
+        context: ProcessContext,
         starter: WorkerStarter,
         placement: Placement,
+        callbacks: WorkerCallbacks,
         *,
         lost_after_s: float,
-        on_events: Callable[[Sequence[Any]], None],
-        on_lost: Callable[[WorkerHandle, str], None],
-        on_started: Callable[[WorkerHandle], None],
-        on_start_failed: Callable[[str, int, str], None],
     ):
-        self._control, self._event_loop, self._platform = control, event_loop, platform
+        self._control, self._event_loop = context.control, context.event_loop
+        self._platform, self._callbacks = context.platform, callbacks
         self._starter, self._placement = starter, placement
-        self._on_events, self._on_lost = on_events, on_lost
-        self._on_started, self._on_start_failed = on_started, on_start_failed
         self.loaders: dict[int, WorkerHandle] = {}
         self.constructors: dict[int, WorkerHandle] = {}
         self.restarted: dict[str, WorkerHandle] = {}  # they know no step until the next rollback
         self.addresses: dict[int, str] = {}  # of constructor workers
         self._outside: dict[int, str] = {}  # the same for clients of other processes
         self._listening: tuple[str, str] | None = None  # interface and token of those clients
-        self._watchdog = StartupWatchdog(control, lost_after_s)
+        self._watchdog = StartupWatchdog(context.control, lost_after_s)
         self.closed = False
 
     # membership
@@ -141,6 +153,11 @@ class WorkerPool:
             self._poll_events(worker, "turn", messages)
         else:
             self.tell(worker, messages)
+
+    def broadcast(self, message: Any) -> None:
+        """Queue a message to all loader workers for the end of the turn."""
+        for worker in list(self.loaders.values()):  # another thread may add a worker
+            worker.out.append(message)
 
     def tell(self, worker: WorkerHandle, messages: list[Any]) -> None:
         """Send messages at once."""
@@ -193,14 +210,14 @@ class WorkerPool:
     def _received(self, worker: WorkerHandle, events: Sequence[Any]) -> None:
         if not self.closed and not worker.lost:
             worker.asks = True
-            self._on_events(events)
+            self._callbacks.events(events)
 
     def _lost(self, worker: WorkerHandle, reason: str) -> None:
         if self.closed or worker.lost:
             return
         worker.lost = reason
         if worker.joined:  # else the code that prepares it finds out
-            self._on_lost(worker, reason)
+            self._callbacks.lost(worker, reason)
 
     # starting
 
@@ -212,9 +229,9 @@ class WorkerPool:
         """
         for c in range(self._placement.n_constructors):
             self.constructors[c] = self.watch(self._starter.constructor(c))
-        asked = {c: self.call(worker, "address") for c, worker in self.constructors.items()}
-        self.addresses = {c: self.get(future, START_S) for c, future in asked.items()}
-        for h in range(self._starter.hosting.n_hosts):
+        calls = {c: self.call(worker, "address") for c, worker in self.constructors.items()}
+        self.addresses = {c: self.get(future, START_S) for c, future in calls.items()}
+        for h in range(self._starter.loader_placement.n_hosts):
             mine = [s for s in starts if self._placement.worker(s.loader) == h]
             self.start_loader(h, sources, mine)
         ready = [(worker, self.call(worker, "at")) for worker in self.loaders.values()]
@@ -245,7 +262,7 @@ class WorkerPool:
         incarnation: int = 0,
     ) -> WorkerHandle:
         linked = dict(self.addresses)
-        handle = self._starter.loader_host(h, sources, starts, linked, instead_of)
+        handle = self._starter.loader_worker(h, sources, starts, linked, instead_of)
         worker = self.watch(handle, joined=joined, incarnation=incarnation)
         worker.linked = linked
         return worker
@@ -323,7 +340,7 @@ class WorkerPool:
     def _restart_failed(self, name: str, incarnation: int, reason: str) -> None:
         if not self.closed:
             log.warning("%s not started: %s", name, reason)
-            self._on_start_failed(name, incarnation, reason)
+            self._callbacks.start_failed(name, incarnation, reason)
 
     def _is_restarted(self, worker: WorkerHandle) -> None:
         """Keep a restarted worker aside until the rollback: it knows no step that is under way."""
@@ -332,7 +349,7 @@ class WorkerPool:
         self.restarted[worker.name] = worker
         if not worker.is_loader:  # for loader workers that are started next
             self.addresses[worker.number] = worker.address
-        self._on_started(worker)
+        self._callbacks.started(worker)
 
     def adopt(self, worker: WorkerHandle) -> None:
         """Let a restarted worker take its place in the job."""
@@ -363,6 +380,12 @@ class WorkerPool:
                 worker.linked[c] = address
                 worker.out.append(ConnectConstructor(c, address, self._starter.token))
 
+    def link_all(self) -> None:
+        """Connect all loader workers to constructor workers that were restarted."""
+        for worker in list(self.loaders.values()):
+            if worker.joined:
+                self.link(worker)
+
     # ending
 
     def kill_stopped(self) -> None:
@@ -370,6 +393,15 @@ class WorkerPool:
         for handle in self._watchdog.look():
             log.warning("%s killed: it was stopped during its start", handle.name)
             self._kill_later(handle)
+
+    def kill_named(self, name: str) -> None:
+        """Kill a worker as a crash would, for drills."""
+        if (worker := self.named(name)) is None:
+            known = ", ".join(worker.name for worker in self.workers())
+            raise JobError(
+                [f"no process of this job is called {name!r}; there are {known}"], "kill"
+            )
+        self._control.kill(worker.handle)
 
     def kill_incarnation(self, name: str, incarnation: int, reason: str) -> None:
         every = [*self.workers(), *self.restarted.values()]
@@ -419,8 +451,8 @@ class WorkerPool:
     def listen(self, interface: str, token: str, workers: Mapping[int, WorkerHandle]) -> None:
         """Let constructor workers accept clients of other processes. Runs on: any thread."""
         self._listening = (interface, token)  # first: workers that are being started read it
-        asked = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
-        self._outside = {c: self.get(future, START_S) for c, future in asked.items()}
+        calls = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
+        self._outside = {c: self.get(future, START_S) for c, future in calls.items()}
 
     def _found_outside(self, c: int, future: Future[Any]) -> None:
         if future.exception() is None:

@@ -300,7 +300,7 @@ class DryRun:
         if not self._fleet.constructors:
             routed = _to_ranks(routed, self._groups)
         route_s = self._clock() - start
-        send_s = self._c.link_s * (len(routed.parts) + len(routed.placed))
+        send_s = self._c.link_s * (len(routed.loader_plans) + len(routed.constructor_plans))
         self._planner_free += route_s
         self._planner_s += route_s + send_s
         traffic = self._traffic(stage)
@@ -470,5 +470,5 @@ def _to_ranks(routed: RoutedPlan, ranks: Sequence[Sequence[int]]) -> RoutedPlan:
         to = tuple(rank for b in plan.to for rank in ranks[b])
         return replace(plan, to=to, take=tuple(take))
 
-    placed = {rank: p for b, p in routed.placed.items() for rank in ranks[b]}
-    return RoutedPlan({h: to_ranks(plan) for h, plan in routed.parts.items()}, placed)
+    placed = {rank: p for b, p in routed.constructor_plans.items() for rank in ranks[b]}
+    return RoutedPlan({h: to_ranks(plan) for h, plan in routed.loader_plans.items()}, placed)

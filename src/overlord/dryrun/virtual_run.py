@@ -31,7 +31,7 @@ from overlord.messages.control import (
 )
 from overlord.messages.reports import checked
 from overlord.planning.events import EventLog, said_of_all
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 
@@ -181,7 +181,7 @@ class _Simulation:
         self._prepared = prepared if resume is None else prepared.for_saved_state(resume)
         self._steps, self._delays, self._report, self._save = steps, delays, report, save
         self._executor = VirtualExecutor(seed, delays)
-        self._runtime = local_runtime(
+        self._runtime = LocalRuntime(
             self._prepared,
             self._executor,
             None if resume is None else self._prepared.restore(resume),

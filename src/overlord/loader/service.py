@@ -14,7 +14,7 @@ from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.loader.sample_buffer import SampleBuffer
 from overlord.messages.control import LoaderStart, Refill, RestartLoader, Rollback
-from overlord.messages.loader import Evaluate, Pop, Read, ReadFailed
+from overlord.messages.loader import Evaluate, LoaderWork, Pop, Read, ReadFailed
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
@@ -395,13 +395,16 @@ class LoaderService:
             "shadows": sum(h.nbytes for h in self.hosted.values() if h.shadow),
         }
 
-    def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
+    def work(self) -> list[LoaderWork]:
         """Return the work and read latency of each loader, in short.
 
         The autoscaler polls it all the time.
         """
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
-        return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]
+        return [
+            LoaderWork(number, standby, *s.work, s.samples, *s.latency)
+            for number, standby, s in stats
+        ]
 
     def figures(self) -> list[dict[str, Any]]:
         """Return activity and cost of each loader, as plain values."""

@@ -8,11 +8,13 @@ Release         core -> service            free the memory of a step
 EndRank         core -> service            send the end of the stream to a rank
 Unfinish        core -> service            withdraw an end that was sent
 DecodeFailures  constructor -> planner     images that could not be decoded
+RankWait        constructor -> coordinator seconds that a trainer has waited, when polled
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,3 +81,10 @@ class Unfinish:
     """Withdraw the end of the stream that was sent to a rank: its cause has been repaired."""
 
     rank: int
+
+
+class RankWait(NamedTuple):
+    """The total seconds that the trainer of a rank has waited for steps."""
+
+    rank: int
+    waited_s: float

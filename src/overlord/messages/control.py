@@ -17,6 +17,8 @@
     EndOfJob            planner -> constructors           no step from here on
     Rollback            coordinator -> workers            plan again everything after a step
 
+Messages that control workers and inform the session follow, in groups by sender and receiver.
+
 Values inside messages: ``Cursor``, ``LoaderStart``, ``EncoderPlan``, ``StreamState`` and
 ``EncodedState``. Messages of a loader are in ``loader``, those of a constructor in ``constructor``,
 those between constructors and clients in ``client``.
@@ -87,9 +89,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
-    """A source that joins at step ``at``. It has a name and a fingerprint only: code is in the job,
-    never in a state.
-    """
+    """A source that joins at step ``at``: name and fingerprint only, since code is in the job."""
 
     at: int
     name: str
@@ -110,9 +110,7 @@ class SourceLost:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Metrics that one rank measured in a step. An event of the log: plan ``step + feedback_lag``
-    may depend on it.
-    """
+    """Metrics of one rank and step, an event of the log: ``step + feedback_lag`` may use it."""
 
     step: int
     rank: int
@@ -135,23 +133,19 @@ class Refill:
 
 
 class Cursor(NamedTuple):
-    """A position in a source's stream: just after sample (file, row, part) of a window. File -1: at
-    the start of the window.
-    """
+    """A position in a source's stream: just after sample (file, row, part) of a window."""
 
     epoch: int = 0
     group: int = 0
     window: int = 0
-    file: int = -1
+    file: int = -1  # -1: at the start of the window
     row: int = -1
     part: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStart:
-    """The start of a logical loader: shard ``share`` of ``shares`` of a source's chunks, from a
-    cursor on.
-    """
+    """The start of a loader: shard ``share`` of ``shares`` of a source's chunks, from a cursor."""
 
     loader: int
     source: int
@@ -258,8 +252,7 @@ class PlannedStep:
     digest: str
     after: StreamState | EncodedState
     skipped: bool = False
-    # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is
-    # ever held
+    # look-ahead: the rows of held and popped payload that stay held; None: nothing is ever held
     kept: np.ndarray | None = None
     # int32: loader of each sample; for status and explanations, never for a strategy
     loader: np.ndarray | None = None
@@ -328,9 +321,7 @@ class EndOfJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamState:
-    """The planner's state between two steps: small, global, the same on every rank. A checkpoint
-    holds it.
-    """
+    """The planner's state between two steps: small, the same on every rank, in a checkpoint."""
 
     step: int  # the next step to draw
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
@@ -350,9 +341,7 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedState:
-    """A StreamState as bytes. Messages carry it undecoded; a client decodes it only when it saves a
-    state.
-    """
+    """A StreamState as bytes; a client decodes it only when it saves a state."""
 
     step: int  # the next step to draw, as in the state
     data: np.ndarray  # uint8
@@ -360,7 +349,6 @@ class EncodedState:
 
 # groups a loader may open beyond the one of the planner's draw; the level bounds windows in memory
 GROUPS_AHEAD = 8
-
 
 # generations between two recoveries: as often may sources be restarted in between
 STRIDE = 2**20
@@ -427,15 +415,14 @@ class ConnectionLost:
     address: str
 
 
-# From a coordinator in its own process to the launching process. ``ticket`` is the lease id of the
-# worker.
+# From a coordinator in its own process to the launcher. ``lease_id`` is the lease id of the worker.
 
 
 @dataclass(frozen=True, slots=True)
 class StartConstructorWorker:
     """Start a constructor worker and redirect it to the coordinator."""
 
-    ticket: int
+    lease_id: int
     number: int
 
 
@@ -447,7 +434,7 @@ class StartLoaderWorker:
     ``instead_of`` is the worker whose loaders it is to read.
     """
 
-    ticket: int
+    lease_id: int
     number: int
     sources: list[int]
     starts: list[LoaderStart]
@@ -459,7 +446,7 @@ class StartLoaderWorker:
 class RedirectWorker:
     """Redirect a worker that lives to the coordinator."""
 
-    ticket: int
+    lease_id: int
     worker: str
 
 
@@ -474,7 +461,7 @@ class RetireWorker:
 class KillProcess:
     """Kill a worker and report its death to the coordinator."""
 
-    ticket: int
+    lease_id: int
     worker: str
 
 
@@ -482,7 +469,7 @@ class KillProcess:
 class WorkerDisconnected:
     """The connection between the coordinator and a worker has ended."""
 
-    ticket: int
+    lease_id: int
     worker: str
     reason: str
 
@@ -522,3 +509,92 @@ class CoordinatorFailed:
     """The event loop of the coordinator has stopped."""
 
     error: Exception
+
+
+# From a coordinator in its own process to the session, in addition to ``SourceLost``. The launcher
+# sends ``WorkerRecovered`` of the coordinator itself, and ``JobFailed``.
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanned:
+    """A step was planned, for the server of the session: the state after it."""
+
+    step: int
+    after: StreamState
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepAcked:
+    """A rank took a step, as its constructor worker reports."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsQuarantined:
+    """New quarantined rows, and samples with images that could not be decoded."""
+
+    rows: list[Any]
+    undecodable: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EventApplied:
+    """An event of the user has taken effect and is durable."""
+
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EventsFound:
+    """The events in the journal, which an earlier coordinator may not have confirmed."""
+
+    events: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportsRequested:
+    """Confirm by ``all_reported(mark)`` that all reports up to now were sent."""
+
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecovered:
+    """A lost process was replaced: by a restart, or by its standbys."""
+
+    worker: str
+    reason: str
+    seconds: float
+    step: int  # the last step before those that were planned again
+    by_standbys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    """The end of the job, as planned; None while the job continues."""
+
+    end: EndOfJob | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The coordinator is lost and not restarted."""
+
+    error: Exception
+
+
+SessionEvent = (
+    StepPlanned
+    | StepAcked
+    | RowsQuarantined
+    | SourceLost
+    | EventApplied
+    | EventsFound
+    | ReportsRequested
+    | WorkerRecovered
+    | JobFinished
+    | JobFailed
+)

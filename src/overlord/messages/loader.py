@@ -8,6 +8,7 @@ ReadFailed      service -> core                the loader cannot continue
 Announce        loader -> planner              metadata of new samples, in stream order
 Pop             service -> core                remove the samples of a planned step
 StepPayload     loader worker -> constructor   tokens and images of a planned step
+LoaderWork      loader worker -> coordinator   work and read latency so far, when polled
 """
 
 from __future__ import annotations
@@ -155,6 +156,19 @@ class StepPayload:
     generation: int = 0
     # uint8: images to be encoded by its ranks, in the order of the plan
     items: Ragged | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderWork:
+    """Totals of one loader since it was opened, and the seconds of its reads."""
+
+    loader: int
+    standby: bool
+    busy_s: float  # of cores
+    took_s: float
+    samples: int
+    usual_read_s: float
+    slow_read_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ class WorkerServedQueue:
     def __init__(self, rank: int, generation: int):
         self.rank, self.generation = rank, generation
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(f"rank {self.rank} is served by its constructor worker")
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:

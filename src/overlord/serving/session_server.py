@@ -66,7 +66,7 @@ class SessionServer:
         self._ring = SharedMemoryPool(name=name) if publishes else None
         self.publisher = StepPublisher(took=api.acked) if publishes else None
         if self.publisher is not None:
-            self.publisher.on_took = lambda queue, step: api.acked(queue.rank, step, queue)
+            self.publisher.on_ack = lambda queue, step: api.acked(queue.rank, step, queue)
         self._control = ControlServer(
             api,
             self.publisher,
@@ -111,7 +111,7 @@ class SessionServer:
         """Return the queue of a rank whose client is in another process."""
         if self.publisher is None:
             return WorkerServedQueue(rank, generation)
-        return self.publisher.box(rank, generation)
+        return self.publisher.queue(rank, generation)
 
     def forget(self, rank: int, why: str = "") -> None:
         """Close the data connection of a rank that takes no more steps."""

@@ -105,23 +105,23 @@ class PublishedQueue:
         """Whether the stream has ended and all steps were taken."""
         return self._ended is not None and not self._steps
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         with self._delivery.lock:
             if self._inside is not None:
-                self._inside.put(told, bucket)
+                self._inside.put(info, bucket)
                 return
-            if told.step <= max(self._put, self._taken):
+            if info.step <= max(self._put, self._taken):
                 return
-            self._put = told.step
-            if took := told.step <= self._claimed:
-                self._taken = told.step
+            self._put = info.step
+            if took := info.step <= self._claimed:
+                self._taken = info.step
             else:
-                handed = self._delivery.handed(told, bucket)
-                self._steps.append((told, bucket, handed))
-                if told.step >= self._next:
-                    self._send(handed)
+                message = self._delivery.message_of(info, bucket)
+                self._steps.append((info, bucket, message))
+                if info.step >= self._next:
+                    self._send(message)
         if took:
-            self._delivery.heard(self, told.step)
+            self._delivery.acked(self, info.step)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         with self._delivery.lock:
@@ -190,9 +190,9 @@ class PublishedQueue:
 
     def send_from(self, next_step: int) -> None:
         """Send the kept steps from ``next_step`` on. The caller holds the lock."""
-        for told, _, handed in list(self._steps):
-            if told.step >= next_step:
-                self._send(handed)
+        for info, _, message in list(self._steps):
+            if info.step >= next_step:
+                self._send(message)
         if self._ended is not None:
             self._send(self._ended)
 
@@ -219,7 +219,7 @@ class PublishedQueue:
             self.steps += 1
             self._delivery.let_go(self._steps.popleft()[1])
 
-    def begin_behind(self, step: int) -> None:
+    def begin_after(self, step: int) -> None:
         """Count all steps up to ``step`` as taken, as the planner recorded them.
 
         A restarted process has none of them. The caller holds the lock.
@@ -269,8 +269,8 @@ class PublishedQueue:
     def hand_over(self, inside: RankQueue) -> None:
         """Give all kept steps, and all later ones, to a client in this process."""
         with self._delivery.lock:
-            for told, bucket, _ in self._steps:
-                inside.put(told, bucket)
+            for info, bucket, _ in self._steps:
+                inside.put(info, bucket)
                 self._delivery.let_go(bucket)
             self._steps.clear()
             if self._ended is not None:
@@ -290,10 +290,10 @@ class StepPublisher:
     ):
         # held for moments: put runs on the event loop, the rest on the server thread
         self.lock = threading.RLock()
-        self._took, self._welcome = took, welcome
+        self._on_ack, self._welcome = took, welcome
         # called instead of ``took``, by a session with queues of several generations
-        self.on_took: Callable[[PublishedQueue, int], None] | None = None
-        self._boxes: dict[int, PublishedQueue] = {}
+        self.on_ack: Callable[[PublishedQueue, int], None] | None = None
+        self._queues: dict[int, PublishedQueue] = {}
         self._of_link: dict[Connection, PublishedQueue] = {}
         # by identity of the bucket; the last element counts the queues that keep it
         self._made: dict[int, tuple[BucketBatch, StepMessage, list[int]]] = {}
@@ -302,23 +302,23 @@ class StepPublisher:
         self._seals: dict[int, tuple[State, StepInfo]] = {}
         self.n_made = 0
 
-    def box(self, rank: int, generation: int | None = None) -> PublishedQueue:
+    def queue(self, rank: int, generation: int | None = None) -> PublishedQueue:
         """Return the queue of a rank; a new one for a new generation of the session.
 
         Connections of the old generation receive nothing from it. ``generation`` None: there is
         only one, since a worker process does not outlive a generation.
         """
         with self.lock:
-            box = self._boxes.get(rank)
-            if box is None or box.generation != generation:
-                box = self._boxes[rank] = PublishedQueue(self, rank, generation, box)
-            return box
+            queue = self._queues.get(rank)
+            if queue is None or queue.generation != generation:
+                queue = self._queues[rank] = PublishedQueue(self, rank, generation, queue)
+            return queue
 
     def forget(self, rank: int, why: str = "") -> None:
         """Close the connection of a rank that takes no more steps from here."""
         with self.lock:
-            box = self._boxes.pop(rank, None)
-            if box is not None and (link := box.release_link()) is not None:
+            queue = self._queues.pop(rank, None)
+            if queue is not None and (link := queue.release_link()) is not None:
                 words = why or f"the client of rank {rank} is closed"
                 self.dismiss(link, EndOfStream(OverlordError(words)))
 
@@ -328,21 +328,21 @@ class StepPublisher:
         The whole session was rewound, with its clients.
         """
         with self.lock:
-            box = self._boxes.get(rank)
-            if box is None or box.former is None:
+            queue = self._queues.get(rank)
+            if queue is None or queue.former is None:
                 return
-            if (link := box.former.release_link()) is not None:
-                self._of_link[link] = box
-                box.adopt(link, state)
+            if (link := queue.former.release_link()) is not None:
+                self._of_link[link] = queue
+                queue.adopt(link, state)
 
     def figures(self) -> dict[int, dict[str, Any]]:
         """Return the metrics of every rank: connection, kept steps, time its trainer waited."""
         with self.lock:
-            return {rank: box.figures() for rank, box in self._boxes.items()}
+            return {rank: queue.figures() for rank, queue in self._queues.items()}
 
     # messages that several queues share
 
-    def handed(self, told: StepInfo, bucket: BucketBatch) -> StepMessage:
+    def message_of(self, info: StepInfo, bucket: BucketBatch) -> StepMessage:
         """Return the message for all ranks of a bucket, made once and without copies.
 
         The caller holds the lock.
@@ -351,11 +351,11 @@ class StepPublisher:
             bounds = np.asarray(bucket.bounds)
             first = int(bounds[0]) if len(bounds) else 0
             rows = bucket.samples[first : int(bounds[-1]) if len(bounds) else 0]
-            part = self._sealed(told).of_rows(rows)
+            part = self._sealed(info).of_rows(rows)
             if bucket.wide is not None:
-                handed = StepMessage(part, bounds - first, *bucket.part(), form=bucket.form)
+                message = StepMessage(part, bounds - first, *bucket.part(), form=bucket.form)
             else:  # built by a hook, in its own layout
-                handed = StepMessage(
+                message = StepMessage(
                     part,
                     bounds - first,
                     {},
@@ -364,11 +364,11 @@ class StepPublisher:
                 )
             if bucket.encoder is not None:
                 encoder, rows = bucket.encoder.part(0, bucket.encoder.n)
-                handed = replace(handed, encoder=encoder, encoder_rows=rows, per=bucket.per)
-            made = self._made[id(bucket)] = (bucket, handed, [0])
+                message = replace(message, encoder=encoder, encoder_rows=rows, per=bucket.per)
+            made = self._made[id(bucket)] = (bucket, message, [0])
             self.n_made += 1
-            if self._latest[0] != told.step:
-                before, self._latest = self._latest[1], (told.step, set())
+            if self._latest[0] != info.step:
+                before, self._latest = self._latest[1], (info.step, set())
                 for old in before:
                     self._forget_unkept(old)
             self._latest[1].add(id(bucket))
@@ -388,10 +388,10 @@ class StepPublisher:
         if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
             del self._made[bucket]
 
-    def _sealed(self, told: StepInfo) -> StepInfo:
-        found = self._seals.get(told.step)
-        if found is None or found[0] is not told.after:
-            found = self._seals[told.step] = (told.after, replace(told, after=sealed(told.after)))
+    def _sealed(self, info: StepInfo) -> StepInfo:
+        found = self._seals.get(info.step)
+        if found is None or found[0] is not info.after:
+            found = self._seals[info.step] = (info.after, replace(info, after=sealed(info.after)))
             while len(self._seals) > KEPT_SEALS:
                 del self._seals[next(iter(self._seals))]
         return found[1]
@@ -403,55 +403,55 @@ class StepPublisher:
             _whole(hello, name) for name in ("rank", "next", "generation")
         )
         with self.lock:
-            box = self._boxes.get(rank)
-            if box is None:
+            queue = self._queues.get(rank)
+            if queue is None:
                 raise OverlordError(
-                    f"rank {rank} is not served here; served are ranks {sorted(self._boxes)}"
+                    f"rank {rank} is not served here; served are ranks {sorted(self._queues)}"
                 )
-            if box.generation not in (None, generation):
+            if queue.generation not in (None, generation):
                 raise OverlordError(f"rank {rank}: {MOVED}")
-            box.connect(link, next_step)
-            self._of_link[link] = box
+            queue.connect(link, next_step)
+            self._of_link[link] = queue
         return self._welcome(rank)
 
     def message(self, link: Connection, value: Any) -> None:
         if not isinstance(value, StepAck):
             raise OverlordError(f"expected StepAck from a client, got {type(value).__name__}")
         with self.lock:
-            box = self._of_link.get(link)
+            queue = self._of_link.get(link)
             step = (
                 None
-                if box is None
-                else box.took(link, value.step, value.waited_s, value.generation)
+                if queue is None
+                else queue.took(link, value.step, value.waited_s, value.generation)
             )
-        if step is not None and box is not None:  # outside the lock: callbacks take other locks
-            self.heard(box, step)
+        if step is not None and queue is not None:  # outside the lock: callbacks take other locks
+            self.acked(queue, step)
 
-    def heard(self, box: PublishedQueue, step: int) -> None:
+    def acked(self, queue: PublishedQueue, step: int) -> None:
         """Report that a client took a step, unless its queue was replaced."""
-        if self._boxes.get(box.rank) is not box:
+        if self._queues.get(queue.rank) is not queue:
             return
-        if self.on_took is not None:
-            self.on_took(box, step)
+        if self.on_ack is not None:
+            self.on_ack(queue, step)
         else:
-            self._took(box.rank, step)
+            self._on_ack(queue.rank, step)
 
-    def begin_behind(self, step: int) -> None:
+    def begin_after(self, step: int) -> None:
         """Count the steps up to ``step`` as taken by every rank."""
         with self.lock:
-            for box in self._boxes.values():
-                box.begin_behind(step)
+            for queue in self._queues.values():
+                queue.begin_after(step)
 
     def taken(self, rank: int) -> int:
         """Return the last step that the client of the rank took; -1 before the first."""
         with self.lock:
-            box = self._boxes.get(rank)
-            return -1 if box is None else box.taken
+            queue = self._queues.get(rank)
+            return -1 if queue is None else queue.taken
 
     def closed(self, link: Connection, reason: str) -> None:
         with self.lock:
-            if (box := self._of_link.pop(link, None)) is not None:
-                box.disconnect(link)
+            if (queue := self._of_link.pop(link, None)) is not None:
+                queue.disconnect(link)
 
     def dismiss(self, link: Connection, last: EndOfStream) -> None:
         """Send a last message and close. Later acks are ignored. The caller holds the lock."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.batch import Batch
 from overlord.buffer_pool import BufferPool
 from overlord.client.step_queue import LocalStepQueue
 from overlord.cluster.loader_stats import LoadObserver, observing_scaler
@@ -26,10 +25,9 @@ from overlord.concurrency.command_loop import CommandLoop, Done, Executor
 from overlord.concurrency.event_loop import ThreadExecutor
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
-from overlord.constructor.images import PixelForm
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
-from overlord.job.hooks import CONSTRUCTOR, LOADER, Hook, of_kind, popped_by
+from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind, popped_by
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -53,7 +51,6 @@ from overlord.messages.control import (
 )
 from overlord.messages.loader import Announce, Evaluate, Read
 from overlord.planning.images.encoder_plans import Encodings
-from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.sample import Content, Ragged, Scattered
 from overlord.transforms.transform_process import TransformWorker
@@ -69,44 +66,40 @@ __all__ = ["Done", "Executor", "LocalRuntime", "RankQueue", "RecentPlans"]
 
 
 class LocalRuntime:
-    """The planner, loaders and constructors of a job in one process. Runs on: event loop."""
+    """The planner, loaders and constructors of a job at a state, in one process.
 
-    def __init__(
-        self,
-        *,
-        planner: Planner,
-        loaders: Sequence[Loader],
-        readers: Sequence[SourceReader],
-        assemblers: Sequence[Assembler],
-        batch: Batch,
-        multiple: int,
-        executor: Executor,
-        check: bool = False,
-        hooks: Sequence[Hook] = (),
-        seed: int = 0,
-        images: PixelForm | None = None,
-        broadcast: bool = True,
-    ):
-        self.commands = CommandLoop(self._execute, check=self.check if check else None)
+    Runs on: event loop.
+    """
+
+    def __init__(self, prepared: PreparedJob, executor: Executor, state: StreamState | None = None):
+        job, options = prepared.job, prepared.options
+        self.commands = CommandLoop(self._execute, check=self.check if options.check else None)
         self.gate = WriteAheadGate(self.commands, lambda: self.planner)
-        self.planner, self._executor = planner, executor
+        self.planner, self._executor = prepared.planner(state), executor
         self.loading = LoaderService(executor, self.run)
-        for loader, reader in zip(loaders, readers, strict=True):
-            self.loading.open(loader, reader)
+        for i, cursor in enumerate(self.planner.state().cursors.tolist()):
+            for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
+                self.loading.open(loader, reader)
+        self._images, self._batch = prepared.images, job.batch
+        self._multiple, self._seed = job.document_multiple, job.seed
+        self._pop_hooks = of_kind(tuple(job.hooks), LOADER)
         self.building = ConstructorService(
-            assemblers,
-            batch=batch,
-            multiple=multiple,
+            [
+                Assembler(b, ranks, options.build_ahead or options.prefetch)
+                for b, ranks in enumerate(job.place.buckets("DP"))
+            ],
+            batch=self._batch,
+            multiple=self._multiple,
             executor=executor,
             run=self.run,
             cannot=self.event,
-            hooks=of_kind(hooks, CONSTRUCTOR),
-            images=images,
-            broadcast=broadcast,
+            hooks=of_kind(tuple(job.hooks), CONSTRUCTOR),
+            images=self._images,
+            broadcast=options.broadcast,
             spoiled=self.event,
         )
-        self._images, self._batch, self._multiple = images, batch, multiple
-        self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
+        if options.memory is not None and options.ring_bytes is not None:
+            self.building.slabs = BufferPool(options.ring_bytes)
         self._taken = -1  # the last step that a client took
         self._observer: LoadObserver | None = None
         self.plans = RecentPlans()
@@ -295,7 +288,7 @@ class LocalRuntime:
                 scaler, lambda: self.planner, self, set_read_ahead=self._set_read_ahead
             )
         if self.planner.finished is None and self.building.mailboxes:
-            stats = {0: self.loading.gauge()}
+            stats = {0: self.loading.work()}
             observed = self._observer.observe(now, stats, self._taken, waited_s, hosts=1)
             self._observer.conclude(observed, now)
 
@@ -341,7 +334,7 @@ class LocalRuntime:
             "move",
         )
 
-    def spread(self, source: int, n: int) -> bool:
+    def scale(self, source: int, n: int) -> bool:
         raise JobError(
             ["all loaders live in this process; runtime='process' has hosts to spread them over"],
             "scale",
@@ -422,36 +415,3 @@ class LocalRuntime:
         self.planner.check()
         self.loading.check()
         self.building.check()
-
-
-def local_runtime(
-    blueprint: PreparedJob, executor: Executor, state: StreamState | None = None
-) -> LocalRuntime:
-    """Build the planner, loaders and constructors of a job in this process, at a state."""
-    job, options, planner = blueprint.job, blueprint.options, blueprint.planner(state)
-    cursors = planner.state().cursors.tolist()
-    cores = [
-        core
-        for i in range(len(job.sources))
-        for core in blueprint.loaders_for(i, Cursor(*cursors[i]))
-    ]
-    host = LocalRuntime(
-        planner=planner,
-        loaders=[loader for loader, _ in cores],
-        readers=[reader for _, reader in cores],
-        assemblers=[
-            Assembler(b, ranks, options.build_ahead or options.prefetch)
-            for b, ranks in enumerate(job.place.buckets("DP"))
-        ],
-        batch=job.batch,
-        multiple=job.document_multiple,
-        executor=executor,
-        check=options.check,
-        hooks=tuple(job.hooks),
-        seed=job.seed,
-        images=blueprint.images,
-        broadcast=options.broadcast,
-    )
-    if options.memory is not None and options.ring_bytes is not None:
-        host.building.slabs = BufferPool(options.ring_bytes)
-    return host

@@ -75,12 +75,12 @@ def join(
     store = _Board(rank, world, timeout_s, stalls)
     if rank == 0:
         return _serve(job, store, leave_s, launch_options)
-    said = store.read()
-    if isinstance(said.get("error"), BaseException):
-        raise said["error"]
-    if (differs := difference(job, rank, said["job"])) is not None:
+    found = store.read()
+    if isinstance(found.get("error"), BaseException):
+        raise found["error"]
+    if (differs := difference(job, rank, found["job"])) is not None:
         raise differs
-    return connect(said["address"], rank, said["token"], **stalls)
+    return connect(found["address"], rank, found["token"], **stalls)
 
 
 def checked_world(job: Job) -> World | None:
@@ -180,16 +180,16 @@ class _Board:
             lambda: "rank 0 to launch the job and to say where it serves it",
             self._deadline,
         )
-        said = self._get(self._key)
+        found = self._get(self._key)
         self._store.add(f"{self._key}/read", 1)
-        return said
+        return found
 
     def meet(self, problem: str = "") -> None:
         """Wait for all ranks, before a collective that could not name a missing one.
 
         ``problem``: why this rank cannot continue; then no rank does.
         """
-        wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
+        wrong, arrived, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
         if self._store.check([gave_up]):
             raise JobError(
                 [f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"],
@@ -199,8 +199,8 @@ class _Board:
             self._store.set(
                 wrong, f"rank {self._rank} joined with another job than rank 0: {problem}"
             )
-        self._store.set(f"{came}/{self._rank}", "")
-        if self._store.add(came, 1) == self._world or problem:
+        self._store.set(f"{arrived}/{self._rank}", "")
+        if self._store.add(arrived, 1) == self._world or problem:
             self._store.set(f"{self._key}/all", "")
         try:
             self._until(
@@ -216,16 +216,16 @@ class _Board:
 
     def is_one_node(self) -> bool:
         """Whether all ranks share a machine, by the launcher's variables or by their names."""
-        if said := os.environ.get("LOCAL_WORLD_SIZE"):
-            if not said.isdecimal():
+        if size := os.environ.get("LOCAL_WORLD_SIZE"):
+            if not size.isdecimal():
                 raise JobError(
                     [
-                        f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset "
+                        f"LOCAL_WORLD_SIZE: expected a whole number, got {size!r}; unset "
                         "it, or let the launcher set the ranks of each node"
                     ],
                     "join",
                 )
-            return int(said) >= self._world
+            return int(size) >= self._world
         for rank in range(self._world):
             self._until(f"{self._key}/node/{rank}", lambda: self._missing("node"), self._deadline)
         return (
@@ -258,8 +258,8 @@ class _Board:
 
     def _get(self, key: str) -> dict[str, Any]:
         frame = unpack(self._store.get(key))
-        said: dict[str, Any] = decode(frame.header, frame.columns)
-        return said
+        found: dict[str, Any] = decode(frame.header, frame.columns)
+        return found
 
     def _until(self, key: str, words: Callable[[], str], deadline: float) -> None:
         """Wait until the store has a key; log the reason, and raise at the deadline."""
@@ -359,8 +359,8 @@ def _node() -> str:
 
 def serving_host(board: _Board) -> str:
     """Choose where rank 0 serves: on this machine only, unless ranks live on others."""
-    if said := os.environ.get("OVERLORD_HOST"):
-        return said
+    if host := os.environ.get("OVERLORD_HOST"):
+        return host
     if board.is_one_node():
         return "127.0.0.1"
     for name in (os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()):

@@ -52,8 +52,8 @@ def launch_with_journal(
         raise
     if resume == "auto" and beginning.resumed is None:
         beginning = replace(beginning, resumed=ResumePoint(0, found.why))
-    if (told := beginning.resumed) is not None:
-        log.info("job %r resumes at step %d: %s", job.name, told.step, told.why)
+    if (resumed := beginning.resumed) is not None:
+        log.info("job %r resumes at step %d: %s", job.name, resumed.step, resumed.why)
     return Session(job, prepared, state, runtime, beginning)
 
 

@@ -24,7 +24,7 @@ from overlord.process.shutdown import Steps, run_all
 from overlord.ray.node_choice import cores_for_loading, problems, with_one_name
 from overlord.rpc.actors import HURRY_S, ActorSystem
 from overlord.scaling.memory_budget import parse_bytes, split
-from overlord.session.local_runtime import local_runtime
+from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
 from overlord.setup.prepared_job import PreparedJob
 
@@ -98,7 +98,7 @@ class Runtime(Protocol):
 
     # workers
     def move(self, source: int, hosts: Sequence[str]) -> None: ...
-    def spread(self, source: int, n: int) -> bool: ...
+    def scale(self, source: int, n: int) -> bool: ...
     def kill(self, name: str) -> None: ...
     def figures(self) -> dict[str, Any]: ...
 
@@ -121,7 +121,7 @@ def start_runtime(
         )
     executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
-        return local_runtime(prepared, executor, state)
+        return LocalRuntime(prepared, executor, state)
     except BaseException:
         executor.close()
         raise
@@ -186,8 +186,8 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
         raise JobError(found, "launch")
     layout = replace(layout, rank_nodes=with_one_name(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
-    beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
-    constructors = options.constructor_hosts or min(buckets, beside)
+    by_node = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
+    constructors = options.constructor_hosts or min(buckets, by_node)
     # constructor workers are placed first, with a core each
     hosts = options.hosts or max(1, cores - constructors)
     return replace(

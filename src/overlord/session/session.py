@@ -171,7 +171,7 @@ class Session:
         running.refuse_closed()
         number = self._source_number(source, "scale")
         [n] = whole_numbers("scale", [hosts])
-        return bool(running.loop.ask(lambda: running.runtime.spread(number, n), "the planner"))
+        return bool(running.loop.ask(lambda: running.runtime.scale(number, n), "the planner"))
 
     def kill(self, name: str) -> None:
         """Kill a process of the job at once, as a crash would; ``metrics()["actors"]`` lists them.

@@ -27,7 +27,14 @@ from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
+from overlord.messages.control import (
+    LoaderStart,
+    Report,
+    ReportsRequested,
+    SetMixture,
+    Skip,
+    StreamState,
+)
 from overlord.messages.reports import checked
 from overlord.planning.events import EventLog
 from overlord.rpc.actors import ActorHandle
@@ -54,7 +61,7 @@ class Living(WorkerFactory):
     # what loader workers can open, for the coordinator that comes next
     kits: dict[int, tuple[int, ...]]
 
-    def loader_host(
+    def loader_worker(
         self,
         h: int,
         sources: Collection[int],
@@ -63,7 +70,7 @@ class Living(WorkerFactory):
         instead_of: int | None = None,
     ) -> ActorHandle:
         self.kits.setdefault(h, tuple(sources))
-        return super().loader_host(h, sources, openings, constructors, instead_of)
+        return super().loader_worker(h, sources, openings, constructors, instead_of)
 
     def end(self, h: int, handle: ActorHandle) -> None:
         self.kits.pop(h, None)
@@ -267,16 +274,16 @@ class Launched:
         )
         starter.kits = self.kits
         self.kit = CoordinatorConfig(
-            blueprint=PlannerJob(blueprint),
+            prepared=PlannerJob(blueprint),
             state=state,
-            hosting=self.hosting,
+            loader_placement=self.hosting,
             token=self.token,
             session=self.session,
             incarnation=self.incarnation,
             reason=reason,
             constructor_of=tuple(self.constructor_of),
             living=tuple(self.family.living()),
-            kits=tuple(self.kits.items()),
+            sources_of=tuple(self.kits.items()),
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
             reports=tuple(self._accepted.values()),
         )
@@ -286,8 +293,8 @@ class Launched:
         """What the coordinator says. It asks for all that was reported by a message, which is
         answered behind what was reported before.
         """
-        if isinstance(message, tuple):
-            mark: int = message[1]
+        if isinstance(message, ReportsRequested):
+            mark = message.mark
             self.world.at(
                 0.0005, lambda: self._send(lambda host: host.all_reported(mark)), self.process
             )

@@ -2,7 +2,7 @@
 planner of a simulated job.
 
 The session's own code says it (``session/events.py``), the code of a runtime whose planner is
-elsewhere asks and hears (``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the
+elsewhere asks and hears (``session/cluster_runtime.py``, ``event_outbox.py``, ``launcher.py``), and the
 coordinator's own answers (``cluster/coordinator_actor.py``). What lies between them is the control
 plane of the virtual world.
 """
@@ -24,7 +24,7 @@ from overlord.cluster.worker import EventQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import DataStall, JournalError
-from overlord.messages.control import SetMixture, Skip, StreamState
+from overlord.messages.control import SessionEvent, SetMixture, Skip, StreamState
 from overlord.rpc.actors import ActorHandle
 from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
 from overlord.session.events import EventTarget, UserEvents
@@ -52,22 +52,22 @@ class _Now:
         work()
 
 
-class _Parts(Launcher):
+class _Launcher(Launcher):
     """Of the processes of a job only its planner: how it is asked, and heard."""
 
     control: SimControl
 
-    def __init__(self, launched: Launched, told: Callable[[tuple[Any, ...]], None]):
+    def __init__(self, launched: Launched, told: Callable[[SessionEvent], None]):
         world, net = launched.world, launched.cluster.net
-        self._launched, self._told = launched, told
-        self._machine, self.control = (
+        self._launched, self._on_event = launched, told
+        self._platform, self.control = (
             SimMachine(world, net, launched.process),
             SimControl(world, net, launched.process),
         )
         self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
         self._waiting: list[Callable[[], None]] = []
         self._closed, self.planner = False, None
-        self._work = self._news = cast(ThreadQueue, _Now())
+        self._requests = self._notices = cast(ThreadQueue, _Now())
 
     def ask(
         self,
@@ -80,13 +80,13 @@ class _Parts(Launcher):
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
         while self._launched.host is None or self.planner is None:
-            if (left := deadline - self._machine.now()) <= 0:
+            if (left := deadline - self._platform.now()) <= 0:
                 raise DataStall(PLANNER, timeout_s)
             self._launched.world.wait(left, self._waiting.append)
         return self.planner
 
     def now(self) -> float:
-        return self._machine.now()
+        return self._platform.now()
 
     def starts(self, process: Process) -> None:
         """Another planner. The one before it is not heard any more, also where it lives on."""
@@ -106,15 +106,15 @@ class _Parts(Launcher):
 class Elsewhere(ClusterRuntime):
     """The engine of a session whose planner is elsewhere, as far as people say something to it."""
 
-    _parts: _Parts
+    _launcher: _Launcher
 
     def __init__(self, launched: Launched):
-        self._sayings, self.on_late, self._closed = EventOutbox(), [], False
-        self._parts = _Parts(launched, self._received)
-        self.planner = CoordinatorClient(self._parts)
+        self._outbox, self.on_late, self._closed = EventOutbox(), [], False
+        self._launcher = _Launcher(launched, self._received)
+        self.planner = CoordinatorClient(self._launcher)
 
     def starts(self, process: Process) -> None:
-        self._parts.starts(process)
+        self._launcher.starts(process)
 
     def is_there(
         self, host: Coordinator, kit: CoordinatorConfig, pump: EventLoop, found: Sequence[Any]
@@ -122,8 +122,8 @@ class Elsewhere(ClusterRuntime):
         """``found``: events in the journal. What is to be called behind every turn of the
         coordinator's event loop.
         """
-        actor = _Planner(host, kit, pump, found, self._parts.now)
-        self._parts.is_there(actor)
+        actor = _Planner(host, kit, pump, found, self._launcher.now)
+        self._launcher.is_there(actor)
         return actor.answer_events
 
 
@@ -140,7 +140,7 @@ class _Planner(CoordinatorActor):
     ):
         self._config, self._coordinator, self._event_loop = kit, host, pump
         self._takeover, self._events = None, EventQueue(now)
-        self._said, self._watched = list(found), False
+        self._applied, self._watched = list(found), False
         self._send_found()
 
     def answer_events(self) -> float | None:

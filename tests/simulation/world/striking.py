@@ -275,7 +275,7 @@ class Script:
             if fault.which % 5 == 4:  # as when a node with room joins
                 host.rebalancer.relocate(sorted(host.placement.workers_of(source)))
             else:
-                host.spread(source, n)
+                host.scale(source, n)
 
         launched.pump.post(act)
         return True

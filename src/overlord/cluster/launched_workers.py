@@ -1,0 +1,305 @@
+"""The worker processes of a job whose coordinator has its own process.
+
+The launching process starts and ends them, since it has their code. It redirects each to the
+coordinator, and reports its death there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from overlord.cluster.startup_watchdog import StartupWatchdog
+from overlord.cluster.worker_factory import (
+    SIDE_BY_SIDE,
+    WorkerFactory,
+    constructors_of,
+    read_ahead_of,
+    settings_of,
+)
+from overlord.concurrency.platform import Platform
+from overlord.errors import ActorLost, OverlordError
+from overlord.messages.control import (
+    Cursor,
+    KillProcess,
+    RedirectWorker,
+    StartConstructorWorker,
+    StartLoaderWorker,
+    WorkerDisconnected,
+)
+from overlord.rpc.actors import ActorHandle, ActorSystem
+from overlord.rpc.peers import fault_of
+from overlord.setup.partition import hosting_of, scales
+from overlord.setup.prepared_job import PreparedJob
+
+log = logging.getLogger("overlord")
+
+START_S = 120.0  # for workers to start: they open their sources first, and a store may be slow
+DISCONNECTED_S = 1.0  # between the end of a worker's connection and the report of its death
+
+
+class LaunchedWorkers:
+    """Starts and ends workers at the request of a coordinator. Runs on: any thread.
+
+    ``coordinator`` returns the present one. Requests of earlier ones are ignored: the present one
+    is given all workers of the last one, and asks for what it lacks.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        generation: int,
+        control: ActorSystem,
+        platform: Platform,
+        coordinator: Callable[[], ActorHandle | None],
+    ):
+        self.placement = hosting_of(prepared)
+        self.prepared = prepared.with_loaders(
+            self.placement.loaders, read_ahead_of(self.placement, scales(prepared))
+        )
+        self.token = secrets.token_urlsafe(24)
+        self._control, self._platform, self._coordinator = control, platform, coordinator
+        self.constructor_of = np.array(constructors_of(prepared))
+        self.factory = WorkerFactory(
+            control,
+            lambda: self.prepared,
+            settings_of(prepared, self.placement, self.token, generation, platform),
+            self.placement,
+            self.constructor_of.tolist(),
+        )
+        self.handles: dict[str, ActorHandle] = {}
+        n_workers, n_sources = self.placement.n_hosts, len(prepared.job.sources)
+        self.sources_of = {h: tuple(range(n_sources)) for h in range(n_workers)}
+        self._next_number = n_workers  # a number is used once
+        self._leases: dict[str, int] = {}  # of workers with the present coordinator
+        self._address: tuple[str, str] = ("", "")  # and token, of the present coordinator
+        # workers of new sources while they start: no coordinator uses them yet
+        self._preparing: set[str] = set()
+        # the worker of the last source that was prepared, and the job without that source
+        self._without: tuple[int, PreparedJob | None] = (-1, None)
+        # lost workers with reason and time, until a coordinator reports that they are back
+        self._lost: dict[str, tuple[str, float]] = {}
+        self.watchdog = StartupWatchdog(control, prepared.options.lost_after_s)
+        self._lock = threading.Lock()  # guards handles and placement
+        # held while a process starts: the next coordinator is given every worker of the last one
+        self.spawning = threading.RLock()
+        self.closed = False
+
+    # coordinators
+
+    def hand_over(self) -> tuple[str, ...]:
+        """Return the workers that live, for a new coordinator, and void the leases of the last one.
+
+        Runs under ``spawning``.
+        """
+        self._leases = {}
+        with self._lock:
+            return tuple(
+                name
+                for name, handle in self.handles.items()
+                if handle.alive and name not in self._preparing
+            )
+
+    def redirect_to(self, address: str, token: str) -> None:
+        """Redirect workers to this address of the coordinator from now on."""
+        self._address = (address, token)
+
+    # requests of the coordinator
+
+    def start_constructor(self, planner: ActorHandle, request: StartConstructorWorker) -> None:
+        number = request.number
+        self._start(planner, request.lease_id, lambda: self.factory.constructor(number))
+
+    def start_loader(self, planner: ActorHandle, request: StartLoaderWorker) -> None:
+        # of a new worker: a coordinator that takes over later needs its sources
+        self.sources_of.setdefault(request.number, tuple(request.sources))
+        self._start(
+            planner,
+            request.lease_id,
+            lambda: self.factory.loader_worker(
+                request.number,
+                request.sources,
+                request.starts,
+                request.constructors,
+                request.instead_of,
+            ),
+        )
+
+    def redirect(self, planner: ActorHandle, request: RedirectWorker) -> None:
+        self._start(planner, request.lease_id, lambda: self._living(request.worker))
+
+    def _living(self, name: str) -> ActorHandle:
+        if (worker := self.handles.get(name)) is None:
+            raise ActorLost(name, "it was not needed")
+        return worker
+
+    def _start(self, planner: ActorHandle, lease_id: int, start: Callable[[], ActorHandle]) -> None:
+        with self.spawning:
+            if planner is not self._coordinator():
+                return
+            try:
+                worker = start()
+                if worker is not self.handles.get(worker.name):
+                    self.watchdog.watch(worker)
+            except Exception as fault:
+                reason = f"it could not be started: {fault}"
+                self._control.tell(planner, "died", lease_id, reason, fault)
+                return
+            with self._lock:
+                self.handles[worker.name] = worker
+        self._lease(planner, lease_id, worker)
+
+    def _lease(self, planner: ActorHandle, lease_id: int, worker: ActorHandle) -> None:
+        """Redirect a worker to the coordinator, and report its death there."""
+        self._leases[worker.name] = lease_id
+        self._control.tell(worker, "redirect", *self._address, lease_id)
+
+        def died(worker: ActorHandle, reason: str) -> None:
+            self.note_lost(worker.name, reason)
+            if planner is self._coordinator() and not self.closed:
+                reason = self.watchdog.why(worker.name, reason)
+                fault = fault_of(self._control, worker)
+                self._control.tell(planner, "died", lease_id, reason, fault)
+
+        self._control.on_death(worker, died)
+
+    def kill(self, planner: ActorHandle, request: KillProcess) -> None:
+        """Kill a worker for the coordinator.
+
+        The death of one that is already gone is reported again: otherwise the coordinator would
+        wait for it forever.
+        """
+        lease_id, name = request.lease_id, request.worker
+        worker = self.handles.get(name)
+        if self._leases.get(name) != lease_id:
+            self._control.tell(planner, "died", lease_id, "another has its name by now")
+        elif worker is None or not worker.alive:
+            reason, _ = self._lost.get(name, ("it was gone already", 0.0))
+            self._control.tell(planner, "died", lease_id, reason)
+        else:
+            self.end(worker)
+
+    def disconnected(self, notice: WorkerDisconnected) -> None:
+        """Kill a worker that lost its connection to the coordinator and does not die by itself.
+
+        Nearly always the worker died, which is reported separately.
+        """
+        name = notice.worker
+        if self._leases.get(name) != notice.lease_id:
+            return  # the name has another worker by now
+        if (worker := self.handles.get(name)) is not None:
+            self._platform.thread(
+                lambda: self._kill_disconnected(worker, notice.reason), f"overlord cut {name}"
+            )
+
+    def _kill_disconnected(self, worker: ActorHandle, why: str) -> None:
+        deadline = time.monotonic() + DISCONNECTED_S
+        while worker.alive and time.monotonic() < deadline and not self.closed:
+            time.sleep(0.005)
+        if worker.alive and not self.closed:
+            log.warning("%s killed: its connection to the planner ended: %s", worker.name, why)
+            self._kill(worker)
+
+    def retire(self, number: int) -> None:
+        """End a loader worker that is not needed; it is not reported as lost."""
+        self.sources_of.pop(number, None)
+        with self._lock:
+            worker = self.handles.pop(f"loader-worker/{number}", None)
+        if worker is not None:
+            with contextlib.suppress(OverlordError):
+                self.factory.end(number, worker)
+
+    def moved(self, worker_of: Sequence[int]) -> None:
+        """Note the worker of every loader; ``joined`` notes the loaders of added sources."""
+        with self._lock:
+            n = sum(self.placement.loaders)
+            self.placement = replace(self.placement, host_of=tuple(worker_of[:n]))
+
+    # ends
+
+    def end(self, worker: ActorHandle) -> None:
+        """Kill a worker in a thread: Ray may need seconds for each."""
+        self._platform.thread(lambda: self._kill(worker), f"overlord kill {worker.name}")
+
+    def _kill(self, worker: ActorHandle) -> None:
+        with contextlib.suppress(OverlordError):
+            self._control.kill(worker)
+
+    def end_stopped(self) -> None:
+        """Kill processes that were stopped (SIGSTOP) for too long while they start."""
+        for handle in self.watchdog.look():
+            log.warning("%s killed: it was stopped during its start", handle.name)
+            self.end(handle)
+
+    # losses
+
+    def note_lost(self, name: str, why: str, silent_s: float = 0.0) -> None:
+        """Note the loss of a worker.
+
+        The first reason counts: a worker that is killed for its silence is lost since then.
+        """
+        if not self.closed and name in self.handles:
+            self._lost.setdefault(name, (why, time.monotonic() - silent_s))
+
+    def recovered(self, name: str) -> None:
+        """Forget the loss of a worker: a coordinator has reported its recovery."""
+        self._lost.pop(name, None)
+
+    def take_recovered(self) -> dict[str, tuple[str, float]]:
+        """Return reason and time of each loss whose worker lives again, and forget them."""
+        names = [n for n in list(self._lost) if n in self.handles and self.handles[n].alive]
+        # a coordinator may have reported some of them already
+        found = {name: self._lost.pop(name, None) for name in names}
+        return {name: loss for name, loss in found.items() if loss is not None}
+
+    # added sources
+
+    def prepare(self, prepared: PreparedJob, constructors: Callable[[], Mapping[int, str]]) -> int:
+        """Start a loader worker for the last source of a job; return its number."""
+        source, number = len(prepared.job.sources) - 1, self._next_number
+        self._next_number += 1
+        name, before = f"loader-worker/{number}", self.prepared
+        loaders = (*self.placement.loaders, prepared.loaders_of(source))
+        self.prepared = prepared.with_loaders(loaders, SIDE_BY_SIDE)
+        self.sources_of[number], self._without = (source,), (number, before)
+        try:
+            starts = self.prepared.loader_starts(source, Cursor())
+            worker = self.factory.loader_worker(number, [source], starts, constructors())
+            with self._lock:
+                self._preparing.add(name)
+                self.handles[name] = worker
+            self._control.get(self._control.call(worker, "do", []), START_S)
+        except BaseException:
+            self.drop(number)
+            raise
+        finally:
+            self._preparing.discard(name)
+        return number
+
+    def drop(self, number: int) -> None:
+        """End the worker of a source that is not added."""
+        self.sources_of.pop(number, None)
+        of, before = self._without
+        if of == number and before is not None:  # a restarted coordinator must not have it
+            self.prepared = before
+        worker = self.handles.pop(f"loader-worker/{number}", None)
+        if worker is not None and not self.closed:
+            self.factory.end(number, worker)
+
+    def joined(self, number: int, loaders: int) -> None:
+        """Note that a source was added, read by its own worker."""
+        with self._lock:
+            had = self.placement
+            self.placement = replace(
+                had,
+                loaders=(*had.loaders, loaders),
+                host_of=(*had.host_of, *[number] * loaders),
+                n_hosts=had.n_hosts + 1,
+            )
