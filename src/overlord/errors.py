@@ -15,9 +15,7 @@ class OverlordError(Exception):
 
 
 class JobError(OverlordError):
-    """A job that cannot run. It lists every problem at once, so that a job file can be corrected in
-    one pass.
-    """
+    """A job that cannot run; it lists every problem of the job file at once."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
         # torch rebuilds errors of workers from one text
@@ -35,7 +33,7 @@ class JobError(OverlordError):
 
 
 class SourceError(OverlordError):
-    """A source that cannot be opened, read or trusted."""
+    """A source that cannot be opened or read, or whose data are invalid."""
 
     def __init__(self, source: str, problem: str, path: str = "", remedy: str = ""):
         super().__init__(source, problem, path, remedy)
@@ -49,8 +47,9 @@ class SourceError(OverlordError):
 
 
 class StorageError(SourceError):
-    """Bytes of a source that storage did not deliver in time, or that differ from the index. The
-    data may still be correct.
+    """Bytes of a source that storage did not deliver in time, or that differ from the index.
+
+    The data may still be correct.
     """
 
 
@@ -83,9 +82,7 @@ NAMED = 5  # sources and differences that are named if there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return human-readable rows. Many differences are summarized by source: missing, new or
-    changed.
-    """
+    """Return human-readable rows; many differences are summarized by source."""
     if len(differences) <= MOST:
         return [f"{part}: saved {a}, got {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
@@ -133,8 +130,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 class StateMismatch(OverlordError):
-    """A saved state that does not fit the job. ``differences`` maps each component to (saved,
-    found), ``problem`` describes the mismatch.
+    """A saved state that does not fit the job.
+
+    ``differences`` maps each component to (saved, found), ``problem`` describes the mismatch.
     """
 
     def __init__(
@@ -207,8 +205,9 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer has continued. Records of this writer no longer count, so
-    retries are useless.
+    """A journal that another writer has continued: records of this writer no longer count.
+
+    Retries are useless.
     """
 
 
@@ -225,8 +224,9 @@ class FrameError(OverlordError):
 
 
 class WouldBlock(Exception):
-    """Raised instead of blocking in a thread that must not block. Another thread has to repeat the
-    call.
+    """Raised instead of blocking in a thread that must not block.
+
+    Another thread has to repeat the call.
     """
 
 

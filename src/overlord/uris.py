@@ -58,9 +58,7 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Return whether this is a URI, or was meant as one: ``Path`` turns ``s3://bucket`` into
-    ``s3:/bucket``.
-    """
+    """Return whether a text is a URI, or was one before ``Path`` made it ``s3:/bucket``."""
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
@@ -109,8 +107,9 @@ def uri_problems(uri: str) -> list[str]:
 
 
 def shown_uri(uri: str) -> str:
-    """Return a URI for texts. Secrets may be anywhere in a URI that is refused, so users and values
-    of options are hidden.
+    """Return a URI for texts.
+
+    Secrets may be anywhere in a URI that is refused, so users and values of options are hidden.
     """
     head, mark, query = uri.partition("?")
     head = (

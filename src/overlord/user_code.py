@@ -15,9 +15,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
-    """Return why a function cannot be called with these arguments; "" if it can, or has no
-    signature.
-    """
+    """Return why a function cannot be called with these arguments; "" if it can or is unknown."""
     try:
         return _cannot_take(fn, tuple(arguments))
     except TypeError:  # not hashable
@@ -40,8 +38,7 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error; "" if none
-    did.
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error, or "".
 
     The innermost frame outside of this package, of Python's library and of installed packages
     counts; else the first one outside of this package. Tracebacks do not reach the quarantine or

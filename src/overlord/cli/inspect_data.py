@@ -106,8 +106,10 @@ def job_text(report: DataReport) -> str:
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
-    """Return the column of token ids: lists of whole numbers by one of the usual names, or values
-    of several types, checked when read.
+    """Return the column of token ids.
+
+    It has one of the usual names, and holds lists of whole numbers. Values of several types are
+    also accepted, and checked when read.
     """
     kinds = {name: schema[name] for name in IDS if name in schema}
     return next(

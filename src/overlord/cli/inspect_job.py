@@ -196,9 +196,7 @@ def _sample_slice(
 
 
 def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
-    """Return the number of tokens up to the end of the last image of every sample, 0 for one
-    without images.
-    """
+    """Return the tokens up to the end of the last image of every sample; 0 without images."""
     ends = np.zeros(len(block), np.int64)
     if any(t.kind == "images" for t in pipeline.transforms):
         offset, out = block.meta["image_offset"], block.meta["image_tokens"]

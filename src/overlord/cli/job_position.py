@@ -53,9 +53,7 @@ class RecordedSteps:
         return self.found.snapshots[0]
 
     def at(self, step: int) -> JobPosition:
-        """Return the newest state from which a step can be planned as the run planned it, or will
-        plan it.
-        """
+        """Return the newest state from which a step can be planned as in the run."""
         found = self.found
         if found.empty:
             return JobPosition()

@@ -27,7 +27,7 @@ log = logging.getLogger("overlord")
 
 
 class Client:
-    """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
+    """The iterator over the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Client:
         return Step(told, bucket, self.rank)
 
     def _taken_back(self) -> Step | None:
-        """Return a step that was refused, to be taken again; None without one.
+        """Return a refused step, to be taken again; None without one.
 
         Also None after the session was rewound.
         """
@@ -203,8 +203,9 @@ class Client:
             )
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them
-        for each optimizer step.
+        """Yield all microbatches in a row, for trainers that count them per optimizer step.
+
+        Such a trainer takes ``Batch.microbatches`` of them for each step.
 
         A step with another number of microbatches raises ``PlanError``: such a trainer would mix
         steps from there on. The client then stands before that step: a state saved there includes

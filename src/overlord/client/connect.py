@@ -116,9 +116,7 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
 
 
 def _rank() -> Any:
-    """Return the rank in the process group where there is one, else what the environment has as
-    ``RANK``.
-    """
+    """Return the rank in the process group if there is one, else the value of ``RANK``."""
     groups = process_groups()
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
@@ -194,9 +192,9 @@ class _Connected:
         return box
 
     def _beside(self, box: RemoteStepQueue) -> list[RemoteStepQueue]:
-        """Return the queues that the same thread uses.
+        """Return the other queues of the same thread.
 
-        Another thread may be about to load a state in its queue.
+        A queue of another thread may be about to load a state.
         """
         with _LOCK:
             return [
@@ -206,8 +204,9 @@ class _Connected:
             ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
-        """Return the token for the constructor: the session's own, which is never sent, or that
-        of a socket of this machine.
+        """Return the token for the constructor.
+
+        It is the session's own, which is never sent, or that of a socket of this machine.
         """
         return at["token"] or self._asking.token
 
@@ -226,7 +225,7 @@ class _Connected:
             self._client.move_to(self._client.queue, state)
 
     def _why(self) -> str:
-        """Describe the wait. It must not fail: it is called after a fault."""
+        """Describe the wait. Never raises: it is called after a fault."""
         assert self._client is not None
         queue = self._client.queue
         trouble = queue.trouble if isinstance(queue, RemoteStepQueue) else ""

@@ -12,7 +12,7 @@ from overlord.messages.client import StepInfo
 
 
 class LaunchedStepQueue:
-    """A ``RemoteStepQueue`` that connects when the first step is asked for.
+    """A ``RemoteStepQueue`` that connects when the first step is requested.
 
     ``where`` returns address and token of the constructor. ``beside``: the connected queues of all
     ranks of this process, which reconnect each other.
@@ -45,7 +45,7 @@ class LaunchedStepQueue:
         return self._linked().get(timeout_s)
 
     def _linked(self) -> RemoteStepQueue:
-        """Connect at the first call. The queue asks for the address: it may change."""
+        """Connect at the first call. The address is requested then, since it may change."""
         if self._remote is None:
             self._remote = RemoteStepQueue(
                 rank=self._rank,

@@ -192,7 +192,7 @@ class RemoteStepQueue:
             self._broke(link, ActorLost(self._name, "another one was started"))
 
     def ack(self, step: int) -> None:
-        """Send that the trainer has the step. Without a connection it is sent on reconnection."""
+        """Send an ack of the step. Without a connection it is sent on reconnection."""
         self.taken = step
         self._send_ack(step)
 

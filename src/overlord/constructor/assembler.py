@@ -182,8 +182,9 @@ class Assembler:
         return commands
 
     def join_build(self, step: int) -> bool:
-        """Return whether to build this bucket's step together with another bucket's, although its
-        own ranks are not as far yet.
+        """Return whether to build this bucket's step together with another bucket's.
+
+        Its own ranks may not need the step yet.
         """
         if self._acked and self._steps.get(step) == STAGED:
             self._steps[step] = BUILDING

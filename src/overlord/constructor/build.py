@@ -69,8 +69,8 @@ class BucketBatch:
     """The microbatches of one bucket in one step, with the rows of the plan in each.
 
     Row i of ``samples`` belongs to microbatch m if ``bounds[m] <= i < bounds[m+1]``. The arrays are
-    microbatches ``first`` and following of ``wide``, or those in ``built``: from a hook, or without
-    arrays for a rank that a broadcast serves.
+    microbatches ``first`` and following of ``wide``, or those in ``built``. A hook makes ``built``;
+    a rank that a broadcast serves has no arrays in it.
     """
 
     samples: np.ndarray  # rows of the plan
@@ -144,8 +144,7 @@ def build_groups(
     hooks: Sequence[Hook] = (),
     compact: bool = False,
 ) -> list[BucketBatch]:
-    """Build the batches of some ranks of data-parallel groups, once for all ranks with equal
-    content.
+    """Build the batches of some ranks, once for all ranks with equal content.
 
     The ranks of a group may belong to several buckets of the plan, and get different parts of them,
     as ``rank_views.py`` defines. ``compact``: build a compact form for the receiver to expand, if
@@ -376,9 +375,7 @@ def _with_exclusions(
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows of the plan in these buckets, bounds of the microbatches, and the microbatch
-    number of each row.
-    """
+    """Return the plan rows of these buckets, microbatch bounds, and microbatch of each row."""
     rows, place = _in_slot_order(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
@@ -405,9 +402,7 @@ def _microbatches(
 
 
 def _in_slot_order(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents of these buckets in slot order: rows of the plan, and the microbatch
-    number of each.
-    """
+    """Return the plan rows of these buckets in slot order, and the microbatch of each."""
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))
     order = main.order()

@@ -113,8 +113,9 @@ class PayloadGatherer:
         return []
 
     def _is_late(self, step: int, recovery: int) -> bool:
-        """Return whether payload is obsolete: of an earlier recovery, of a complete step, or of no
-        step.
+        """Return whether payload is obsolete.
+
+        It is of an earlier recovery, of a complete step, or of no known step.
         """
         if recovery != self._recovery:
             return recovery < self._recovery

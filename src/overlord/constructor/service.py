@@ -1,6 +1,4 @@
-"""Executes the constructors of a process: the steps of their buckets, payload, built microbatches
-and deliveries.
-"""
+"""Execute the constructors of a process: payload, built microbatches and deliveries of steps."""
 
 from __future__ import annotations
 
@@ -44,9 +42,9 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Execute constructor commands of some buckets.
+    """Executes the constructor commands of some buckets: ``carry_out(command) -> commands``.
 
-    ``carry_out(command) -> commands``; results of work are passed to ``run``.
+    Results of work are passed to ``run``.
     """
 
     def __init__(

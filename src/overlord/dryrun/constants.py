@@ -1,7 +1,7 @@
 """Measure the constants of the dry run on this machine.
 
-A few rows of every source are read, a small version of the job runs in processes, a process opens
-sources as a worker of a colocated loader does, and connections are opened and used. Times are CPU
+A few rows of every source are read, and a small version of the job runs in processes. A process
+opens sources as a worker of a colocated loader does. Connections are opened and used. Times are CPU
 seconds where two ends share this process or other work shares its cores.
 """
 

@@ -112,8 +112,8 @@ def constants_of(
     prepared: PreparedJob, *, again: bool, progress: Progress
 ) -> tuple[Measured, Path]:
     """Return the constants of this machine for these files, and the file that stores them."""
-    # The name of the file depends on the sources, their weights (means over sources follow them)
-    # and the context (it bounds a sample), but not on the batch size or the mesh.
+    # The name of the file depends on the sources, their weights and the context. Means over sources
+    # follow the weights, and the context bounds a sample. Batch size and mesh do not matter.
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in prepared.indexes)
     job = prepared.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)

@@ -103,12 +103,12 @@ class ClusterShape:
 
     @property
     def group(self) -> int:
-        """Ranks of a data-parallel group."""
+        """The number of ranks of a data-parallel group."""
         return self.tp * self.cp * self.pp
 
     @property
     def fetching(self) -> int:
-        """Ranks that receive arrays: one per tensor-parallel group, which broadcasts.
+        """The number of ranks that receive arrays: one per tensor-parallel group, which broadcasts.
 
         Only the first and the last pipeline stage receive arrays.
         """
@@ -116,7 +116,7 @@ class ClusterShape:
 
     @property
     def remote(self) -> int:
-        """Fetching ranks on another node than the constructor of their group.
+        """The number of fetching ranks on another node than the constructor of their group.
 
         They receive a copy, while the others map shared memory.
         """

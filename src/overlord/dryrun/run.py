@@ -39,8 +39,8 @@ from overlord.scaling.loader_placement import plan_hosts
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
 
-THREADS = 8  # of a loader worker, which read concurrently
-# Target utilisation of a loader, or of the threads of a worker, at the trainers' speed: the rest is
+THREADS = 8  # threads of a loader worker that read concurrently
+# Target utilisation of a loader, or of the threads of a worker, at the trainers' speed. The rest is
 # a reserve for steps that cost more.
 BUSY = 0.7
 MAX_EVENTS = 5_000_000
@@ -67,7 +67,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """The steady steps of a run."""
+    """The measured steps of a run, without the first ones."""
 
     steps: tuple[StepTimes, ...]
     loader_hosts: int

@@ -1,5 +1,6 @@
-"""Hooks: user functions that replace a step of the planner, the loaders or the constructors (the
-Overlord paper, section 4.2).
+"""Hooks: user functions that replace a step of the planner, the loaders or the constructors.
+
+They are those of the Overlord paper, section 4.2.
 
     Job(strategy=ov.plan_raw(fn))             planner: assigns samples, from raw arrays
     session.summary_buffer()                  planner: the samples it has, for experiments
@@ -65,8 +66,9 @@ class Hook:
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
-    """Replace the tokens that loaders send: ``fn(samples: Popped) -> Ragged`` of the same row
-    lengths.
+    """Replace the tokens that loaders send, by ``fn(samples: Popped) -> Ragged``.
+
+    The rows of the result have the same lengths.
 
     The function is called once per step and source. It gets all samples of the source in the step,
     in the plan's order, whichever loaders read them. So the stream does not depend on the number of
@@ -76,15 +78,16 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
         def hide_digits(samples):
             if samples.source != "web":
                 return samples.tokens
-            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values),
-            samples.tokens.offsets)
+            values = samples.tokens.values
+            return ov.Ragged(np.where(values < 10, 0, values), samples.tokens.offsets)
     """
     return Hook(kind=LOADER, fn=checked_function(fn, LOADER, ("samples",)))
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
-    """Build the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per
-    planned microbatch.
+    """Build the microbatches of one bucket, by ``fn(assembly: Assembly) -> list of dicts``.
+
+    The list has one dict per planned microbatch.
 
     The function is called once per step and bucket (with buckets along PP or TP, once for each
     data-parallel group). Its result is sliced for ranks as the package's own arrays are. Additional
@@ -108,8 +111,9 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Popped:
-    """The samples of one source in one step: ids and tokens, row by row, in the plan's order. It is
-    the order of the stream, unless look-ahead chooses samples.
+    """The samples of one source in one step: ids and tokens, row by row, in the plan's order.
+
+    It is the order of the stream, unless look-ahead chooses samples.
     """
 
     step: int
@@ -130,9 +134,10 @@ class Popped:
         )
 
     def chance(self, purpose: str = "") -> np.ndarray:
-        """Return a number from 0 to below 1 for every token of ``tokens.values``. It depends on the
-        job's seed, the sample's id and the token's position, so it is the same in every run. Each
-        purpose has its own numbers.
+        """Return a number from 0 to below 1 for every token of ``tokens.values``.
+
+        It depends on the job's seed, the sample's id and the token's position, so it is the same in
+        every run. Each purpose has its own numbers.
         """
         lengths = self.tokens.lengths
         each = keyed_hash(
@@ -168,9 +173,7 @@ class Assembly:
         return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
 
     def default(self) -> list[dict[str, np.ndarray]]:
-        """Return the microbatches that the package would build, one dict each; the arrays are
-        read-only.
-        """
+        """Return the microbatches that the package would build, as dicts of read-only arrays."""
         return [dict(microbatch) for microbatch in self.build()]
 
 
@@ -184,9 +187,7 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """Return the step's payload after the loader hooks: the document number of each sample, and the
-    documents.
-    """
+    """Return the step's payload after the loader hooks: document of each sample, and documents."""
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
     pieces = []
@@ -253,9 +254,7 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
 
 
 def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """Return the result of a constructor hook, read-only, or raise with the rule of the batch
-    contract that it breaks.
-    """
+    """Return the result of a constructor hook, read-only, or raise with the broken rule."""
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
@@ -299,8 +298,9 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
 
 
 def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
-    """Return the first problem of the document bounds. Kernels and slices read memory by them, so
-    every document must end within the tokens.
+    """Return the first problem of the document bounds.
+
+    Kernels and slices read memory by them, so every document must end within the tokens.
     """
     tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
     for key in ("cu_seqlens", "cu_seqlens_padded"):

@@ -119,8 +119,9 @@ class Source:
         fingerprint: str | None = None,
         **fields: Any,
     ) -> Source:
-        """Return a source of a function that returns a fresh iterator over the same rows at every
-        call: ``fn(shard)``, or ``fn()`` with one shard.
+        """Return a source of ``fn(shard)``, or of ``fn()`` with one shard.
+
+        The function returns a fresh iterator over the same rows at every call.
         """
         from overlord.sources.python_objects import Factory  # imports Arrow
 
@@ -220,8 +221,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that determines the stream of steps. States are compared by a fingerprint of it;
-    ``name``, ``place``, ``sync`` and ``journal`` are not in the fingerprint.
+    """Everything that determines the stream of steps.
+
+    States are compared by a fingerprint of it; ``name``, ``place``, ``sync`` and ``journal`` are
+    not in the fingerprint.
 
     Arguments
     ---------
@@ -306,8 +309,9 @@ class Job:
 
     @staticmethod
     def from_yaml(path: str | PathLike[str]) -> Job:
-        """Read a job from one YAML file with the same names. Relative paths are relative to the
-        file.
+        """Read a job from one YAML file with the same names.
+
+        Relative paths are relative to the file.
         """
         job: Job = late_binding.call("read_job", path)
         return job
@@ -447,8 +451,9 @@ class Job:
         return found
 
     def _look_ahead_problems(self) -> list[str]:
-        """Check that a schedule which chooses samples has several to choose from. The choice is by
-        count, so it excludes batches in tokens.
+        """Check that a schedule which chooses samples has several to choose from.
+
+        The choice is by count, so it excludes batches in tokens.
         """
         found = []
         if (
@@ -484,9 +489,7 @@ class Job:
         return found
 
     def _image_problems(self) -> list[str]:
-        """Check that the images of all sources have one form, since one encoder gets them, and that
-        some rank has whole microbatches.
-        """
+        """Check that all images have one form, and that some rank has whole microbatches."""
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
             if isinstance(self.sources, tuple)
@@ -544,8 +547,9 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Return the names in a schedule that are not sources, as problems. A schedule that does not
-    list its sources is checked when it returns weights.
+    """Return the names in a schedule that are not sources, as problems.
+
+    A schedule that does not list its sources is checked when it returns weights.
     """
     said, known = getattr(mixture, "sources", ()), tuple(names)
     listed = said if isinstance(said, (tuple, list)) else ()

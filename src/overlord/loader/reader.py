@@ -42,18 +42,14 @@ READS = 64  # number of recent reads whose duration is kept
 
 
 class Stages(Protocol):
-    """The transforms of a source, in this process (`Pipeline`) or in another
-    (`TransformWorker`).
-    """
+    """The transforms of a source, run here (`Pipeline`) or in a process (`TransformWorker`)."""
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows: ...
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
 def core_s(stages: Stages) -> float:
-    """Return the CPU seconds of the calling thread so far, here and in the process of a
-    ``TransformWorker``.
-    """
+    """Return the CPU seconds of the calling thread so far, with those of a ``TransformWorker``."""
     child_s: float = getattr(stages, "core_s", float)()
     return time.thread_time() + child_s
 
@@ -175,9 +171,7 @@ class SourceReader:
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """Return this reader if evaluation may wait, which only happens for another process, else
-        None.
-        """
+        """Return this reader if evaluation may wait for another process, else None."""
         return self if getattr(self.stages, "separate_process", False) else None
 
     @property
@@ -194,7 +188,7 @@ class SourceReader:
 
     @property
     def activity(self) -> str:
-        """Return a description of what it waits for, once that takes long."""
+        """Describe a read that takes long; empty for a fast one."""
         text: str = getattr(self.chunks, "activity", str)()
         if (
             text
@@ -231,7 +225,7 @@ class SourceReader:
         return manager
 
     def overdue(self) -> Exception | None:
-        """Return an error if the read in progress has hung past its deadline.
+        """Return an error if the read in progress has exceeded its deadline.
 
         Its result will be dropped.
         """

@@ -56,14 +56,12 @@ class LoaderSlot:
 
     @property
     def activity(self) -> str:
-        """Return a description of its activity: a slow read or user code, else the state of the
-        loader.
-        """
+        """Describe the activity: a slow read or user code, else the state of the loader."""
         return getattr(self.reader, "activity", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
-        """Return all bytes held for it."""
+        """Return all bytes that the loader holds."""
         return self.buffer.nbytes + self.buffer.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
@@ -88,8 +86,7 @@ class LoaderSlot:
             self.sync_buffer()
 
     def rollback(self, opening: LoaderStart, step: int) -> list[Any] | None:
-        """Roll back to the position after a step; None if the replay buffer does not reach back
-        that far.
+        """Roll back to the position after a step; None if the replay buffer does not reach so far.
 
         A standby that failed to read reads again when it takes over: the failure was not announced,
         and may be long ago.
@@ -109,9 +106,7 @@ class LoaderSlot:
         return commands
 
     def sync_buffer(self) -> None:
-        """Move the sample buffer to the position of the loader: its front, and the retained rows
-        before it.
-        """
+        """Move the sample buffer, with its retained rows, to the position of the loader."""
         assert self.loader.replay_buffer is not None
         # Below 0: samples that are popped as soon as they are read.
         ready = max(0, self.loader.ready)
@@ -125,10 +120,10 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Execute loader commands.
+    """Executes loader commands: ``carry_out(command) -> commands``.
 
-    ``carry_out(command) -> commands``; results of work are passed to ``run``. With ``keeps`` it can
-    roll back over unacknowledged steps. Without it nothing is retained.
+    Results of work are passed to ``run``. With ``keeps`` it can roll back over unacknowledged
+    steps. Without it nothing is retained.
     """
 
     def __init__(
@@ -215,7 +210,7 @@ class LoaderService:
     def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Make this loader a standby, starting at a position of its stream.
 
-        Move an existing one there.
+        An existing loader moves to that position.
         """
         hosted = self.hosted.get(opening.loader)
         if hosted is not None and hosted.loader.generation >= opening.generation:
@@ -233,14 +228,12 @@ class LoaderService:
     ) -> list[Any]:
         """Make this loader a primary, starting at a position after a step.
 
-        Samples it holds are kept; otherwise it is opened there.
+        Samples that the loader holds stay valid; without them it is opened there.
         """
         return self._move(opening, open, step, shadow=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
-        """Return whether all these loaders hold as many samples as requested; None: not yet; False:
-        one failed to read.
-        """
+        """Return True if all these loaders hold enough samples, False if one failed, else None."""
         here = [self.hosted[number].loader for number in loaders if number in self.hosted]
         if any(loader.failed for loader in here):
             return False
@@ -269,7 +262,7 @@ class LoaderService:
     ) -> list[Any]:
         """Move a loader to its position after a step.
 
-        ``open`` reopens it if memory does not suffice.
+        ``open`` opens it again if the retained samples do not suffice.
         """
         hosted = self.hosted.get(opening.loader)
         commands = None if hosted is None or afresh else hosted.rollback(opening, step)
@@ -383,9 +376,7 @@ class LoaderService:
         ]
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes that loaders hold: ready, retained until acknowledged, raw rows, held
-        over; and all of standbys.
-        """
+        """Return the held bytes: ready, retained, raw rows, held over, and those of standbys."""
         primary = [h for h in self.hosted.values() if not h.shadow]
         return {
             "ready": sum(h.buffer.nbytes for h in primary),
@@ -396,9 +387,9 @@ class LoaderService:
         }
 
     def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
-        """Return the work and read latency of each loader, in short.
+        """Return the work and read latency of each loader.
 
-        The autoscaler polls it all the time.
+        The autoscaler polls it often, so it is cheap.
         """
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
         return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]

@@ -23,8 +23,10 @@ from overlord.sample import SampleId
 
 
 def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
-    """Return the fields of StepInfo that map samples to ranks: broadcast axes with more than one
-    rank, the axis of the buckets, and the mesh where it matters.
+    """Return the fields of StepInfo that map samples to ranks.
+
+    They are broadcast axes with more than one rank, the axis of the buckets, and the mesh where it
+    matters.
     """
     main, place = plan.main, plan.place
     if place is None:
@@ -39,7 +41,7 @@ def _needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInfo:
-    """Everything of a step but its arrays: one row per sample, and the state after the step."""
+    """The description of a step without its arrays: samples, and the state after the step."""
 
     step: int
     digest: str
@@ -70,7 +72,7 @@ class StepInfo:
         )
 
     def without_broadcast(self) -> StepInfo:
-        """Return it without broadcasts: every rank fetches its own arrays."""
+        """Return this StepInfo without broadcasts: every rank fetches its own arrays."""
         return replace(
             self,
             broadcast=(),
@@ -78,7 +80,7 @@ class StepInfo:
         )
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
-        """Return it with these samples only, as the clients of one bucket need it."""
+        """Return this StepInfo with some samples only, as the clients of one bucket need it."""
         return replace(self, table=self.table[rows])
 
     def __len__(self) -> int:
@@ -111,9 +113,11 @@ class CompactLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessage:
-    """A step for the client of one rank. Its microbatches are concatenated
-    (``constructor/batch_arrays.py``), or separate if their arrays do not fit together. Rows
-    ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``told`` belong to microbatch m.
+    """A step for the client of one rank.
+
+    Its microbatches are concatenated (``constructor/batch_arrays.py``), or separate if their arrays
+    do not fit together. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``told`` belong
+    to microbatch m.
     """
 
     told: StepInfo
@@ -137,7 +141,7 @@ class EndOfStream:
 
 @dataclass(frozen=True, slots=True)
 class StepAck:
-    """The client has given this step, and all before it, to the trainer."""
+    """The trainer has received this step and all steps before it."""
 
     step: int
     waited_s: float = 0.0  # total seconds that the trainer has waited for steps

@@ -19,8 +19,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeFailures:
-    """Images that could not be decoded; their pixels are zero. The planner only records them: they
-    do not change the stream.
+    """Images that could not be decoded; their pixels are zero.
+
+    The planner only records them: they do not change the stream.
     """
 
     step: int

@@ -23,8 +23,9 @@ from overlord.sample import Column, Ragged
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read one window of a group: slice ``window`` of each of these chunks. Rows up to ``after``
-    are drawn already.
+    """Read one window of a group: slice ``window`` of each of these chunks.
+
+    Rows up to ``after`` are drawn already.
     """
 
     loader: int
@@ -39,9 +40,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class WindowReady:
-    """A window is in memory: ``rows`` raw rows can be evaluated; ``over`` lists chunks that end
-    with it.
-    """
+    """A window of ``rows`` raw rows is in memory; ``over`` lists the chunks that end with it."""
 
     rows: int
     over: tuple[int, ...]
@@ -61,9 +60,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongDocuments:
-    """Documents that lost tokens to ``Job.on_long``, in stream order: truncated ("truncate"), or
-    without a sample ("drop").
-    """
+    """Documents that ``Job.on_long`` truncated or dropped, in stream order."""
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
@@ -84,9 +81,7 @@ class LongDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBlock:
-    """Samples in stream order, as columns, and the rows without a sample: quarantined, dropped,
-    long.
-    """
+    """Samples in stream order as columns, and the quarantined, dropped and long rows."""
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray

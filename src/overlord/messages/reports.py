@@ -1,6 +1,4 @@
-"""Validation of the metrics that a trainer reports. The client and the planner apply the same
-checks.
-"""
+"""Validation of the metrics that a trainer reports, for the client and the planner."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ SHOWN = 5  # problems that one error lists
 
 
 def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
-    """Return a valid report, or raise with every problem. ``next_step``: the first step that the
-    rank has not taken.
+    """Return a valid report, or raise with every problem.
 
-    A value that is infinite or NaN is left out: a run that diverges must not end because of its
-    report.
+    ``next_step``: the first step that the rank has not taken. A value that is infinite or NaN is
+    left out: a run that diverges must not end because of its report.
     """
     where = f"report of rank {rank}"
     try:

@@ -32,8 +32,9 @@ from overlord.plan.plan import Assignment, LoadingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """The sends and receives of one rank in one exchange. Rows are tokens of the encoder's
-    output.
+    """The sends and receives of one rank in one exchange.
+
+    Rows are tokens of the encoder's output.
     """
 
     rank: int
@@ -63,8 +64,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """The routes of a whole step as columns by item, and three orders of the items. ``for_rank``
-    selects one rank.
+    """The routes of a whole step as columns by item, and three orders of the items.
+
+    ``for_rank`` selects one rank.
     """
 
     module: str
@@ -135,8 +137,9 @@ class Routes:
         )
 
     def validate(self) -> Routes:
-        """Check that every item is sent, received and wanted exactly once, and that both ranks of
-        every pair agree on the order.
+        """Check that every item is sent, received and wanted exactly once, in one order.
+
+        Both ranks of every pair must agree on the order.
         """
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
@@ -236,8 +239,9 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
 
 
 def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
-    """Return the first position of each document in its packed microbatch. ``size``: tokens of each
-    document (default: as planned).
+    """Return the first position of each document in its packed microbatch.
+
+    ``size``: tokens of each document (default: as planned).
     """
     order, bins = b.order(), b.bins()
     size = (b.size if size is None else size)[order]

@@ -1,6 +1,4 @@
-"""Conversion of stream pieces into the buffer that a strategy receives, and checks of the plan that
-it returns.
-"""
+"""Convert stream pieces into the buffer of a strategy, and check the plan that it returns."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Pieces = Sequence[tuple[int, StreamPiece]]
 
 
 class Joined:
-    """Pieces as columns, one row per sample."""
+    """Stream pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
         self.parts = [p for _, p in pieces]
@@ -70,8 +68,9 @@ class StepContext(NamedTuple):
 def gather(
     pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
-    """Return the samples of the pieces in the given order. The arrays are read-only: the plan is
-    compared with them.
+    """Return the samples of the pieces in the given order.
+
+    The arrays are read-only: the plan is compared with them.
     """
     spec, state, weights = context
     names = present(spec.names, state.events, state.step)

@@ -1,5 +1,6 @@
-"""Samples that the planner has pulled from the streams and not drawn: passed over by look-ahead, or
-left for a later step.
+"""Samples that the planner has pulled from the streams and not drawn yet.
+
+Look-ahead has passed them over, or a step has left them for a later one.
 
 Streams are read front to back whatever a strategy chooses, so loaders and merging do not depend on
 this module. A step *pulls* prefixes of the streams and *takes* some of the samples. The rest stays
@@ -25,7 +26,7 @@ PENDING = -1  # number of a payload row that no step has popped yet
 
 @dataclass(slots=True, eq=False)
 class _PulledSamples:
-    """One source: pieces of its stream from the first sample left to the last one pulled."""
+    """The samples of one source from the first one left to the last one pulled."""
 
     pieces: list[StreamPiece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -41,8 +42,9 @@ class LookAheadPool:
     """The records of all sources, and the numbers of the payload rows that are held for them."""
 
     def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
-        """Start empty. ``ages``: of samples that a saved state had pulled; ``restore`` pulls
-        them again.
+        """Start empty.
+
+        ``ages``: of samples that a saved state had pulled; ``restore`` pulls them again.
         """
         self._records = [_PulledSamples() for _ in range(n_sources)]
         self._open = [0] * n_sources
@@ -50,7 +52,7 @@ class LookAheadPool:
         self.held = 0  # payload rows held since the last planned step
 
     def grow(self) -> None:
-        """Make room for one more source."""
+        """Add an entry for one more source."""
         self._records.append(_PulledSamples())
         self._open.append(0)
 
@@ -65,8 +67,9 @@ class LookAheadPool:
     def restore(
         self, streams: Sequence[SourceStream], first_loader: np.ndarray, ledger: Ledger
     ) -> dict[int, int]:
-        """Pull the samples again that a saved state or a restarted source had pulled. Return
-        source -> samples its stream must have first; empty: done.
+        """Pull the samples again that a saved state or a restarted source had pulled.
+
+        Return source -> samples its stream must have first; empty: done.
         """
         if need := _short(streams, {i: len(ages) for i, ages in self._replay.items()}):
             return need
@@ -85,8 +88,9 @@ class LookAheadPool:
         first_loader: np.ndarray,
         ledger: Ledger,
     ) -> dict[int, int]:
-        """Hold ``counts[i]`` samples of each source, pulled from the streams. Return source ->
-        samples its stream must have first; empty: done.
+        """Hold ``counts[i]`` samples of each source, pulled from the streams.
+
+        Return source -> samples its stream must have first; empty: done.
         """
         more = {i: n - self._open[i] for i, n in enumerate(counts) if n > self._open[i]}
         if need := _short(streams, more):
@@ -116,8 +120,9 @@ class LookAheadPool:
         self._open[i] = record.open()
 
     def restart(self, i: int) -> bool:
-        """Release the samples of a source that is read again; ``restore`` pulls them again. Return
-        whether loaders held payload of them.
+        """Release the samples of a source that is read again; ``restore`` pulls them again.
+
+        Return whether loaders held payload of them.
         """
         ages, held = self._release(i)
         if len(ages):
@@ -141,8 +146,9 @@ class LookAheadPool:
         return record.age, len(held)
 
     def number(self, n_loaders: int) -> np.ndarray:
-        """Number the rows pulled since the last planned step: after the held ones, loader by
-        loader. Return pops by loader.
+        """Number the rows pulled since the last planned step, and return the pops by loader.
+
+        Numbers follow those of the held rows, loader by loader.
         """
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
         loader = (
@@ -182,9 +188,10 @@ class LookAheadPool:
     def settle(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """Close a step: ``taken[j]`` says whether candidate j was drawn. Candidates before the last
-        drawn one become a step older; with ``left`` all others do. Move the cursors, and return the
-        payload rows that stay held, in order.
+        """Close a step: ``taken[j]`` says whether candidate j was drawn.
+
+        Candidates before the last drawn one become a step older; with ``left`` all others do. Move
+        the cursors, and return the payload rows that stay held, in order.
         """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
@@ -252,7 +259,7 @@ class Candidates:
 
 
 class ExtendedFront:
-    """The front of a stream with the samples of the pool before it, as the draw sees it."""
+    """The front of a stream with the samples of the pool before it, as input of the draw."""
 
     def __init__(self, stream: SourceStream, more: int):
         self._stream, self._more = stream, more

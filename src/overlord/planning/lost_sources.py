@@ -71,8 +71,10 @@ class LostSources:
         ]
 
     def apply(self, event: SourceLost, state: StreamState) -> StreamState:
-        """Return the state with the event in its log. A step that has begun begins again, without
-        the source, as it does when it is planned again later.
+        """Return the state with the event in its log.
+
+        A step that has begun begins again, without the source, as it does when it is planned again
+        later.
         """
         if self.has_begun(state.step) and event.at == state.step:
             assert self._before is not None
@@ -85,8 +87,10 @@ class LostSources:
 def without_lost(
     state: StreamState, sources: Sequence[SourceSpec]
 ) -> tuple[StreamState, tuple[int, ...]]:
-    """Return the state with lost sources inactive from their step on, and the numbers of those that
-    were active until now. Samples that were pulled and not drawn are dropped.
+    """Return the state without lost sources, and the numbers of those that were active until now.
+
+    A lost source is inactive from its step on. Its samples that were pulled and not drawn are
+    dropped.
     """
     gone = {event.name for event in lost(state.events) if event.at <= state.step}
     leaving = tuple(i for i, s in enumerate(sources) if s.name in gone and state.active[i])

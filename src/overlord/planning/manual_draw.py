@@ -1,6 +1,4 @@
-"""The draw of a buffer made by hand: one step from the front of its candidates, with empty
-accounts.
-"""
+"""Draw one step from the candidates of a hand-made buffer, with empty accounts."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ class _Candidates:
 def draw_by_hand(
     buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
 ) -> Buffer:
-    """Return the candidates of step ``buffer.step``, drawn with empty accounts by the exact rule of
-    docs/stream.md.
+    """Return the candidates of step ``buffer.step``, drawn with empty accounts.
+
+    The rule is the exact one of docs/stream.md.
     """
     if (
         not isinstance(look_ahead, int)

@@ -1,5 +1,4 @@
-"""The weights in force, step by step: from the schedule, the trainers' reports and the user's
-changes.
+"""The weights in force at each step, from the schedule, trainers' reports and user's changes.
 
 The schedule is called once for every planned step, in step order, whether or not its weights are
 used. Its learning must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked
@@ -63,8 +62,9 @@ class Mixture:
         return self.feedback.in_time(report, max(self._asked, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
-        """Update the weights for the state's step. ``own``: every source's own weight, in source
-        order.
+        """Update the weights for the state's step.
+
+        ``own``: every source's own weight, in source order.
         """
         self._ask(state)
         if self._every != "epoch":
@@ -125,9 +125,9 @@ class Mixture:
     def foreseen(
         self, state: StreamState, step: int, own: Mapping[str, float]
     ) -> list[float] | None:
-        """Return the weights of a later step if they follow from its number and from events; else
-        None. A user's schedule is called once for every step, in order, so it is not called in
-        advance.
+        """Return the weights of a later step if its number and the events determine them, or None.
+
+        A user's schedule is called once for every step, in order, so it is not called in advance.
         """
         change = latest(state.events, -1, step)
         if not change and (
@@ -149,24 +149,26 @@ class Mixture:
             return None
 
     def _lowest_epoch(self, state: StreamState) -> int:
-        """Return the lowest epoch of active sources with a weight. An inactive source would keep it
-        low for ever.
+        """Return the lowest epoch of active sources with a weight.
+
+        An inactive source would keep it low for ever.
         """
         rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
     def widen(self, n: int) -> None:
-        """Make room for added sources: they have no weight until the next step."""
+        """Add entries for sources that join: they have no weight until the next step."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields of a StreamState that it owns, after a planned step."""
+        """Return the fields of a StreamState that the mixture determines, after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
         return {"weights": weights, "schedule": self._learned(), "reports": self.feedback.pending()}
 
     def _learned(self) -> dict[str, Any] | None:
-        """Return the schedule's state in its JSON form, so that it is the same whether it was saved
-        meanwhile or not.
+        """Return the schedule's state in its JSON form.
+
+        It is then the same whether the state was saved meanwhile or not.
         """
         if not self._stateful:
             return None
@@ -188,10 +190,11 @@ def beside(
     step: int,
     as_shares: bool = False,
 ) -> list[float]:
-    """Return one weight for every source. A source added in mid-run has weight 0 before its step.
-    From then on it has the weight of the mixture, or its own weight if the mixture does not name
-    it. ``as_shares``: a schedule's numbers have a scale of their own that may change from step to
-    step. So the source's share among the sources' own weights counts.
+    """Return one weight for every source, including those added in mid-run.
+
+    An added source has weight 0 before its step. From then on it has the weight of the mixture, or
+    its own weight if the mixture does not name it. ``as_shares``: the scale of a schedule's numbers
+    may change from step to step. So the source gets its share among the sources' own weights.
     """
     names = tuple(own)
     if not added:
@@ -217,8 +220,9 @@ def beside(
 
 
 def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
-    """Return the factor from the sources' own weights to a schedule's. Invalid weights are reported
-    by the check that follows.
+    """Return the factor from the sources' own weights to a schedule's.
+
+    Invalid weights are reported by the check that follows.
     """
     said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
     return said / total if said and (total := sum(own)) > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Planning of one drawn step: its samples, the strategy's plan of them, and what changes. Pure."""
+"""Plan one drawn step: its samples, the strategy's plan, and the accounts after it. Pure."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def place_drawn(
 def place_chosen(
     context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
 ) -> PlacedStep:
-    """Let the strategy choose among the candidates of the pool, or defer samples that do not
-    fit.
-    """
+    """Let the strategy choose among the pool's candidates, or defer samples that do not fit."""
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
     candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))

@@ -1,5 +1,6 @@
-"""The planner core: announcements and demand in, plans out. Pure: no clock, file, thread or
-runtime.
+"""The planner core: announcements and demand in, plans out.
+
+Pure: no clock, file, thread or runtime.
 
 A step is planned when the prefetch window is open and the draw's samples are known. It waits for
 the samples of the draw and for nothing else. Every input that changes the stream is an event with
@@ -70,7 +71,7 @@ class Handover(NamedTuple):
 
 
 class Planner:
-    """``handle(event) -> commands``. One per job."""
+    """The planning core of a job: ``handle(event) -> commands``."""
 
     def __init__(
         self,
@@ -80,9 +81,11 @@ class Planner:
         generation: int = 0,
         floor: int = 0,
     ):
-        """Start from ``state``. ``generation``: the first one of all loaders. ``floor``: the first
-        step that was never planned. Steps before it are planned again; new events cannot change
-        them, so they come out identical.
+        """Start from ``state``.
+
+        ``generation``: the first one of all loaders. ``floor``: the first step that was never
+        planned. Steps before it are planned again; new events cannot change them, so they come out
+        identical.
         """
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
@@ -129,9 +132,10 @@ class Planner:
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Replace a planner that was further on, from a state it passed. Take over its ranks and
-        their progress, its lists and counts, and the end it found. Plans and later lists then come
-        out as they did there.
+        """Take over from a planner that was further on than this one's state.
+
+        Its ranks and their progress, its lists and counts, and the end it found are taken over.
+        Plans and later lists then come out as they did there.
         """
         other = before.handover()
         self._stop, self._ended = other.stop, other.ended
@@ -143,7 +147,7 @@ class Planner:
         return self._plan_ahead()
 
     def handover(self) -> Handover:
-        """Return what a planner that replaces this one takes over."""
+        """Return the state that a replacement of this planner takes over."""
         return Handover(
             self._stop, self.ended, self.ledger, self._mixture.feedback, dict(self._consumed)
         )
@@ -201,9 +205,7 @@ class Planner:
         return self.ledger
 
     def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
-        """Return what a standby of a loader needs: the cursor of the plans in its source, its
-        generation, and the last Refill.
-        """
+        """Return the start of a loader's standby: cursor in its source, generation, last Refill."""
         source = self._demand.source_of[loader]
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
@@ -225,8 +227,9 @@ class Planner:
             )
 
     def shares(self, step: int | None = None) -> np.ndarray:
-        """Return the share of every active source in the step planned last. With ``step``, return
-        the share in that later step as far as it is known.
+        """Return the share of every active source in the step planned last.
+
+        With ``step``, return the share in that later step as far as it is known.
         """
         own = {s.name: s.weight for s in self.spec.sources}
         later = None if step is None else self._mixture.foreseen(self._state, step, own)
@@ -247,7 +250,7 @@ class Planner:
         return self.status().waiting_for()
 
     def status(self) -> PlannerStatus:
-        """Return what blocks the next plan."""
+        """Return the progress of planning, and the cause that blocks the next plan."""
         full = len(self._outstanding) >= self.spec.prefetch
         slow = min(self._consumed.items(), key=lambda r: r[1]) if self._consumed else None
         return PlannerStatus(
@@ -377,8 +380,9 @@ class Planner:
             self._waiting = {}
 
     def _restart(self, i: int) -> list[Command]:
-        """Restart a source with a fresh stream at its cursor, and pull again what was pulled beyond
-        it. Nothing is drawn, listed or counted, so the stream of steps does not change.
+        """Restart a source at its cursor, and pull again the samples that were pulled beyond it.
+
+        Nothing is drawn, listed or counted, so the stream of steps does not change.
         """
         if self._finished:
             return []  # loaders read nothing any more
@@ -524,8 +528,9 @@ class Planner:
         return [self._finished]
 
     def _list_last_failures(self, active: Sequence[bool]) -> None:
-        """List the failures after the last samples of sources that leave: nothing of these sources
-        is read again, neither now nor after a restart.
+        """List the failures after the last samples of sources that leave.
+
+        Nothing of these sources is read again, neither now nor after a restart.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:

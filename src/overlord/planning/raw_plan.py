@@ -1,6 +1,4 @@
-"""``plan_raw``: a strategy from a function over raw arrays, the lowest level of the planning
-interface.
-"""
+"""``plan_raw``: a strategy from a function over raw arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from overlord.user_code import checked_function, name_of
 
 
 def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
-    """Make a strategy of a function over raw arrays: ``fn(columns, place, batch, step) ->
-    {"bucket": ..., "microbatch": ...}``.
+    """Make a strategy of a function over raw arrays.
+
+    The function is ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
 
     Use it as ``Job(strategy=ov.plan_raw(fn))``; it is called once per step. ``columns`` has a
     read-only array per column, with one row per drawn sample in the order of the draw. The columns
@@ -36,8 +35,8 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("
     ``cost`` (default: tokens), which only reports use.
 
         def by_row(columns, place, batch, step):
-            return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]),
-            int)}
+            row = columns["row"]
+            return {"bucket": row % place.dp, "microbatch": np.zeros(len(row), int)}
     """
     dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
     return RawPlan(

@@ -1,5 +1,6 @@
-"""Choice among look-ahead candidates: which of a source's first ``look_ahead * n`` samples are its
-n of this step.
+"""Choose the samples of a step among look-ahead candidates.
+
+The n samples of a source are among its first ``look_ahead * n``.
 
 The draw determines how many samples each source gives. A score for each candidate may determine
 which ones. Candidates passed over for ``max_age`` steps come first, then the lowest scores, ties in
@@ -92,8 +93,9 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
 
 
 def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first. The
-    others wait for a later step.
+    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first.
+
+    The others wait for a later step.
 
     Packing is best fit, the last resort of every balance method. So everything that fits here fits
     there without more microbatches.
@@ -112,8 +114,9 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 
 
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
-    """Return the buffer row of each sample of a plan. Raise for a plan with a sample of its own, or
-    with one twice.
+    """Return the buffer row of each sample of a plan.
+
+    Raise for a plan with a sample of its own, or with one twice.
     """
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
@@ -144,8 +147,9 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 
 
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
-    """Raise unless a plan's rows are a complete choice in the order of the step. With
-    ``left_allowed`` some may be missing, but not all.
+    """Raise unless a plan's rows are a complete choice in the order of the step.
+
+    With ``left_allowed`` some may be missing, but not all.
     """
     if not buffer.wanted:
         if (
@@ -182,18 +186,17 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
 
 
 def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
-    """Return the number of overdue samples that cannot be taken, since the draw wants fewer of
-    their source.
-    """
+    """Return the number of overdue samples that exceed the draw of their source."""
     late = np.bincount(buffer.source[overdue(buffer)], minlength=len(wanted))
     return int(np.maximum(late - wanted, 0).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLong:
-    """Hold back samples that cost more than a rank's whole share until several can share a step. A
-    step with one such sample is as slow as the sample, so several in one step cost as much as one.
-    They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
+    """Score candidates so that very expensive samples wait until several can share a step.
+
+    A step with one such sample is as slow as the sample, so several in one step cost as much as
+    one. They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
     """
 
     cost: CostFn | str

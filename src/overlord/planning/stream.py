@@ -126,8 +126,10 @@ class SourceStream:
 
     @property
     def passed(self) -> tuple[int, int, int]:
-        """Counts so far: rows that filters dropped, documents that lost tokens to ``on_long``, and
-        these tokens (``spec.PASSED``).
+        """The counts of ``spec.PASSED`` so far.
+
+        They are rows that filters dropped, documents that lost tokens to ``on_long``, and these
+        tokens.
         """
         return self.dropped, self.long, self.lost
 
@@ -256,8 +258,9 @@ class SourceStream:
         self._epoch_has_sample |= len(found) > 0
 
     def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
-        """Count consecutive failures, in stream order. Return (samples, failures) up to the end of
-        the job, or None.
+        """Count consecutive failures, in stream order.
+
+        Return (samples, failures) up to the end of the job, or None.
         """
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
@@ -310,9 +313,7 @@ class SourceStream:
         return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
     def behind(self) -> list[int]:
-        """Return the loaders that must announce before more samples become final, including those
-        that failed.
-        """
+        """Return the loaders whose announcements delay the next samples, including failed ones."""
         at = (self._at.epoch, self._at.group, self._at.window)
         announced, lasts = (
             self._announced.get(at),
@@ -356,9 +357,11 @@ class SourceStream:
         return pieces, bad
 
     def _count_long(self, segment: _ReadyRun, start: int, stop: int | None = None) -> None:
-        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment,
-        or up to its end. A truncated document counts with its sample, a dropped one with the next
-        sample. So a restored stream counts each once.
+        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment.
+
+        If ``stop`` is the end of the segment, those at its end count too. A truncated document
+        counts with its sample, a dropped one with the next sample. So a restored stream counts each
+        once.
         """
         if (long := segment.found.long) is None:
             return
@@ -377,9 +380,10 @@ class SourceStream:
         ]
 
     def rest(self) -> list[BadRow]:
-        """Return the failures after the last sample taken: those at the end of an exhausted source,
-        or those that broke a stream. Called once, at the end. Dropped rows are then counted to the
-        end, and long documents if all samples are taken.
+        """Return the failures after the last sample taken.
+
+        They are at the end of an exhausted source, or have broken the stream. Called once, at the
+        end. Dropped rows are then counted to the end, and long documents if all samples are taken.
         """
         if self.error is None and (self._ready or not self._exhausted):
             return []

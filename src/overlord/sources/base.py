@@ -62,9 +62,7 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
 
 
 def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
-    """Suggest Tokenize if token ids are missing and there is text; otherwise return an empty
-    string.
-    """
+    """Suggest Tokenize if token ids are missing and there is text; otherwise return ""."""
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (

@@ -89,8 +89,10 @@ class OpenChunkCache:
         self._chunks.clear(lambda key: reader is None or key[0] == reader)
 
     def metrics(self) -> dict[str, int]:
-        """Return counters: ``opens``, ``reopens`` (included in opens), ``reads``, ``evictions``;
-        current ``open`` and ``bytes``.
+        """Return counters of the cache.
+
+        ``opens``, ``reopens`` (included in opens), ``reads`` and ``evictions`` are totals; ``open``
+        and ``bytes`` are current values.
         """
         with self._lock:
             counts = dict(self._counts)
@@ -223,9 +225,7 @@ class ChunkReader:
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
-        """Return counters of storage problems: retries, errors by kind, seconds waited, reads given
-        up.
-        """
+        """Return counters of storage problems: retries, errors by kind, waits, failed reads."""
         return self.stats.trouble() if self.may_wait else None
 
     @property
@@ -246,10 +246,7 @@ class ChunkReader:
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
     def stalled(self) -> StorageError | None:
-        """Return the error of a read that hangs.
-
-        It makes no progress, and its deadline has passed.
-        """
+        """Return the error of a read that makes no progress and has exceeded its deadline."""
         if (attempt := self.stats.oldest()) is None:
             return None
         if self.stats.clock.now() - attempt.began < TIMEOUTS.slow_s:

@@ -1,5 +1,4 @@
-"""Classification of errors of files on disks and mounts: transient or permanent, and their
-remedies.
+"""Classify errors of files on disks and mounts as transient or permanent, with remedies.
 
 A failing disk reports an errno. Invalid data are reported by the formats, and no retry repairs
 them.
@@ -50,9 +49,7 @@ def is_disk(device: int) -> bool:
 
 
 def file_system_kind(device: int, mounts: str) -> str:
-    """Return the kind of a file system from the lines of mountinfo (proc(5)); empty if it is not
-    listed.
-    """
+    """Return the kind of a file system from the lines of mountinfo (proc(5)); "" if not listed."""
     name = f"{os.major(device)}:{os.minor(device)}"
     lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
     return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")

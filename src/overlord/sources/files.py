@@ -1,5 +1,4 @@
-"""Access to files: the same code lists and reads disks (pyarrow.fs) and object stores
-(``object_store.py``).
+"""Access to files: one interface to disks (pyarrow.fs) and object stores (``object_store.py``).
 
 Local files are read with plain reads into small buffers. A memory map of a 400 MB column counts as
 400 MB of resident memory, and truncating a mapped file kills the process.
@@ -48,8 +47,7 @@ class Files:
     def resolve(
         path: Any, *, source: str = "", suffixes: Sequence[str] = ()
     ) -> tuple[Files, tuple[File, ...]]:
-        """Return the files that a glob, directory, file, URI, or a list of these names, sorted by
-        path.
+        """Return the files of a glob, directory, file or URI, or of a list of these, by path.
 
         ``suffixes`` select the data files inside a directory. Globs support ``*``, ``?``, ``[...]``
         and ``**``; in a URI ``?`` starts the store's options instead.

@@ -141,8 +141,9 @@ def build_indexes(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> list[Index]:
-    """Build the indexes of all sources together, so that one large source and many small ones share
-    the threads.
+    """Build the indexes of all sources together.
+
+    One large source and many small ones share the threads.
 
     ``progress(done, total)`` counts sources.
     """
@@ -224,9 +225,7 @@ def _read_all_chunks(
 
 
 def default_cache_dir() -> Path:
-    """Return the default directory of index caches: ``$OVERLORD_CACHE``, or the user's cache
-    directory.
-    """
+    """Return ``$OVERLORD_CACHE``, or the user's cache directory, for index caches."""
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord"
     )

@@ -1,5 +1,6 @@
-"""Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user
-functions.
+"""Columns whose values do not share one Arrow type.
+
+They come from JSON lines, rows of datasets and results of user functions.
 
 Arrow converts values until they share a type: 1 next to 2.5 becomes 1.0, ``{"a": 1}`` next to
 ``{"b": 2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore keeps a
@@ -74,8 +75,7 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array, Bad]:
-    """Build a column that holds every value unchanged, and list the rows with values that no column
-    can hold.
+    """Build a column that holds every value unchanged, and list the rows that no column can hold.
 
     ``decoded``: the values come from a JSON decoder, so a native array of whole numbers, texts or
     booleans needs no check.
@@ -239,8 +239,9 @@ def _converted(value: Any, depth: int) -> Any:
 
 
 def _decode(packed: bytes) -> Any:
-    """Return the value, or the bytes themselves if they come from a foreign file that only claims
-    this type.
+    """Return the value, or the bytes themselves if they are not a valid message.
+
+    The bytes may come from a foreign file that only claims this type.
     """
     try:
         return _decoder.decode(packed)

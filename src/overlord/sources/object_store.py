@@ -1,5 +1,6 @@
-"""Object stores (S3, Google Cloud Storage, Azure) via the package obstore: listings and verified
-range reads.
+"""Listings and verified range reads of object stores (S3, Google Cloud Storage, Azure).
+
+The package obstore sends the requests.
 
 pyarrow's file systems cannot make a read depend on the version of an object. An object replaced in
 mid-run would yield rows of two versions. They also retry without counting, and use more CPU per
@@ -285,8 +286,9 @@ def _check_endpoints(root: str) -> None:
 
 
 def _profile(root: str) -> dict[str, Any]:
-    """Return credentials of a profile in ~/.aws, read by boto3, if a profile is named and no key is
-    set.
+    """Return the credentials of a profile in ~/.aws, if one is named and no key is set.
+
+    boto3 reads them.
     """
     if (
         not root.startswith("s3")

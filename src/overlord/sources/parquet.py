@@ -300,9 +300,7 @@ def _cached(file: File, metadata: Any, layout: Layout | None) -> _Footer:
 
 
 def _footer_bytes(files: Files, file: File) -> bytes:
-    """Return the bytes of the footer, without its length and the magic bytes at the end of the
-    file.
-    """
+    """Return the bytes of the footer, without its length and the magic bytes after it."""
     if file.size < 12:
         raise BadFile(f"expected a Parquet file, got {file.size} bytes", _REMEDY)
     with files.open(file) as handle:

@@ -102,9 +102,7 @@ def _takes_shard(fn: Callable[..., Any]) -> bool:
 
 
 class DatasetFormat:
-    """Format of a map-style dataset: an object with ``__len__``, and ``__getitem__`` that returns
-    dicts.
-    """
+    """Format of a map-style dataset: an object with ``__len__``, and ``__getitem__`` of dicts."""
 
     name = "dataset"
     suffixes: tuple[str, ...] = ()

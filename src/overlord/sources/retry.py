@@ -159,7 +159,7 @@ class StorageStats:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Return the counters of problems of any storage.
+        """Return the counters of storage problems.
 
         ``waited_s`` includes operations in progress.
         """

@@ -45,7 +45,7 @@ class WrongResponse(Exception):
 
 
 def classify(error: Exception) -> Failure:
-    """Classify an error of the library. It has few classes, so its text decides."""
+    """Classify an error of the library by its text, since it has few classes."""
     if isinstance(error, WrongResponse):
         return _wrong(error)
     text, shown = str(error), _shown(str(error))

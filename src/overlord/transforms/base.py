@@ -43,9 +43,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """Identity of the rows of a slice: the part of ``SampleId`` that a transform may use to seed
-    randomness.
-    """
+    """Identity of the rows of a slice: the fields of ``SampleId`` that may seed randomness."""
 
     epoch: int
     file: int
@@ -112,8 +110,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Map:
-    """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too,
-    ``fn(row, rng)``.
+    """A function over a slice, ``fn(columns) -> columns``; with ``rows``, ``fn(row) -> row``.
+
+    With ``rows`` and ``rng`` it is ``fn(row, rng) -> row``.
 
     The result of ``fn`` replaces the columns. ``holds_lock``: ``fn`` is slow pure Python, so the
     source should be transformed in a separate process. ``fn`` must then be a function of a module.
@@ -193,8 +192,9 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample that strategies see in addition to ``tokens`` and ``bytes``: a column, or
-    a function of the columns.
+    """A number per sample for strategies, next to ``tokens`` and ``bytes``.
+
+    It is a column, or a function of the columns.
 
     A column of lists gives several numbers per sample, one per item: ``Meta("image_patches",
     "image_patches")``. They count something, so none may be negative. When ``on_long="split"``

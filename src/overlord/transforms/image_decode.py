@@ -67,8 +67,9 @@ _TURNS = {
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
-    """Return the requested part of an image in the requested size: bytes ``[height, width, 3]``, or
-    ``[height, width]`` for a grey one.
+    """Return the requested part of an image in the requested size.
+
+    The result has the bytes ``[height, width, 3]``, or ``[height, width]`` for a grey image.
     """
     width, height = prefix.size
     image_header = header(data, _NO_LIMITS)
@@ -121,9 +122,7 @@ def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
 
 
 def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, int]:
-    """Return an image of mode L or RGB in stored orientation, and the factor by which it is
-    smaller.
-    """
+    """Return an image of mode L or RGB in stored orientation, and the factor of its reduction."""
     width, height = image_header.stored
     if image_header.format == "JPEG" and image_header.mode != "CMYK":
         array = _jpeg(data, image_header, scale)
@@ -162,8 +161,9 @@ def _jpeg(data: np.ndarray, image_header: Header, scale: int) -> np.ndarray | No
 
 
 class _TruncatedFlag:
-    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES: the original value, except in a thread that
-    decodes here.
+    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
+
+    In other threads it has the original value.
 
     The program or an imported package may set that flag. The outcome of a broken file must not
     depend on the process that decodes it.

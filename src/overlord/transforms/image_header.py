@@ -2,8 +2,8 @@
 
 They support JPEG, PNG, WebP and GIF. Files come from the web, and some are hostile. Each parser
 only moves forward, allocates nothing of a size that a file claims, and reads a bounded number of
-segments. An image that cannot be decoded later for a reason in its header is refused here, before
-it is planned: truncated, too large, or a rare kind of JPEG.
+segments. An image whose header shows that it cannot be decoded is refused here, before it is
+planned. Such images are truncated, too large, or a rare kind of JPEG.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class Header:
 
     @property
     def decoded_bytes(self) -> int:
-        """Estimate the memory for decoding: four bytes per pixel to work on and three for the
-        result, coefficients of all scans, three canvases.
+        """Estimate the memory for decoding.
+
+        It counts four bytes per pixel to work on and three for the result, coefficients of all
+        scans, and three canvases.
         """
         each = (
             12

@@ -83,9 +83,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
 @dataclass(slots=True, eq=False)
 class PlannedImages:
-    """The images of a table, row by row: the parameters of each, and its file as a view of Arrow
-    memory.
-    """
+    """The images of a table, row by row: their parameters, and their files as Arrow views."""
 
     row: np.ndarray  # int64, ascending
     prefix: list[Prefix]
@@ -227,9 +225,7 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
 
 
 def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> None:
-    """Insert placeholders into the ids of a frame, and add three columns of lists and the item
-    numbers.
-    """
+    """Insert placeholders into the ids of a frame, and add metadata and item numbers."""
     images, bad = plan_images(frame.table, spec)
     rest = [n for n in frame.table.column_names if n not in spec.columns and n != RANDOM_KEY]
     frame.table = frame.table.select(rest)  # the image bytes are not copied when rows are removed
@@ -320,9 +316,7 @@ def with_placeholders(
 
 @dataclass(slots=True)
 class ImageTotals:
-    """Totals of the images of a source: bytes of files and pixels, which "auto" compares, and
-    rows.
-    """
+    """Totals of the images of a source: rows, bytes of files, bytes of pixels."""
 
     source: str
     files: int = 0

@@ -1,8 +1,7 @@
-"""Specification of the images of a source: their columns, their size, and the place of their
-tokens.
+"""Specification of the images of a source: columns, size, and place of their tokens.
 
-No file is opened here. The module also plans an image from its header: the grid of patches and the
-crop follow from the size of the image and the identity of its sample alone. ``image_rows.py`` reads
+No file is opened here. The module also plans an image from its header. The grid of patches and the
+crop follow from the size of the image and the identity of its sample. ``image_rows.py`` reads
 columns; ``image_decode.py`` makes pixels.
 """
 
@@ -279,8 +278,7 @@ def fit(
 
 
 def _nearest(side: int, factor: int) -> int:
-    """Return the nearest number of multiples of the factor; halfway to the even one, as ``round``
-    does.
+    """Return the nearest number of multiples of the factor; halfway, the even one, as ``round``.
 
     0 is too little, and ``fit`` enlarges it.
     """
@@ -294,8 +292,9 @@ def _root_up(top: int, bottom: int) -> int:
 
 
 def random_numbers(key: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) for every image, ``[images, DRAWN]``, from the key of its sample and
-    its number in the sample.
+    """Return numbers in [0, 1) for every image: float64 ``[images, RANDOM_NUMBERS]``.
+
+    They follow from the key of the image's sample and its number in the sample.
     """
     drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(RANDOM_NUMBERS, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53

@@ -1,5 +1,4 @@
-"""Execution of the transforms of a source in two stages, and the treatment of rows that cannot be
-transformed.
+"""Execute the transforms of a source in two stages, and list rows that cannot be transformed.
 
 The *slice stage* is everything up to the last user code. Its batches are always the slices of the
 stream, so that a function of a whole batch returns the same rows in every run. The *row stage* is
@@ -164,8 +163,7 @@ class Pipeline:
         return self._row_stage_start > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transform that a thread executes, and its row in the file, or -1 for a whole
-        batch.
+        """Return the transform that a thread executes, and its row in the file; -1: a whole batch.
 
         Called by another thread.
         """
@@ -275,9 +273,7 @@ class Pipeline:
         return block
 
     def _row_stage_needs(self) -> list[tuple[Transform | None, str, Check]]:
-        """Return the columns that the row stage reads: transform, column, and the check of its
-        type.
-        """
+        """Return the columns that the row stage reads: transform, column, check of its type."""
         rest = self.transforms[self._row_stage_start :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:

@@ -1,5 +1,4 @@
-"""Balancing: the bucket and microbatch of each item, so that ranks wait for each other as little as
-possible.
+"""Choose the bucket and microbatch of each item, so that ranks seldom wait for each other.
 
 A *method* (``methods.py``) is one function from costs to bins. A *way* (``placement.py``) applies
 it to buckets and microbatches. ``place`` chooses the way. Cost (the time to compute a bin) and size
@@ -72,8 +71,9 @@ def place(
     objective: str = "iteration",
     keep_order: bool = False,
 ) -> Placement:
-    """Return buckets and microbatches for all items. Capacity and memory are kept whatever the
-    method does.
+    """Return buckets and microbatches for all items.
+
+    Capacity and memory bounds hold whatever the method does.
     """
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
@@ -119,8 +119,9 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> P
 
 
 def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | None:
-    """Place by the requested method, with one additional microbatch if necessary, before greedy
-    takes over.
+    """Place by the requested method, if necessary with one additional microbatch.
+
+    Greedy takes over where the method fails.
     """
     way = (
         placement.own_bins_swapped
@@ -146,9 +147,7 @@ def _or_one_more(
     way: placement.Way,
     time: Callable[[PackingProblem, Placement], float],
 ) -> Placement:
-    """Add one microbatch to a step that is so full that ranks are uneven, if that is worth it and M
-    grows anyway.
-    """
+    """Add one microbatch to a full and uneven step, if that pays off and M grows anyway."""
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
     if not p.may_add(found.n_microbatches) or time(p, found) <= bound + worth:
@@ -168,8 +167,9 @@ def within_memory(p: PackingProblem, found: Placement) -> bool:
 
 
 def joined(p: PackingProblem) -> PackingProblem:
-    """Return the problem with tokens and memory as one size: of each item the larger of its two
-    shares, in units of a microbatch.
+    """Return the problem with tokens and memory as one size, in units of a microbatch.
+
+    The size of an item is the larger of its two shares.
 
     Shares add up, so neither bound can be broken. The loss: items that need much of one and little
     of the other could share a bin, but are counted as if each needed both. So at worst there are

@@ -1,7 +1,7 @@
 """Local search: exchange of items between heavy and light rows after an uneven packing.
 
-Every round examines many pairs of rows at once, and every choice is the first of the best. So the
-result is the same on every machine.
+A row is a bin, or the bins of a bucket. Every round examines many pairs of rows at once, and every
+choice is the first of the best. So the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def even_out(
     capacity: int = 0,
     moves: bool = True,
 ) -> np.ndarray:
-    """Let rows heavier than ``aim`` swap an item with a light row (or give one away) until none is
-    heavier, or no exchange helps.
+    """Swap items between rows until no row is heavier than ``aim``, or no exchange helps.
+
+    A row heavier than ``aim`` swaps an item with a light row, or gives one away.
 
     A round pairs the heaviest rows with the lightest; after rounds without an exchange, with the
     next lightest. For every pair it takes the exchange that comes nearest to the middle. A row
@@ -71,8 +72,9 @@ def even_out(
 
 
 def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
-    """Return the items of every row, in stream order; of a long row the most expensive.
-    ``len(rows)`` means none, at least once if ``moves``.
+    """Return the items of every row, in stream order; of a long row only the most expensive.
+
+    ``len(rows)`` stands for no item. With ``moves`` every row has at least one of these.
     """
     counts = np.bincount(rows, minlength=n_rows)
     order = by_key(rows, n_rows)
@@ -103,8 +105,9 @@ def _swap(
     *,
     one: bool = False,
 ) -> bool:
-    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place. Return
-    whether there was one.
+    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place.
+
+    Return whether there was one.
     """
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]

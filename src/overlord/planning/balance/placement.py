@@ -1,8 +1,7 @@
-"""Ways to place: from a problem and a number of microbatches to a placement, or None if the
-capacity is not kept.
+"""Placements for a given number of microbatches; None if the capacity cannot be kept.
 
-They differ in what they level: bucket totals first (two-level), all bins at once (flat), one
-microbatch index after the other (levelled, alternating), or nothing but tightness (best fit).
+They differ in what they level. Two-level: bucket totals first. Flat: all bins at once. Levelled and
+alternating: one microbatch index after the other. Best fit: nothing, it only packs tightly.
 ``balance.place`` chooses among them.
 """
 
@@ -40,8 +39,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingProblem:
-    """Items to place into ``n_buckets`` x M bins of ``capacity``. M is at least ``microbatches``
-    and grows until all items fit.
+    """Items to place into ``n_buckets`` x M bins of ``capacity``.
+
+    M is at least ``microbatches`` and grows until all items fit.
     """
 
     costs: np.ndarray  # float64, none negative
@@ -60,8 +60,9 @@ class PackingProblem:
     spare: bool = True
 
     def least_microbatches(self) -> int:
-        """Return a number of microbatches that every placement needs: all tokens must fit, and
-        items above half the capacity share no bin.
+        """Return a number of microbatches that every placement needs.
+
+        All tokens must fit, and items above half the capacity share no bin.
         """
         if not self.capacity or not len(self.sizes):
             return self.microbatches
@@ -70,8 +71,9 @@ class PackingProblem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Return whether m microbatches may become m + 1 without need: never beyond the requested
-        number, if that holds the draw.
+        """Return whether m microbatches may become m + 1 without need.
+
+        They may not if the requested number holds the draw.
         """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
@@ -84,8 +86,9 @@ Way = Callable[[PackingProblem, int], Placement | None]
 
 
 def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
-    """Return the placement of the first way that keeps the capacity, with as few microbatches as
-    any of them needs.
+    """Return the placement of the first way that keeps the capacity.
+
+    It has as few microbatches as any of the ways needs.
 
     Many items of just over a third of the capacity need far more than the least number. Then M is
     searched by doubling and halving.
@@ -105,13 +108,14 @@ def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> Placement | None:
 
 
 def heaviest(p: PackingProblem, found: Placement) -> float:
-    """Return the time of a step whose ranks wait for each other once: the slowest rank."""
+    """Return the time of a step whose ranks wait once: the cost of the slowest rank."""
     return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
 
 
 def waited(p: PackingProblem, found: Placement) -> float:
-    """Return the time of a step whose ranks wait after every microbatch: the sum of the slowest of
-    each index.
+    """Return the time of a step whose ranks wait after every microbatch.
+
+    It is the sum over indices of the slowest bin.
     """
     flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
     loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
@@ -119,16 +123,15 @@ def waited(p: PackingProblem, found: Placement) -> float:
 
 
 def two_level(p: PackingProblem, m: int) -> Placement | None:
-    """Level buckets by cost, then the microbatches of each bucket: bucket totals differ by a
-    fraction of a percent.
+    """Level buckets by cost, then the microbatches of each bucket.
+
+    Bucket totals differ by a fraction of a percent.
     """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
 def whole(p: PackingProblem, m: int) -> Placement | None:
-    """Place into one microbatch: ranks wait for each other once a step, whatever the objective, and
-    there is nothing to divide.
-    """
+    """Place into one microbatch: ranks wait for each other once a step, whatever the objective."""
     return two_level(p, m) if m == 1 else None
 
 
@@ -143,8 +146,9 @@ def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> Pla
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
-    """Return the bucket of every item. With groups: first over groups, then in each, as level as
-    one pass.
+    """Return the bucket of every item.
+
+    With groups: first over groups, then in each, as level as one pass.
     """
     room = m * p.capacity
     if p.group_size is None or p.group_size == p.n_buckets:
@@ -164,8 +168,9 @@ def buckets(p: PackingProblem, m: int) -> np.ndarray:
 
 
 def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
-    """Return the microbatches in every bucket. A bucket that LPT cannot pack is packed tightly
-    instead.
+    """Return the microbatches in every bucket.
+
+    A bucket that LPT cannot pack is packed tightly instead.
     """
     bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
@@ -201,8 +206,9 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 def nested(
     p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
-    """Return bins in every parent, by the method. Greedy handles all parents in one sweep if they
-    are many and their bins few.
+    """Return bins in every parent, by the method.
+
+    Greedy handles all parents in one sweep if they are many and their bins few.
     """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
@@ -229,8 +235,9 @@ def inside_round_robin(p: PackingProblem, m: int) -> Placement | None:
 
 
 def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
-    """Keep stream order in every bucket, divided evenly: by count if nothing is balanced, else by
-    size.
+    """Keep stream order in every bucket, divided evenly into microbatches.
+
+    The division is by count if nothing is balanced, else by size.
     """
     needed = (
         int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
@@ -252,8 +259,9 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
 
 
 def runs(p: PackingProblem, m: int) -> np.ndarray:
-    """Divide the stream into m consecutive runs of about equal size, each with a sample for every
-    bucket if there are enough.
+    """Divide the stream into m consecutive runs of about equal size.
+
+    Each run has a sample for every bucket if there are enough.
     """
     marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
@@ -265,8 +273,9 @@ def in_runs(p: PackingProblem, m: int) -> Placement | None:
 
 
 def by_substep(p: PackingProblem) -> Placement:
-    """Use sub-draw k as microbatch k of all buckets. A sub-draw that does not fit takes as many
-    microbatches as it needs.
+    """Use sub-draw k as microbatch k of all buckets.
+
+    A sub-draw that does not fit takes as many microbatches as it needs.
     """
     assert p.substep is not None
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
@@ -287,8 +296,9 @@ def by_substep(p: PackingProblem) -> Placement:
 
 
 def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement | None:
-    """Balance every index over the buckets; its heaviest bin goes to the bucket with the lowest
-    total so far.
+    """Balance every index over the buckets.
+
+    The heaviest bin of an index goes to the bucket with the lowest total so far.
     """
     bins = np.empty(len(slot), np.int64)
     for k, rows in enumerate(_rows_by(slot, m)):
@@ -301,8 +311,9 @@ def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement |
 
 
 def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bucket of every bin, total of every bucket) for loads by [index, bin]: the lightest
-    bucket gets the heaviest bin of the index.
+    """Return (bucket of every bin, total of every bucket) for loads by [index, bin].
+
+    The lightest bucket gets the heaviest bin of each index.
     """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
     for k, row in enumerate(loads):
@@ -313,8 +324,9 @@ def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
-    """Place these items in one microbatch of every bucket: by the method, else greedily, else
-    tightly.
+    """Place these items in one microbatch of every bucket.
+
+    The method is tried first, then greedy, then best fit.
     """
     costs, sizes = p.costs[rows], p.sizes[rows]
     tries: Sequence[Callable[[], np.ndarray]] = (
@@ -335,8 +347,7 @@ def flat(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
 
 
 def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    """Fill indices that cannot be low with as much work as they hold; the rest is level enough for
-    LPT.
+    """Fill indices that cannot be low with as much work as they hold, and place the rest by LPT.
 
     If LPT finds no room for the rest, more indices are filled: that packs tighter.
     """
@@ -353,7 +364,7 @@ def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPacking:
-    """The first indices filled with as much work as they hold."""
+    """Bins of which the first indices are filled with as much work as they hold."""
 
     indices: int
     bins: np.ndarray  # int32; NOWHERE for the items left
@@ -363,9 +374,10 @@ class PartialPacking:
 def _filled(
     p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
 ) -> PartialPacking | None:
-    """Fill one index after the other, as long as the most expensive item left costs more than the
-    mean bin: no placement can make its index lower. Return None if the remaining indices cannot
-    hold the rest, or if it would take too long.
+    """Fill index after index while the most expensive item left costs more than the mean bin.
+
+    No placement can make the index of such an item lower. Return None if the remaining indices
+    cannot hold the rest, or if the search would take too long.
     """
     if len(p.costs) * m > MUCH:
         return None
@@ -398,8 +410,10 @@ def _filled(
 def _with_the_rest(
     p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the bins of all items. LPT places the items left into the indices that are not filled
-    yet, whose bins have the initial loads ``start``.
+    """Return the bins of all items.
+
+    LPT places the items left into the indices that are not filled yet, whose bins have the initial
+    loads ``start``.
     """
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
@@ -409,8 +423,9 @@ def _with_the_rest(
 
 
 def alternating(p: PackingProblem, m: int) -> Placement | None:
-    """Alternate intra and inter, for ranks that wait at both: the least sum of the slowest rank and
-    the slowest of every index.
+    """Minimize the sum of the slowest rank and of the slowest bin of every index.
+
+    This is for ranks that wait at both, after every microbatch and once a step.
 
     Either all bins at once, as for ranks that wait often, or with regard to bucket totals.
     """
@@ -446,8 +461,9 @@ def _numbered(
     way: str,
     once: bool,
 ) -> Placement:
-    """Assign indices to bins that have a bucket: heavy ones first in every bucket, so that the
-    microbatches of an index are alike.
+    """Assign microbatch indices to bins that have a bucket.
+
+    Heavy bins come first in every bucket, so that the microbatches of an index are alike.
     """
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
@@ -472,8 +488,9 @@ def own_bins_swapped(p: PackingProblem, m: int) -> Placement | None:
 
 
 def better_flat(p: PackingProblem, m: int) -> Placement | None:
-    """Place all bins at once: the better of flat and levelled. With one microbatch, ranks wait for
-    each other once a step, whatever the objective.
+    """Place all bins at once: the better of flat and levelled.
+
+    With one microbatch, ranks wait for each other once a step, whatever the objective.
     """
     if m == 1:
         return whole(p, m) or tight(p, m)
@@ -484,8 +501,9 @@ def better_flat(p: PackingProblem, m: int) -> Placement | None:
 
 
 def tight(p: PackingProblem, m: int) -> Placement | None:
-    """Place steps that are too full for two levels: all bins at once, then swap bins between
-    buckets until those are level.
+    """Place steps that are too full for two levels: all bins at once.
+
+    Then bins are swapped between buckets until those are level.
     """
     found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
@@ -504,8 +522,9 @@ def _hurried(p: PackingProblem) -> bool:
 def _arranged(
     p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
 ) -> Placement | None:
-    """Sort bins by load and divide them into microbatch indices; the heaviest of each goes to the
-    bucket with the lowest total so far.
+    """Sort bins by load and divide them into microbatch indices.
+
+    The heaviest bin of each index goes to the bucket with the lowest total so far.
 
     ``once``: ranks wait for each other once a step, so bins may change their bucket whatever their
     index.

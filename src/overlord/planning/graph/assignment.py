@@ -77,8 +77,9 @@ def check_module(graph: DGraph, what: str, other: Any) -> None:
 
 
 def check_memory(graph: DGraph, capacity: float | None) -> None:
-    """Raise unless memory has a function and a bound, or neither. The error names a node that
-    alone breaks the bound.
+    """Raise unless memory has a function and a bound, or neither.
+
+    The error names a node that alone breaks the bound.
     """
     if capacity is not None and (
         not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")

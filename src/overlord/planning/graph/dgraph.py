@@ -1,8 +1,9 @@
-"""DGraph: a step's samples on their way to ranks. It is a value, and every primitive returns a new
-one.
+"""DGraph: a step's samples on their way to ranks.
 
-    DGraph.from_buffer(buffer,
-    place).mix().distribute("DP").cost(fn).balance("greedy").broadcast_at("TP").plan()
+It is a value, and every primitive returns a new one.
+
+    graph = DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(fn)
+    plan = graph.balance("greedy").broadcast_at("TP").plan()
 
 The nodes are rows of arrays: one per sample, or one per item (an image) after ``select`` of a
 ragged column.
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DGraph:
-    """Immutable. ``sample`` is the buffer row of each node; ``columns`` is the metadata of the
-    nodes.
+    """A step's samples or items, with the primitives applied so far. Immutable.
+
+    ``sample`` is the buffer row of each node; ``columns`` is the metadata of the nodes.
     """
 
     buffer: Buffer
@@ -101,8 +103,9 @@ class DGraph:
     def select(
         self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
     ) -> DGraph:
-        """Return the graph over these metadata columns (a ragged one gives a node per item), and
-        over these sources only.
+        """Return the graph over these metadata columns, and over these sources only.
+
+        A ragged column gives a node per item.
 
         ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, unless
         metadata gives the number.
@@ -152,8 +155,9 @@ class DGraph:
         look_ahead: int = 1,
         prefer: Prefer | None = None,
     ) -> DGraph:
-        """Return the graph with the job's draw; for a hand-made buffer, with the step that this
-        mixture draws from the candidates.
+        """Return the graph with the samples that the job's mixture has drawn.
+
+        For a hand-made buffer, ``schedule`` draws the step from the candidates.
 
         With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are
         taken. The default is the preference of the job's schedule; without that, the first ones are
@@ -209,8 +213,10 @@ class DGraph:
         )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Return the graph with buckets of ranks that consume the same samples: ``DP``, ``CP``,
-        ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first.
+        """Return the graph with buckets of ranks that consume the same samples.
+
+        ``axis`` is ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups
+        of buckets first.
         """
         self._before("distribute", "balance", self.placement)
         try:
@@ -226,8 +232,10 @@ class DGraph:
         )
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
-        """Return the graph with the cost of each node. ``fn`` gets the metadata columns of the
-        nodes and returns one number each; or it is a name known to ``ov.cost``.
+        """Return the graph with the cost of each node.
+
+        ``fn`` gets the metadata columns of the nodes and returns one number each; or it is a name
+        known to ``ov.cost``.
 
         ``memory``: share of each node in a microbatch's memory, in any unit;
         ``balance(memory_capacity=)`` bounds it. Ragged columns of samples are passed as they are
@@ -343,8 +351,7 @@ class DGraph:
         per: str = "microbatch",
         stay: bool = False,
     ) -> DGraph:
-        """Return the graph with buckets for items by the placement of their samples, instead of
-        ``balance``.
+        """Return the graph with items placed after their samples, instead of by ``balance``.
 
         ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the
         slot, for a trainer that encodes before each microbatch. ``"iteration"``: all together.
@@ -393,8 +400,9 @@ class DGraph:
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
 
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Return the graph with axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``,
-        ``DP``, nested in any order.
+        """Return the graph with the axes along which the trainer broadcasts.
+
+        The axes are ``TP``, ``CP``, ``PP`` and ``DP``, nested in any order.
 
         One rank of each group (coordinate 0) fetches for all it serves; the others get nothing.
         ``plan.fetchers()`` lists them.
@@ -408,8 +416,9 @@ class DGraph:
         )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
-        """Return the validated plan. Other balanced graphs of the same samples become modules:
-        ``plan(encoder=images)``.
+        """Return the validated plan.
+
+        Other balanced graphs of the same samples become modules: ``plan(encoder=images)``.
         """
         b = self.buffer
         if "backbone" in modules:
@@ -452,17 +461,16 @@ class DGraph:
         ).validate()
 
     def placeholders(self) -> Placeholders | None:
-        """Return the position of each item's output in the tokens of its sample; None for
-        samples.
-        """
+        """Return the place of each item's output in its sample; None for samples."""
         if not self.items:
             return None
         column = next(iter(self.columns))
         return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
 
     def sizes(self) -> np.ndarray:
-        """Return the sizes that count against the capacity: a document's tokens with its padding;
-        for items, the first ragged column.
+        """Return the sizes of the nodes that count against the capacity.
+
+        The size of a sample is its tokens with padding, that of an item its first ragged column.
         """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
@@ -511,8 +519,9 @@ class DGraph:
 
     @property
     def loader(self) -> Binding:
-        """The loader of each node. Only a planned step has it (``session.graph(step)``); in a
-        strategy it raises.
+        """The loader of each node.
+
+        Only a planned step has it (``session.graph(step)``); in a strategy it raises.
         """
         if self.bound is None:
             raise loader_is_hidden("graph.loader", self.buffer.step)
@@ -527,22 +536,22 @@ class DGraph:
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """Return the states of the nodes so far: (state before, state after, transform or
-        grouping).
-        """
+        """Return each applied transform or grouping, with the node states before and after it."""
         return edges_of(self.trail, self.bound is not None)
 
     def to_mermaid(self) -> str:
-        """Return a flowchart of sources, loaders, primitives, buckets and microbatches with their
-        load over the mean; long lists are shortened.
+        """Return a Mermaid flowchart from sources to microbatches, with their load over the mean.
+
+        Long lists are shortened.
         """
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)
 
     def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
-        """Write one self-contained page with the slot and cost of every sample. ``modules`` as in
-        ``plan``.
+        """Write one self-contained page with the slot and cost of every sample.
+
+        ``modules`` as in ``plan``.
         """
         from overlord.planning.graph.page import write_page
 

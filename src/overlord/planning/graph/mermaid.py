@@ -1,6 +1,4 @@
-"""A graph as a Mermaid flowchart: small enough to paste into a page, so long lists are shortened
-with a note.
-"""
+"""Draw a graph as a Mermaid flowchart; long lists are shortened, with a note."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ def escaped(text: str) -> str:
 
 
 def flowchart(graph: DGraph) -> str:
-    """Return a chart of sources, loaders (of a planned step), primitives, buckets and microbatches;
-    loads are costs over the mean.
+    """Return a chart of sources, loaders of a planned step, primitives, buckets and microbatches.
+
+    Loads are costs over the mean.
     """
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
@@ -73,8 +72,9 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
 
 
 def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
-    """Return the lines of all buckets if there are few. Of many, return the most expensive and the
-    lightest, which show an imbalance.
+    """Return the lines of all buckets if there are few.
+
+    Of many, return the most expensive and the lightest, which show an imbalance.
     """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch

@@ -1,5 +1,4 @@
-"""Items of samples (images): the rank that encodes each, and the tokens of its document that its
-output replaces.
+"""Items of samples (images): the rank that encodes each, and the tokens that its output replaces.
 
 An item's output is ``out`` rows of the encoder. They replace tokens ``offset`` to ``offset + out``
 of its sample, where the document has placeholders. For items selected by ``image_patches``, ``out``
@@ -27,9 +26,7 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """Return (buffer row of each node, metadata columns, whether nodes are items), of these sources
-    only.
-    """
+    """Return the nodes of these sources: buffer row, columns, and whether they are items."""
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
         return sample, columns, items
@@ -96,9 +93,10 @@ class Placeholders:
 def placeholders(
     buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int
 ) -> Placeholders:
-    """Return the placeholders of all items. Sent rows never leave their document nor overlap the
-    next item: a document truncated at the context takes the first rows of an item that it has room
-    for.
+    """Return the placeholders of all items.
+
+    Sent rows never leave their document nor overlap the next item. A truncated document takes only
+    the first rows of an item, as far as it has room.
     """
     stem = column.rpartition("_")[0] or column
     out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
@@ -116,9 +114,7 @@ def placeholders(
 
 
 def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
-    """Return a column of the same items by its name, for the samples that have it, and
-    ``otherwise`` for the others.
-    """
+    """Return a metadata column of the items; samples without it have ``otherwise``."""
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
@@ -155,7 +151,7 @@ def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Placements of the samples of items: by item."""
+    """The placement of the sample of each item."""
 
     bucket: np.ndarray
     microbatch: np.ndarray
@@ -174,8 +170,10 @@ def follow(
     per: str,
     stay: bool,
 ) -> Placement:
-    """Balance items by the placement of their samples. ``per="microbatch"``: items of a slot are
-    balanced together and keep the slot. ``stay``: a rank of the sample's group encodes the item.
+    """Balance items by the placement of their samples.
+
+    ``per="microbatch"``: items of a slot are balanced together and keep the slot. ``stay``: a rank
+    of the sample's group encodes the item.
     """
     if per not in PER:
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
@@ -214,8 +212,9 @@ def follow(
 def _evened(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Rename bins slot by slot, the heaviest to the rank with the least work so far: LPT gives bin
-    0 the most expensive item of every slot.
+    """Renumber bins slot by slot, the heaviest to the rank with the least work so far.
+
+    LPT gives bin 0 the most expensive item of every slot.
     """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(

@@ -1,5 +1,4 @@
-"""Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of
-the trainer's reports.
+"""Mixing schedules, as ``ov.schedule``: source weights by step and by trainer reports.
 
 A schedule is any ``schedule(step, feedback) -> weights``: weights by source name (others weigh 0),
 or one for every source in order. It is called once for every planned step, in step order, so it may
@@ -96,8 +95,9 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 class Registered:
-    """A schedule made by a registered factory. It behaves like the schedule, and keeps its name and
-    arguments for job files.
+    """A schedule made by a registered factory.
+
+    It behaves like the schedule, and keeps its name and arguments for job files.
     """
 
     def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
@@ -142,6 +142,7 @@ class Registered:
 
 def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
     """Allow job files to use ``mixture: {schedule: name, ...}`` with the factory's arguments.
+
     Return a function that does the same in Python.
 
     A name can be registered again only for the same factory, after it was edited.
@@ -186,8 +187,9 @@ def _place(fn: Any) -> str:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """Return the weights of a schedule, checked, one for every source in order. Numbers of numpy
-    are accepted.
+    """Return the weights of a schedule, checked, one for every source in order.
+
+    Numbers of numpy are accepted.
     """
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
@@ -217,9 +219,7 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
 
 
 def plain(weight: Any) -> Any:
-    """Return a number of any library as a float, and other values unchanged, for the check to
-    report.
-    """
+    """Return a number of any library as a float, and other values unchanged for the check."""
     return (
         float(weight)
         if isinstance(weight, (int, float, np.integer, np.floating))
