@@ -31,7 +31,7 @@ LAWS = (
     "properties/test_stream.py",
 )
 TESTS = {
-    "plan": ("unit/test_step.py", "properties/test_plan.py"),
+    "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "unit/test_golden.py",
         "unit/test_planner.py",
@@ -677,6 +677,30 @@ MUTATIONS = [
         ("long runs from their document's start", "(start + base).tolist(),", "start.tolist(),"),
     ),
     *_at(
+        "plan/rank_view.py",
+        (
+            "the first stage gets labels",
+            "and (self.last or key not in LAST)",
+            "and (self.last or key not in LAST or self.first)",
+        ),
+        ("a fetcher gets its own stage only", "np.logical_or.at(last, queue_of, ", "last |= ("),
+        (
+            "a fetcher along cp gets a slice",
+            "if sliced and lowest[rank] == highest[rank]",
+            "if sliced",
+        ),
+        (
+            "slices where cp ranks have buckets of their own",
+            'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
+            "place.cp > 1 and",
+        ),
+        (
+            "stages where they have buckets of their own",
+            'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
+            "place.pp > 1,",
+        ),
+    ),
+    *_at(
         "constructor/rank_views.py",
         (
             "zigzag without the mirror",
@@ -694,23 +718,6 @@ MUTATIONS = [
             "return ends",
         ),
         ("what does not divide is cut unevenly", "if (size % pieces).any():", "if False:"),
-        (
-            "the first stage gets labels",
-            "and (self.last or key not in LAST)",
-            "and (self.last or key not in LAST or self.first)",
-        ),
-        ("a fetcher gets its own stage only", "np.logical_or.at(last, seats, ", "last |= ("),
-        ("a fetcher along cp gets a slice", "if cut and lowest[rank] == highest[rank]", "if cut"),
-        (
-            "slices where cp ranks have buckets of their own",
-            'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
-            "place.cp > 1 and",
-        ),
-        (
-            "stages where they have buckets of their own",
-            'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
-            "place.pp > 1,",
-        ),
         ("narrowed twice, cut twice", "array.shape[: len(shape)] == shape", "True"),
         (
             "runs across documents lose their tail",
@@ -864,8 +871,8 @@ MUTATIONS = [
         (
             "an orientation that swaps sides not seen in a JPEG",
             "upright = (height, width) if orientation >= 5 else (width, height)\n    "
-            "return Header(*upright, _JPEG",
-            "upright = (width, height)\n    return Header(*upright, _JPEG",
+            "return ImageHeader(*upright, _JPEG",
+            "upright = (width, height)\n    return ImageHeader(*upright, _JPEG",
         ),
         ("a JPEG without its end accepted", 'if b"\\xff\\xd9" not in raw:', "if not raw:"),
         ("scans not limited", "if scans > MAX_SCANS:", "if scans > 10 * MAX_SCANS:"),

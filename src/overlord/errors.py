@@ -109,12 +109,12 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     if missing or new:
         # a digest of the names of the sources
         rest = {part: values for part, values in rest.items() if part != "sources"}
-    told = {
+    groups = {
         "sources of the state that the job lacks": missing,
         "sources of the job that the state lacks": new,
         "sources that changed": changed,
     }
-    rows = [f"{what}: {_few(names)}" for what, names in told.items() if names]
+    rows = [f"{what}: {_few(names)}" for what, names in groups.items() if names]
     rows += [f"{part}: saved {a}, got {b}" for part, (a, b) in list(rest.items())[:NAMED]]
     return rows + (
         [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]

@@ -77,7 +77,7 @@ def uri_problems(uri: str) -> list[str]:
     body, _, query = rest.partition("?")
     user, at, host = body.partition("/")[0].rpartition("@")
     port = host.partition(":")[2]
-    shown = shown_uri(uri)
+    shown = masked_uri(uri)
     # A secret may contain '/'. Then the text before it looks like a host, but is the user and half
     # of a password. No port and no bucket looks like that.
     if (
@@ -106,7 +106,7 @@ def uri_problems(uri: str) -> list[str]:
     return []
 
 
-def shown_uri(uri: str) -> str:
+def masked_uri(uri: str) -> str:
     """Return a URI for texts.
 
     Secrets may be anywhere in a URI that is refused, so users and values of options are hidden.

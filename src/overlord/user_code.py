@@ -58,7 +58,7 @@ def where_raised(error: BaseException) -> str:
     return own or next(iter(outside), "")
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and text of an error, with the location in user code that raised it."""
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
 
@@ -83,7 +83,7 @@ def as_exception(error: BaseException, source: str = "") -> Exception:
     # StopIteration would look like the end of the data
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    what = told(error)
+    what = describe_error(error)
     return (
         SourceError(source, what, remedy="a transform must not end the program")
         if source

@@ -17,8 +17,8 @@ from overlord.planning import cost
 from overlord.planning.balance import binpack, placement
 from overlord.planning.balance.balance import (
     METHODS,
+    ItemPlacement,
     PackingProblem,
-    Placement,
     greedy,
     joined,
     karmarkar_karp,
@@ -421,7 +421,7 @@ def problems(draw: st.DrawFn) -> PackingProblem:
     )
 
 
-def bins_of(found: Placement) -> np.ndarray:
+def bins_of(found: ItemPlacement) -> np.ndarray:
     return found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
 
 
@@ -619,7 +619,7 @@ def lengths(profile: str, n: int, seed: int, context: int) -> tuple[np.ndarray, 
     return cost.llama_12b({"tokens": sizes}), sizes
 
 
-def excess(problem: PackingProblem, found: Placement) -> float:
+def excess(problem: PackingProblem, found: ItemPlacement) -> float:
     """Of the slowest rank over the bound that no placement can pass, in percent."""
     return 100 * (placement.heaviest(problem, found) / problem.bound() - 1)
 

@@ -164,7 +164,7 @@ def test_neither_timing_nor_options_nor_a_restart_shows_in_a_job_that_uses_every
         )
         assert again.quarantine == whole.quarantine
         assert list(map(plain, again.states.values())) == list(map(plain, whole.states.values()))
-        ids = [sample for step in whole.steps[0] for sample in in_order(step._told)]
+        ids = [sample for step in whole.steps[0] for sample in in_order(step.info)]
         assert len(set(ids)) == len(ids), "drawn twice"
         for k, step in some(whole):
             state = json.loads(json.dumps(whole.states[step.step]))
@@ -205,7 +205,7 @@ def test_on_another_mesh_the_same_samples_come_in_every_step_also_where_weights_
                 **options,
             )
             states.append(done.states)
-            return [(step.step, in_order(step._told)) for step in done.steps[0]]
+            return [(step.step, in_order(step.info)) for step in done.steps[0]]
 
         states: list[dict[int, dict[str, Any]]] = []
         mesh = ov.ClientPlaceTree(dp=dp)

@@ -82,7 +82,7 @@ class Channels:
     def __init__(self, blueprint: PreparedJob, state: StreamState | None, seed: int):
         host = local_runtime(blueprint, Nowhere(), state)
         self.planner, self.loaders = host.planner, host.loaders
-        self.readers = [hosted.reader for hosted in host.loading.hosted.values()]
+        self.readers = [hosted.reader for hosted in host.loading.slots.values()]
         self.to_planner: list[deque[Any]] = [deque() for _ in self.loaders]
         self.to_loader: list[deque[Any]] = [deque() for _ in self.loaders]
         self.stages: list[PlannedStep] = []
@@ -785,7 +785,7 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
         taken, drawn = np.zeros(len(share), object), 0
         assert len(done.steps[0]) == 12
         for step in done.steps[0]:
-            plan = step._told
+            plan = step.info
             taken, drawn = (
                 taken + np.bincount(plan.source, minlength=len(share)).astype(object),
                 drawn + len(plan),
@@ -841,7 +841,7 @@ def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot
         assert all(len(s) == n for s in done.steps.values())
         for k in range(n):
             places = [(s[k].rank, m, mb) for s in done.steps.values() for m, mb in enumerate(s[k])]
-            plan = done.steps[0][k]._told
+            plan = done.steps[0][k].info
             assert len(places) == job.place.dp * max(batch.microbatches, len(done.steps[0][k]))
             ids = [tuple(p.sample) for _, _, mb in places for p in mb.samples]
             assert sorted(ids) == sorted(in_order(plan))

@@ -118,8 +118,8 @@ def test_every_sample_is_chosen_exactly_once(world: World, choice: tuple[int, in
         got, error, _, _ = run(job, 1)
         assert (error is None) == (broken is None)
         if error is None:
-            assert sorted(s for step in got[0] for s in in_order(step._told)) == sorted(
-                s for step in plain[0] for s in in_order(step._told)
+            assert sorted(s for step in got[0] for s in in_order(step.info)) == sorted(
+                s for step in plain[0] for s in in_order(step.info)
             )
 
 
@@ -184,8 +184,8 @@ def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> N
         got, error, _, _ = run(job, seed)
         assert (error is None) == (broken is None)
         if error is None:
-            assert sorted(s for step in got[0] for s in in_order(step._told)) == sorted(
-                s for step in plain[0] for s in in_order(step._told)
+            assert sorted(s for step in got[0] for s in in_order(step.info)) == sorted(
+                s for step in plain[0] for s in in_order(step.info)
             )
 
 
@@ -202,7 +202,7 @@ def test_a_job_that_overflows_at_every_step_owes_no_more_and_follows_a_new_mixtu
     batch = ov.Batch(samples=8, microbatches=2, context=32)  # two of the eight fit
     job = ov.Job(name="full", sources=sources, batch=batch, overflow="defer", until=140)
     got = ov.simulate(job, seed=1, events=[SetMixture(100, {"a": 1.0, "b": 3.0})], check=True)
-    names = [key[0] for step in got.steps[0] for key in in_order(step._told)]
+    names = [key[0] for step in got.steps[0] for key in in_order(step.info)]
     assert len(names) == 280
     assert abs(names[:200].count("a") - 100) <= 8
     assert abs(names[200:].count("a") - 20) <= 8

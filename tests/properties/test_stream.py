@@ -38,7 +38,7 @@ def delivered(steps: dict[int, list[ov.Step]], n: int) -> list[list[Sample]]:
                     tokens = mb["tokens"][piece.offset : piece.offset + piece.length].tolist()
                     assert tuple(piece.sample) not in found, "delivered twice"
                     found[tuple(piece.sample)] = tokens
-        plan = steps[0][k]._told
+        plan = steps[0][k].info
         assert set(found) == set(in_order(plan))
         out.append([(key, found[key]) for key in in_order(plan)])
     return out
@@ -215,7 +215,7 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
 def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
     from overlord.setup.prepared_job import Options, PreparedJob
 
-    return PreparedJob(job, Options()).export(step._told.after)
+    return PreparedJob(job, Options()).export(step.info.after)
 
 
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:

@@ -708,10 +708,10 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         link = raw(served)
         link.send(StepAck(10**6))
         handed = [link.recv(10) for _ in range(3)]
-        assert [h.told.step for h in handed] == [0, 1, 2]
+        assert [h.info.step for h in handed] == [0, 1, 2]
         assert link.recv(0.2) is TIMEOUT, "a step that was never sent cannot have been taken"
         link.send(StepAck(0))
-        assert link.recv(10).told.step == 3
+        assert link.recv(10).info.step == 3
         link.close()
         with pytest.raises(
             LinkRefused, match="step 0 was handed out already and is kept no longer"
@@ -737,15 +737,15 @@ def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it()
         served, start = session.serve(), session.state_dict()
         ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
         link = raw(served)
-        assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
+        assert [link.recv(10).info.step for _ in range(3)] == [0, 1, 2]
         session.load_state_dict(start)
         assert link.recv(10)["moved"] == 1
-        assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
+        assert [link.recv(10).info.step for _ in range(3)] == [0, 1, 2]
         link.send(StepAck(1, generation=0))  # it was on its way
         assert link.recv(0.2) is TIMEOUT
         assert session.state_dict() == start
         link.send(StepAck(0, generation=1))
-        assert link.recv(10).told.step == 3
+        assert link.recv(10).info.step == 3
         link.close()
 
 

@@ -55,11 +55,11 @@ def launch(made: ov.Job, **options: Any) -> ov.Session:
 
 
 def drawn(step: ov.Step) -> Counter[str]:
-    return Counter(step._told.sample_id(i).source for i in range(len(step._told.row)))
+    return Counter(step.info.sample_id(i).source for i in range(len(step.info.row)))
 
 
 def samples(steps: list[ov.Step], name: str) -> list[Any]:
-    plans = [s._told for s in steps]
+    plans = [s.info for s in steps]
     return [
         p.sample_id(i) for p in plans for i in range(len(p.row)) if p.sample_id(i).source == name
     ]
@@ -256,8 +256,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
         )
         seen.add(
             tuple(
-                (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
-                for s in run.steps[0]
+                (s.plan_digest, s.info.after.mix_step, s.info.after.mix_epoch) for s in run.steps[0]
             )
         )
     assert len(seen) == 1
@@ -269,10 +268,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
     run = ov.simulate(
         made, events=[Add(source("c", weight=0.001), 15)]
     )  # not drawn at once, so that the draw waits for nothing
-    assert (run.steps[0][15]._told.after.mix_step, run.steps[0][15]._told.after.mix_epoch) == (
-        15,
-        0,
-    )
+    assert (run.steps[0][15].info.after.mix_step, run.steps[0][15].info.after.mix_epoch) == (15, 0)
 
 
 def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worker_process(
@@ -489,7 +485,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
         made, seed=3, events=[SetMixture(4, {"a": 1.0, "b": 2.0}), Add(joining, 7, 2)], check=True
     )
     assert [s.plan_digest for s in run.steps[0]] == [pair[0] for pair in local]
-    assert isinstance(run.steps[0][-1]._told.after.events[0], AddSource)
+    assert isinstance(run.steps[0][-1].info.after.events[0], AddSource)
 
 
 # What is refused

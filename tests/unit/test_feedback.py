@@ -254,7 +254,7 @@ def test_weights_by_epoch_do_not_depend_on_a_draw_that_is_tried_again() -> None:
         states.add(
             json.dumps(
                 [
-                    (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
+                    (s.plan_digest, s.info.after.mix_step, s.info.after.mix_epoch)
                     for s in run.steps[0]
                 ]
             )
@@ -267,10 +267,10 @@ def test_weights_by_epoch_learn_at_every_step_and_change_when_the_epoch_rises() 
     made = job(Listener(heard), mix_every="epoch", feedback_lag=6)
     whole = ov.simulate(made, seed=1, report=lambda r, s: loss(s), save=True)
     assert dict(heard) == {t: {} if t < 6 else loss(t - 6) for t in range(24)}
-    mixed = {s.step: s._told.after.weights for s in whole.steps[0]}
+    mixed = {s.step: s.info.after.weights for s in whole.steps[0]}
     changes = [t for t in range(1, 24) if mixed[t] != mixed[t - 1]]
     assert changes
-    assert set(changes) <= {s._told.after.mix_step for s in whole.steps[0]}
+    assert set(changes) <= {s.info.after.mix_step for s in whole.steps[0]}
     assert len(changes) < 8
     for t in changes:
         assert mixed[t][0] == 1.0 + sum(1.0 + s for s in range(t - 6 + 1))
@@ -531,9 +531,9 @@ def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() ->
     assert held() == [first]
     said.expect(second)
     said.report(first, 0)
-    said.heard(first)
+    said.received(first)
     assert held() == [second]  # the last word, though only the first was heard
-    said.heard(second)
+    said.received(second)
     assert held() == [first]  # the second came too late
 
 

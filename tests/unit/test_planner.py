@@ -108,7 +108,7 @@ def digests(run: Any) -> list[tuple[int, str]]:
 
 
 def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
-    return json.loads(json.dumps(PreparedJob(made, Options()).export(step._told.after)))
+    return json.loads(json.dumps(PreparedJob(made, Options()).export(step.info.after)))
 
 
 EVENTS: list[tuple[Any, ...]] = [
@@ -145,9 +145,9 @@ def test_weights_by_epoch_change_at_the_first_step_behind_the_epoch() -> None:
 
     run = ov.simulate(job(schedule, mix_every="epoch"), seed=3)
     assert seen == list(range(24))  # asked once a step all the same: it may be one that learns
-    epochs = [s._told.after.cursors[:, 0].min() for s in run.steps[0]]
+    epochs = [s.info.after.cursors[:, 0].min() for s in run.steps[0]]
     rises = [k + 1 for k in range(len(epochs) - 1) if epochs[k] > (epochs[k - 1] if k else 0)]
-    assert sorted({s._told.after.mix_step for s in run.steps[0]}) == [0, *rises]
+    assert sorted({s.info.after.mix_step for s in run.steps[0]}) == [0, *rises]
 
 
 # A stream that breaks

@@ -257,7 +257,7 @@ def test_another_mesh_gets_the_same_samples_and_goes_on_from_the_same_journal(
     tmp_path: Path,
 ) -> None:
     def samples(step: ov.Step) -> list[Any]:
-        return sorted(tuple(step._told.sample_id(i)) for i in range(len(step._told)))
+        return sorted(tuple(step.info.sample_id(i)) for i in range(len(step.info)))
 
     with ov.launch(job(None)) as session:
         wanted = [samples(step) for _, step in zip(range(9), session.client(0), strict=False)]

@@ -165,7 +165,7 @@ def data_view(report: DataReport) -> RenderableType:
     )
     columns = grid(
         ("column", "type", "first row"),
-        [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()],
+        [(n, kind, _short_text(report.first.get(n))) for n, kind in report.schema.items()],
         3,
     )
     remarked = [Text(f"  {remark}") for remark in remarks(report)]
@@ -181,6 +181,6 @@ def data_view(report: DataReport) -> RenderableType:
     )
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
     return text if len(text) <= WIDE else text[: WIDE - 3] + "..."

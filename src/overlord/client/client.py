@@ -126,7 +126,7 @@ class Client:
                 self._begin = None
             inbox = self._inbox
             try:
-                told, bucket = self._wait(inbox)
+                info, bucket = self._wait(inbox)
             except (OverlordError, StopIteration):
                 if inbox is self._inbox:
                     raise
@@ -134,11 +134,11 @@ class Client:
             with self._gate:
                 # else the session was rewound or resharded with this client: the step comes again
                 if inbox is self._inbox:
-                    self._state, self._shared = told.after, (told.place, told.broadcast)
+                    self._state, self._shared = info.after, (info.place, info.broadcast)
                     break
         self.steps += 1
-        self._consumed(inbox, told.step)
-        return Step(told, bucket, self.rank)
+        self._consumed(inbox, info.step)
+        return Step(info, bucket, self.rank)
 
     def _taken_back(self) -> Step | None:
         """Return a refused step, to be taken again; None without one.

@@ -71,7 +71,7 @@ class LaunchedStepQueue:
         if self._remote is not None:
             self._remote.ack(step)
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(f"rank {self._rank} is served by its constructor worker")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:

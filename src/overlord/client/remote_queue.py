@@ -145,11 +145,11 @@ class RemoteStepQueue:
             if self._link is None and (self._steps or self._ended):
                 self._look_again()
             if self._steps:
-                told, bucket = self._steps[0]
+                info, bucket = self._steps[0]
                 self._taking = self.generation
-                self._next = told.step + 1  # before popleft: repeated steps are detected by it
+                self._next = info.step + 1  # before popleft: repeated steps are detected by it
                 self._steps.popleft()
-                return told, bucket
+                return info, bucket
             if self._error is not None:
                 raise self._error
             if self._ended:
@@ -286,7 +286,7 @@ class RemoteStepQueue:
     def _take_in(self, value: Any) -> None:
         with self._changed:
             if isinstance(value, StepMessage):
-                if value.told.step >= self._wanted:  # else it arrived before the loss
+                if value.info.step >= self._wanted:  # else it arrived before the loss
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = BatchArrays.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
@@ -304,7 +304,7 @@ class RemoteStepQueue:
                             encoder=BatchArrays.of_part(value.encoder, value.encoder_rows),
                             per=value.per,
                         )
-                    self._steps.append((value.told, bucket))
+                    self._steps.append((value.info, bucket))
             elif isinstance(value, EndOfStream):
                 self._ended, self._error, self._told_end = True, value.error, True
             elif isinstance(value, dict) and "moved" in value:

@@ -36,9 +36,9 @@ class LocalStepQueue:
         self._ended = False
         self._error: BaseException | None = None
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         with self._changed:
-            self._steps.append((told, bucket))
+            self._steps.append((info, bucket))
             self._changed.notify()
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:

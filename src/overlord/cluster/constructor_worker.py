@@ -189,7 +189,7 @@ class ConstructorWorker(Worker):
 
         A coordinator that takes over must be sent the steps that they took since.
         """
-        self.run(self._gathering.back(back))
+        self.run(self._gathering.rollback(back))
         self._floor, self._behind = max(back.step, self._floor), back.step
         self._delivery.begin_behind(self._floor)
         for rank, step in self._taken.items():

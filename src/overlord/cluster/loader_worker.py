@@ -207,9 +207,9 @@ class LoaderWorker(Worker):
             case LoaderStart():
                 self._open(message)
             case FollowLoader(start=opening):
-                self.commands.queue.extend(self._loading.follow(opening, self._open))
+                self.commands.queue.extend(self._loading.attach_standby(opening, self._open))
             case TakeOverLoader(step=step, start=opening):
-                self.commands.queue.extend(self._loading.stand(opening, self._open, step))
+                self.commands.queue.extend(self._loading.promote(opening, self._open, step))
             case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
@@ -221,7 +221,7 @@ class LoaderWorker(Worker):
             case ConnectConstructor(constructor=constructor, address=address, token=token):
                 self._reach(constructor, address, token)
             case SetBufferBudget(nbytes=nbytes):
-                for hosted in self._loading.hosted.values():
+                for hosted in self._loading.slots.values():
                     hosted.loader.set_budget(nbytes)
             case _:
                 raise TypeError(f"unknown message to a loader worker: {type(message).__name__}")
@@ -231,8 +231,8 @@ class LoaderWorker(Worker):
             case Refill() | Read() | Evaluate():
                 self.commands.queue.extend(self._loading.carry_out(command))
             case Announce(loader=loader, found=found):
-                hosted = self._loading.hosted.get(loader)
-                if hosted is not None and hosted.shadow:
+                hosted = self._loading.slots.get(loader)
+                if hosted is not None and hosted.standby:
                     return  # it announces its samples once it is promoted
                 self._events.put(
                     command,
@@ -245,7 +245,7 @@ class LoaderWorker(Worker):
         if back.generation > self._loading.generation:
             self._done = back.step
         self._events.hurry()  # all workers wait for the announcements
-        self.commands.queue.extend(self._loading.back(back, self._open))
+        self.commands.queue.extend(self._loading.rollback(back, self._open))
 
     def _part(self, part: LoaderPlan) -> None:
         """Pop and send the samples of a plan; ignore repeated plans and earlier generations."""
@@ -253,7 +253,7 @@ class LoaderWorker(Worker):
         if part.generation < self._loading.generation:
             return
         pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
-        pops, commands = self._loading.pop_shadows(part.step, pops)
+        pops, commands = self._loading.pop_standbys(part.step, pops)
         self.commands.queue.extend(commands)
         if part.step <= self._done or not (pops or part.to or part.kept is not None):
             return

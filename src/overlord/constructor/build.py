@@ -11,7 +11,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import Expander, build_compact, layout_of, seen
+from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
 from overlord.constructor.images import (
     PixelForm,
     decode_pool,
@@ -284,7 +284,7 @@ def _build_views(
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
         built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
-        made = {view: seen(*built, view) for view in views}
+        made = {view: for_view(*built, view) for view in views}
         by_view, forms = (
             {view: arrays for view, (arrays, _) in made.items()},
             {view: form for view, (_, form) in made.items()},

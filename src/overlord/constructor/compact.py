@@ -132,7 +132,7 @@ def layout_of(batch: Batch) -> CompactLayout:
     )
 
 
-def seen(
+def for_view(
     batch: BatchArrays, layout: CompactLayout, view: View
 ) -> tuple[BatchArrays, CompactLayout]:
     """Return the arrays that a view needs of compact microbatches, and their layout.

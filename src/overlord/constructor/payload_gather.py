@@ -63,7 +63,7 @@ class PayloadGatherer:
             )
             return []
         # A restarted worker may not have received the rollback.
-        commands = self.back(Rollback(routed.generation, step - 1))
+        commands = self.rollback(Rollback(routed.generation, step - 1))
         if self._end is not None and step >= self._end:
             return []
         if step in self._expected or (step <= self._planned and step not in self._replanned):
@@ -143,7 +143,7 @@ class PayloadGatherer:
         }
         self._early = {origin: early for origin, early in kept.items() if early}
 
-    def back(self, rollback: Rollback) -> list[Any]:
+    def rollback(self, rollback: Rollback) -> list[Any]:
         """Roll back: later steps are planned again.
 
         Complete steps stay, the others arrive again.
@@ -163,7 +163,7 @@ class PayloadGatherer:
         # In a restarted worker: no step up to this one will be planned.
         self._planned = max(self._planned, rollback.step)
         self._forget_early(lambda r, s: r >= recovery)
-        return self._constructors.back(rollback)
+        return self._constructors.rollback(rollback)
 
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker sends nothing more.

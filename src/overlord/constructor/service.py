@@ -144,7 +144,7 @@ class ConstructorService:
     def finish(self, finish: EndOfJob) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
-    def back(self, rollback: Rollback) -> list[Any]:
+    def rollback(self, rollback: Rollback) -> list[Any]:
         """Roll back: steps are planned again, and those that are here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 

@@ -25,7 +25,7 @@ from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import IDS, Ragged, SampleId
-from overlord.user_code import checked_function, name_of, told
+from overlord.user_code import checked_function, describe_error, name_of
 
 if TYPE_CHECKING:
     from overlord.batch import Batch
@@ -62,7 +62,9 @@ class Hook:
             raise
         # user code: every error ends the job at this step and names the hook
         except (Exception, SystemExit, GeneratorExit) as e:
-            raise PlanError(f"{self.__name__} raised {told(e)}", step, "correct the hook") from e
+            raise PlanError(
+                f"{self.__name__} raised {describe_error(e)}", step, "correct the hook"
+            ) from e
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:

@@ -36,7 +36,7 @@ from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 READS = 64  # number of recent reads whose duration is kept
 
@@ -245,7 +245,9 @@ class SourceReader:
         except (OverlordError, MemoryError, WouldBlock):
             raise
         except Exception as error:  # an unexpected error must name its source
-            raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
+            raise SourceError(
+                self.order.name, f"reading failed: {describe_error(error)}"
+            ) from error
         with self._lock:
             if self._read_id is not ticket:
                 raise StorageError(self.order.name, "a read that was given up has ended")

@@ -116,11 +116,11 @@ class StepMessage:
     """A step for the client of one rank.
 
     Its microbatches are concatenated (``constructor/batch_arrays.py``), or separate if their arrays
-    do not fit together. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``told`` belong
+    do not fit together. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``info`` belong
     to microbatch m.
     """
 
-    told: StepInfo
+    info: StepInfo
     bounds: np.ndarray
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]

@@ -74,7 +74,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HtmlReport:
     """The content of the page. Each plot and table names the command that made it."""
 
     title: str

@@ -105,7 +105,7 @@ def skipped(events: Sequence[Event], first: int, stop: int) -> bool:
     return any(e.between(first, stop) for e in events if isinstance(e, Skip))
 
 
-def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
+def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
     """Return a change of mixture with a weight for every existing source.
 
     It then does not apply to sources that are added later.
@@ -115,7 +115,7 @@ def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
     return replace(change, weights={**dict.fromkeys(names, 0.0), **change.weights})
 
 
-def widened(state: StreamState, n: int) -> StreamState:
+def with_added_sources(state: StreamState, n: int) -> StreamState:
     """Return a state with entries for sources added later: at their start, nothing owed."""
     more = n - len(state.owed)
     if more <= 0:
@@ -173,7 +173,7 @@ class EventLog:
         """
         self._unheard[report.step, report.rank] = report
 
-    def heard(self, report: Report) -> None:
+    def received(self, report: Report) -> None:
         """Remove an expected report: the planner has received it and decided on it."""
         # otherwise the rank has sent another report since
         if self._unheard.get((report.step, report.rank)) is report:
@@ -212,4 +212,4 @@ class EventLog:
         events = in_order(
             (*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names))
         )
-        return replace(widened(state, len(names)), events=events, reports=tuple(reports))
+        return replace(with_added_sources(state, len(names)), events=events, reports=tuple(reports))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from overlord.errors import StorageError
 from overlord.messages.control import SourceLost, StreamState
-from overlord.planning.events import in_order, lost, widened
+from overlord.planning.events import in_order, lost, with_added_sources
 from overlord.planning.spec import SourceSpec
 
 
@@ -80,7 +80,7 @@ class LostSources:
             assert self._before is not None
             # events that came since the step began stay in the log, and so do sources they added
             before = replace(self._before, events=state.events)
-            state, self._before = widened(before, len(state.active)), None
+            state, self._before = with_added_sources(before, len(state.active)), None
         return replace(state, events=in_order((*state.events, event)))
 
 

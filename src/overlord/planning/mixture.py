@@ -17,7 +17,7 @@ from overlord.errors import JobError, PlanError
 from overlord.messages.control import AddSource, Report, StreamState
 from overlord.planning.events import Event, joined, latest, skipped
 from overlord.planning.feedback import Feedback
-from overlord.planning.schedule import Weights, by_source, plain
+from overlord.planning.schedule import Weights, as_float, by_source
 from overlord.planning.schedule.base import follows_from_step, has_state
 
 Schedule = Callable[[int, Mapping[str, float]], Weights]
@@ -110,7 +110,7 @@ class Mixture:
         ):
             return self._known[2]
         try:
-            weights = beside(
+            weights = weights_of_all(
                 given,
                 own,
                 joined(state.events),
@@ -142,7 +142,7 @@ class Mixture:
                 if isinstance(self._schedule, Mapping)
                 else self._schedule(step, {})
             )
-            return beside(
+            return weights_of_all(
                 given, own, joined(state.events), step, as_shares=not change and not self._fixed
             )
         except JobError:  # the error is raised when the step comes
@@ -183,7 +183,7 @@ class Mixture:
         return made or None
 
 
-def beside(
+def weights_of_all(
     given: Weights,
     own: Mapping[str, float],
     added: Sequence[AddSource],
@@ -208,7 +208,7 @@ def beside(
         new = {e.name: own[e.name] for e in added if e.name not in coming}
         first = names[: len(names) - len(added)]
         scale = (
-            _scale([plain(given.get(n, 0.0)) for n in first], [own[n] for n in first])
+            _scale([as_float(given.get(n, 0.0)) for n in first], [own[n] for n in first])
             if as_shares
             else 1.0
         )

@@ -42,7 +42,14 @@ from overlord.messages.loader import Announce
 from overlord.planning.buffer import StepContext
 from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawer, Short
-from overlord.planning.events import joined, lost, said_of_all, skipped, still_in_force, widened
+from overlord.planning.events import (
+    joined,
+    lost,
+    skipped,
+    still_in_force,
+    with_added_sources,
+    with_every_weight,
+)
 from overlord.planning.feedback import Feedback
 from overlord.planning.images.encoder_plans import valid_tokens
 from overlord.planning.look_ahead import LookAheadPool
@@ -55,7 +62,7 @@ from overlord.planning.spec import Ledger, NewSource, PlannerSpec, SourceSpec, i
 from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
-from overlord.user_code import told, where_raised
+from overlord.user_code import describe_error, where_raised
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
 
@@ -337,7 +344,7 @@ class Planner:
                     event.at,
                     "name a later step",
                 )
-            event = said_of_all(event, self.spec.names)
+            event = with_every_weight(event, self.spec.names)
         if self._ended is None:
             self._state = replace(self._state, events=(*self._state.events, event))
 
@@ -355,7 +362,9 @@ class Planner:
         self.spec = replace(self.spec, sources=(*self.spec.sources, new.source))
         n = len(self.spec.sources)
         others = (e for e in state.events if not isinstance(e, AddSource))
-        self._state = widened(replace(state, events=(*joined(state.events), new.event, *others)), n)
+        self._state = with_added_sources(
+            replace(state, events=(*joined(state.events), new.event, *others)), n
+        )
         self._streams.append(_stream(new.source, Cursor()))
         self._demand.grow(new.source.loaders)
         self._generations.append(0)  # its loaders started before the step of the event was known
@@ -410,7 +419,7 @@ class Planner:
                 planned = self._plan_step()
             # a trainer's loop would take these for the end of the data
             except (StopIteration, SystemExit, GeneratorExit) as error:
-                what = f"the strategy or the schedule raised {told(error)}"
+                what = f"the strategy or the schedule raised {describe_error(error)}"
                 planned = self._finish(
                     PlanError(what, self._state.step, "it must end neither the program nor a loop")
                 )

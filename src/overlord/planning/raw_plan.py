@@ -12,7 +12,7 @@ from overlord.batch import Batch
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.graph.dgraph import DGraph
 from overlord.sample import IDS, Buffer, Columns
 from overlord.user_code import checked_function, name_of
@@ -76,7 +76,7 @@ class RawPlan:
             graph = graph.cost(lambda _: said["cost"])
         graph.check_sizes(buffer.batch.context)
         microbatches = max(buffer.batch.microbatches, int(said["microbatch"].max(initial=0)) + 1)
-        found = Placement(
+        found = ItemPlacement(
             bucket=said["bucket"],
             microbatch=said["microbatch"],
             n_microbatches=microbatches,

@@ -21,7 +21,7 @@ from overlord.hashing import key64, keyed_hash
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
-from overlord.planning.cost import CostFn, asked
+from overlord.planning.cost import CostFn, checked_costs
 from overlord.planning.draw import step_positions
 from overlord.sample import Buffer
 from overlord.user_code import cannot_take
@@ -121,14 +121,14 @@ def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
     else:
-        there, asked = _hashes(buffer), _hashes(plan)
+        there, planned = _hashes(buffer), _hashes(plan)
         order = np.argsort(there, kind="stable")
         rows = (
-            order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))]
+            order[np.minimum(np.searchsorted(there[order], planned), max(0, len(order) - 1))]
             if len(order)
             else np.zeros(0, np.int64)
         )
-        known = len(rows) == len(asked) and all(
+        known = len(rows) == len(planned) and all(
             np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY
         )
         known = known and len(np.unique(rows)) == len(rows)
@@ -202,7 +202,7 @@ class HoldLong:
     cost: CostFn | str
 
     def __call__(self, candidates: Buffer, place: Mesh) -> np.ndarray:
-        cost = asked(self.cost, candidates.meta, len(candidates))
+        cost = checked_costs(self.cost, candidates.meta, len(candidates))
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
         share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
         long, late = cost > share, overdue(candidates)

@@ -17,7 +17,7 @@ from overlord.errors import JobError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.spread import cut_inside
 from overlord.planning.cost import CostFn, fingerprint_of, named, transformer, vit_1b
 from overlord.planning.graph.dgraph import DGraph
@@ -56,7 +56,7 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
         capacity=context,
         by_count=False,
     )
-    found = Placement(
+    found = ItemPlacement(
         bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts"
     )
     return _plan(graph.placed(found, "pack", context))

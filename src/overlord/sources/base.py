@@ -73,7 +73,7 @@ def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     )
 
 
-class Unreachable(OSError):
+class StorageUnreachable(OSError):
     """Bytes that could not be read, or that differ from the indexed ones.
 
     This is a fault of storage, not of the data: it is never a reason for quarantine.
@@ -92,13 +92,13 @@ def is_storage_fault(error: BaseException) -> bool:
 
     Decoders raise OSError too, but only errors of the operating system have an errno.
     """
-    return isinstance(error, Unreachable) or (
+    return isinstance(error, StorageUnreachable) or (
         isinstance(error, OSError) and error.errno is not None
     )
 
 
-def short_read(missing: int) -> Unreachable:
-    return Unreachable(
+def short_read(missing: int) -> StorageUnreachable:
+    return StorageUnreachable(
         f"a read ended {missing} bytes before the end of the file",
         "check the disk or the mount",
         "short read",

@@ -16,7 +16,7 @@ from typing import Any
 
 from overlord.errors import SourceError, StorageError
 from overlord.sources import clean_tables as cols
-from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
+from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, StorageUnreachable
 from overlord.sources.file_errors import classify, give_up_error, is_disk
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
@@ -212,11 +212,11 @@ class ChunkReader:
     @contextmanager
     def no_wait(self) -> Iterator[None]:
         """Within this context a failing read raises ``WouldBlock`` and is not retried."""
-        self.stats.hasty = True
+        self.stats.no_wait = True
         try:
             yield
         finally:
-            self.stats.hasty = False
+            self.stats.no_wait = False
 
     @property
     def store_metrics(self) -> dict[str, Any] | None:
@@ -283,7 +283,7 @@ class ChunkReader:
         )
 
     def _error(self, file: File, error: OSError | ValueError) -> SourceError:
-        if isinstance(error, Unreachable):
+        if isinstance(error, StorageUnreachable):
             return StorageError(self.index.source, error.problem, file.path, error.remedy)
         if isinstance(error, BadFile):
             return SourceError(self.index.source, error.problem, file.path, error.remedy)

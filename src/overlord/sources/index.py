@@ -28,7 +28,7 @@ from overlord.sources.base import (
     File,
     Format,
     ReadOptions,
-    Unreachable,
+    StorageUnreachable,
     concat_chunks,
     make_chunks,
     no_rows_chunk,
@@ -232,7 +232,7 @@ def default_cache_dir() -> Path:
     return Path(base) / "index"
 
 
-def shown(path: Any) -> str:
+def path_text(path: Any) -> str:
     return str(path) if isinstance(path, (str, os.PathLike)) else f"{len(path)} paths"
 
 
@@ -258,7 +258,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
             problem = f"expected files, a dataset or a factory, got {type(spec.path).__name__}"
             return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
         given = format_named(spec.format, spec.name) if spec.format else None
-        at(spec.name, shown(spec.path), LISTING)
+        at(spec.name, path_text(spec.path), LISTING)
         access, files = Files.resolve(
             spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES
         )
@@ -322,7 +322,7 @@ def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
             work.stale = True
-        except (BadFile, Unreachable) as error:
+        except (BadFile, StorageUnreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
         except (OSError, ValueError) as error:  # ValueError includes Arrow's errors
             work.problems.append(
@@ -413,11 +413,13 @@ def _bad_files_error(
     if len(problems) == 1:
         path, problem, remedy = problems[0]
         return SourceError(source, problem, path, remedy)
-    shown = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
+    listed = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
     more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     remedies = "; ".join(dict.fromkeys(remedy for _, _, remedy in problems if remedy))
     return SourceError(
-        source, f"{len(problems)} of its {total} files cannot be used{shown}{more}", remedy=remedies
+        source,
+        f"{len(problems)} of its {total} files cannot be used{listed}{more}",
+        remedy=remedies,
     )
 
 

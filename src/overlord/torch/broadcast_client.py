@@ -27,7 +27,7 @@ from overlord.client.step import Step
 from overlord.client.step_queue import State, StepQueue
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
-from overlord.constructor.compact import seen
+from overlord.constructor.compact import for_view
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
@@ -253,7 +253,7 @@ class BroadcastClient(Client):
             slab=self._pool,
         )
         if wide is not None and bucket.form is not None and not self._view.sliced:
-            wide, form = seen(wide, bucket.form, self._view)
+            wide, form = for_view(wide, bucket.form, self._view)
             bucket = replace(bucket, wide=wide, form=form)
         else:
             whole = content["microbatches"] if wide is None else bucket.microbatches

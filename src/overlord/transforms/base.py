@@ -274,7 +274,10 @@ def function_fingerprint(fn: Any) -> str:
     """
     if isinstance(fn, functools.partial):
         return digest(
-            "partial", function_fingerprint(fn.func), _plain(fn.args), _plain(fn.keywords)
+            "partial",
+            function_fingerprint(fn.func),
+            _constant_text(fn.args),
+            _constant_text(fn.keywords),
         )
     own = getattr(fn, "fingerprint", None)
     if callable(own) and not inspect.isclass(fn):
@@ -282,9 +285,13 @@ def function_fingerprint(fn: Any) -> str:
     if inspect.ismethod(fn):
         return digest("method", function_fingerprint(fn.__func__), _object_fingerprint(fn.__self__))
     if inspect.isfunction(fn):
-        cells = [_plain(_cell(cell)) for cell in fn.__closure__ or ()]
+        cells = [_constant_text(_cell(cell)) for cell in fn.__closure__ or ()]
         return digest(
-            "function", _code_text(fn), _plain(fn.__defaults__), _plain(fn.__kwdefaults__), *cells
+            "function",
+            _code_text(fn),
+            _constant_text(fn.__defaults__),
+            _constant_text(fn.__kwdefaults__),
+            *cells,
         )
     if inspect.isbuiltin(fn) or inspect.isclass(fn):
         return digest("named", f"{getattr(fn, '__module__', '')}.{function_name(fn)}")
@@ -298,7 +305,7 @@ def _object_fingerprint(thing: Any) -> str:
     except (OSError, TypeError):
         text = f"{cls.__module__}.{cls.__qualname__}"
     state = {} if inspect.isclass(thing) else getattr(thing, "__dict__", {})
-    return digest(text, *(f"{name}={_plain(state[name])}" for name in sorted(state)))
+    return digest(text, *(f"{name}={_constant_text(state[name])}" for name in sorted(state)))
 
 
 def _code_text(fn: Any) -> str:
@@ -321,13 +328,14 @@ def _cell(cell: Any) -> Any:
         return None
 
 
-def _plain(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_constant_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{_plain(k)}: {_plain(v)}' for k, v in value.items()))}}}"
+        items = (f"{_constant_text(k)}: {_constant_text(v)}" for k, v in value.items())
+        return f"{{{', '.join(sorted(items))}}}"
     if inspect.isfunction(value):
         return _code_text(value)
     return type(value).__qualname__

@@ -35,7 +35,7 @@ class Unfit(Exception):
     """A column of which no row can be read in the requested form."""
 
 
-def plain(table: pa.Table) -> pa.Table:
+def without_dictionaries(table: pa.Table) -> pa.Table:
     """Return the table without dictionaries and views.
 
     Arrow cannot join dictionaries with other columns, and cannot take rows from views.

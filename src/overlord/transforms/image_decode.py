@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.errors import TransformError
 from overlord.extras import pip_install
-from overlord.transforms.image_header import BadImage, Header, Limits, header
+from overlord.transforms.image_header import BadImage, ImageHeader, ImageLimits, header
 from overlord.transforms.image_items import Prefix
 
 # A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if the result is still this many times as
@@ -52,7 +52,7 @@ _OPEN: dict[
     "GIF": GifImagePlugin.GifImageFile,
 }
 # The loader has already checked the limits.
-_NO_LIMITS = Limits(
+_NO_LIMITS = ImageLimits(
     max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
 )
 _TURNS = {
@@ -121,7 +121,7 @@ def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
     return next((s for s in (8, 4, 2) if w >= GAP * s * wanted[0] and h >= GAP * s * wanted[1]), 1)
 
 
-def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, int]:
+def _pixels(data: np.ndarray, image_header: ImageHeader, scale: int) -> tuple[Any, int]:
     """Return an image of mode L or RGB in stored orientation, and the factor of its reduction."""
     width, height = image_header.stored
     if image_header.format == "JPEG" and image_header.mode != "CMYK":
@@ -140,7 +140,7 @@ def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, in
     return image, scale
 
 
-def _jpeg(data: np.ndarray, image_header: Header, scale: int) -> np.ndarray | None:
+def _jpeg(data: np.ndarray, image_header: ImageHeader, scale: int) -> np.ndarray | None:
     """Decode a JPEG; return None for a subsampling that only Pillow reads."""
     width, height = (-(-side // scale) for side in image_header.stored)
     options = {
@@ -179,7 +179,7 @@ class _TruncatedFlag:
 _thread = threading.local()
 
 
-def _pillow(data: np.ndarray, image_header: Header) -> Any:
+def _pillow(data: np.ndarray, image_header: ImageHeader) -> Any:
     if not isinstance(flag := ImageFile.LOAD_TRUNCATED_IMAGES, _TruncatedFlag) and flag:
         ImageFile.LOAD_TRUNCATED_IMAGES = _TruncatedFlag(flag)
     _thread.decoding = True

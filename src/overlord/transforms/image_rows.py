@@ -35,7 +35,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
-from overlord.transforms.row_functions import Frame
+from overlord.transforms.row_functions import RowFrame
 
 log = logging.getLogger("overlord")
 
@@ -224,7 +224,7 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
     return PlannedImages(row[kept], prefixes, [files[k] for k in kept]), bad
 
 
-def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> None:
+def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> None:
     """Insert placeholders into the ids of a frame, and add metadata and item numbers."""
     images, bad = plan_images(frame.table, spec)
     rest = [n for n in frame.table.column_names if n not in spec.columns and n != RANDOM_KEY]
@@ -272,7 +272,7 @@ def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
 
 
 def _drop_bad(
-    frame: Frame, images: PlannedImages, ids: Ragged, bad: Bad
+    frame: RowFrame, images: PlannedImages, ids: Ragged, bad: Bad
 ) -> tuple[PlannedImages, Ragged]:
     """Return images and ids without the bad rows."""
     if not bad:
@@ -348,7 +348,7 @@ class ImageTotals:
 
 
 def add_items(
-    block: Block, frame: Frame, chosen: Column, spec: Images, totals: ImageTotals
+    block: Block, frame: RowFrame, chosen: Column, spec: Images, totals: ImageTotals
 ) -> None:
     """Add the images of the samples to the block. ``chosen``: their numbers.
 

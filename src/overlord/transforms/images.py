@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.hashing import U64, digest, mix64
 from overlord.transforms.base import column_problems, flag_problems, refuse
-from overlord.transforms.image_header import BadImage, Header, Limits
+from overlord.transforms.image_header import BadImage, ImageHeader, ImageLimits
 from overlord.transforms.image_items import DTYPES, MAX_TOKENS, Prefix
 
 AT = ("start", "marker", "end")
@@ -60,10 +60,10 @@ class Images:
     max_images: int = field(default=64, kw_only=True)
     animated: str = field(default="first", kw_only=True)
     place: str = field(default="auto", kw_only=True)
-    max_pixels_in: int = field(default=Limits().max_pixels_in, kw_only=True)
-    max_decoded_bytes: int = field(default=Limits().max_decoded_bytes, kw_only=True)
-    max_file_bytes: int = field(default=Limits().max_file_bytes, kw_only=True)
-    max_aspect: float = field(default=Limits().max_aspect, kw_only=True)
+    max_pixels_in: int = field(default=ImageLimits().max_pixels_in, kw_only=True)
+    max_decoded_bytes: int = field(default=ImageLimits().max_decoded_bytes, kw_only=True)
+    max_file_bytes: int = field(default=ImageLimits().max_file_bytes, kw_only=True)
+    max_aspect: float = field(default=ImageLimits().max_aspect, kw_only=True)
     kind: ClassVar[str] = "images"
     user_code: ClassVar[bool] = False
     holds_lock: ClassVar[bool] = False
@@ -163,8 +163,8 @@ class Images:
         return self.patch * self.merge
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> ImageLimits:
+        return ImageLimits(
             max_pixels_in=self.max_pixels_in,
             max_decoded_bytes=self.max_decoded_bytes,
             max_file_bytes=self.max_file_bytes,
@@ -191,7 +191,7 @@ class Images:
         )
 
     def plan(
-        self, image_header: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
+        self, image_header: ImageHeader, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
     ) -> Prefix:
         """Plan an image.
 

@@ -36,15 +36,15 @@ from overlord.planning.balance.methods import (
     register_balance,
     zigzag,
 )
-from overlord.planning.balance.placement import PackingProblem, Placement
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 
 __all__ = [
     "LEVELS",
     "METHODS",
     "OBJECTIVES",
     "BalanceFn",
+    "ItemPlacement",
     "PackingProblem",
-    "Placement",
     "greedy",
     "karmarkar_karp",
     "method_named",
@@ -70,7 +70,7 @@ def place(
     level: str = "both",
     objective: str = "iteration",
     keep_order: bool = False,
-) -> Placement:
+) -> ItemPlacement:
     """Return buckets and microbatches for all items.
 
     Capacity and memory bounds hold whatever the method does.
@@ -86,7 +86,7 @@ def place(
     return found
 
 
-def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> Placement:
+def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> ItemPlacement:
     if keep_order:
         return (
             placement.first(p, (placement.in_runs,))
@@ -118,7 +118,7 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> P
     )
 
 
-def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | None:
+def _by_method(p: PackingProblem, level: str, objective: str) -> ItemPlacement | None:
     """Place by the requested method, if necessary with one additional microbatch.
 
     Greedy takes over where the method fails.
@@ -143,10 +143,10 @@ def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | Non
 
 def _or_one_more(
     p: PackingProblem,
-    found: Placement,
+    found: ItemPlacement,
     way: placement.Way,
-    time: Callable[[PackingProblem, Placement], float],
-) -> Placement:
+    time: Callable[[PackingProblem, ItemPlacement], float],
+) -> ItemPlacement:
     """Add one microbatch to a full and uneven step, if that pays off and M grows anyway."""
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
@@ -156,7 +156,7 @@ def _or_one_more(
     return found if more is None or time(p, more) + worth > time(p, found) else more
 
 
-def within_memory(p: PackingProblem, found: Placement) -> bool:
+def within_memory(p: PackingProblem, found: ItemPlacement) -> bool:
     assert p.memory is not None
     bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
     return (

@@ -28,7 +28,7 @@ MANY = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
+class ItemPlacement:
     """Bucket and microbatch of every item, and the way that found them."""
 
     bucket: np.ndarray  # int32
@@ -82,10 +82,10 @@ class PackingProblem:
         return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
-Way = Callable[[PackingProblem, int], Placement | None]
+Way = Callable[[PackingProblem, int], ItemPlacement | None]
 
 
-def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
+def first(p: PackingProblem, ways: Iterable[Way]) -> ItemPlacement:
     """Return the placement of the first way that keeps the capacity.
 
     It has as few microbatches as any of the ways needs.
@@ -103,16 +103,16 @@ def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
     return found
 
 
-def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> Placement | None:
+def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> ItemPlacement | None:
     return next((found for way in ways if (found := way(p, m)) is not None), None)
 
 
-def heaviest(p: PackingProblem, found: Placement) -> float:
+def heaviest(p: PackingProblem, found: ItemPlacement) -> float:
     """Return the time of a step whose ranks wait once: the cost of the slowest rank."""
     return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
 
 
-def waited(p: PackingProblem, found: Placement) -> float:
+def waited(p: PackingProblem, found: ItemPlacement) -> float:
     """Return the time of a step whose ranks wait after every microbatch.
 
     It is the sum over indices of the slowest bin.
@@ -122,7 +122,7 @@ def waited(p: PackingProblem, found: Placement) -> float:
     return float(np.cumsum(loads.max(axis=1))[-1])
 
 
-def two_level(p: PackingProblem, m: int) -> Placement | None:
+def two_level(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Level buckets by cost, then the microbatches of each bucket.
 
     Bucket totals differ by a fraction of a percent.
@@ -130,19 +130,19 @@ def two_level(p: PackingProblem, m: int) -> Placement | None:
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
-def whole(p: PackingProblem, m: int) -> Placement | None:
+def whole(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place into one microbatch: ranks wait for each other once a step, whatever the objective."""
     return two_level(p, m) if m == 1 else None
 
 
-def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
+def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> ItemPlacement | None:
     if (
         not fits(bucket, p.sizes, p.n_buckets, m * p.capacity)
         or (microbatch := _inside(p, bucket, m)) is None
     ):
         return None
     microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
-    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
@@ -227,14 +227,14 @@ def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
     return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
 
 
-def inside_round_robin(p: PackingProblem, m: int) -> Placement | None:
+def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Give items to buckets in turn; only the microbatches of each are balanced."""
     return _then_inside(
         p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
     )
 
 
-def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
+def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
     """Keep stream order in every bucket, divided evenly into microbatches.
 
     The division is by count if nothing is balanced, else by size.
@@ -253,7 +253,7 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
         capacity=p.capacity,
         by_count=p.method == "none",
     )
-    return Placement(
+    return ItemPlacement(
         bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside"
     )
 
@@ -267,12 +267,12 @@ def runs(p: PackingProblem, m: int) -> np.ndarray:
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
 
-def in_runs(p: PackingProblem, m: int) -> Placement | None:
+def in_runs(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Use the k-th run of the stream as microbatch k of all buckets; only buckets are chosen."""
     return _dealt(p, runs(p, m), m, "runs of the stream")
 
 
-def by_substep(p: PackingProblem) -> Placement:
+def by_substep(p: PackingProblem) -> ItemPlacement:
     """Use sub-draw k as microbatch k of all buckets.
 
     A sub-draw that does not fit takes as many microbatches as it needs.
@@ -295,7 +295,7 @@ def by_substep(p: PackingProblem) -> Placement:
     return placed
 
 
-def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement | None:
+def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlacement | None:
     """Balance every index over the buckets.
 
     The heaviest bin of an index goes to the bucket with the lowest total so far.
@@ -307,7 +307,7 @@ def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement |
         bins[rows] = found + k * p.n_buckets
     bins = none_empty(bins, p.costs, m, p.n_buckets)
     bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
-    return Placement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
 
 
 def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -339,14 +339,14 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
     )
 
 
-def flat(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def flat(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place by LPT over all bins at once."""
     return _arranged(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
 
-def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Fill indices that cannot be low with as much work as they hold, and place the rest by LPT.
 
     If LPT finds no room for the rest, more indices are filled: that packs tighter.
@@ -422,7 +422,7 @@ def _with_the_rest(
     return bins
 
 
-def alternating(p: PackingProblem, m: int) -> Placement | None:
+def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Minimize the sum of the slowest rank and of the slowest bin of every index.
 
     This is for ranks that wait at both, after every microbatch and once a step.
@@ -433,7 +433,7 @@ def alternating(p: PackingProblem, m: int) -> Placement | None:
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
 
 
-def _with_totals(p: PackingProblem, m: int) -> Placement | None:
+def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``levelled``, but give a bucket with light bins more in its other microbatches."""
     n, filled = p.n_buckets, _filled(p, m)
     if filled is None:
@@ -460,7 +460,7 @@ def _numbered(
     m: int,
     way: str,
     once: bool,
-) -> Placement:
+) -> ItemPlacement:
     """Assign microbatch indices to bins that have a bucket.
 
     Heavy bins come first in every bucket, so that the microbatches of an index are alike.
@@ -473,21 +473,21 @@ def _numbered(
     microbatch = spread(
         bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound()
     )
-    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
 
 
-def own_bins(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def own_bins(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place all bins by a method that is not greedy."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
     return _arranged(p, bins, m, f"bins of {p.method}", once)
 
 
-def own_bins_swapped(p: PackingProblem, m: int) -> Placement | None:
+def own_bins_swapped(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``own_bins``, then swap bins between buckets until those are level."""
     return own_bins(p, m, once=True)
 
 
-def better_flat(p: PackingProblem, m: int) -> Placement | None:
+def better_flat(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place all bins at once: the better of flat and levelled.
 
     With one microbatch, ranks wait for each other once a step, whatever the objective.
@@ -500,7 +500,7 @@ def better_flat(p: PackingProblem, m: int) -> Placement | None:
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 
-def tight(p: PackingProblem, m: int) -> Placement | None:
+def tight(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place steps that are too full for two levels: all bins at once.
 
     Then bins are swapped between buckets until those are level.
@@ -509,7 +509,7 @@ def tight(p: PackingProblem, m: int) -> Placement | None:
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
 
 
-def _best_fit(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def _best_fit(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     if _hurried(p):
         return None
     return _arranged(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
@@ -521,7 +521,7 @@ def _hurried(p: PackingProblem) -> bool:
 
 def _arranged(
     p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
-) -> Placement | None:
+) -> ItemPlacement | None:
     """Sort bins by load and divide them into microbatch indices.
 
     The heaviest bin of each index goes to the bucket with the lowest total so far.
@@ -541,4 +541,4 @@ def _arranged(
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
         return _numbered(p, bins, bucket_of, loads, m, way, once)
     microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
-    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)

@@ -48,7 +48,7 @@ __all__ = [
     "Scaled",
     "Sum",
     "Transformer",
-    "asked",
+    "checked_costs",
     "fingerprint_of",
     "fit",
     "llama_12b",
@@ -101,7 +101,7 @@ def named(cost: CostFn | str) -> CostFn:
     return known[cost]
 
 
-def asked(
+def checked_costs(
     cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost"
 ) -> np.ndarray:
     """Return the checked costs of n nodes from a function, which may be user code."""

@@ -21,8 +21,14 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
 from overlord.plan.plan import LoadingPlan, check_modules
-from overlord.planning.balance.balance import ONCE, PackingProblem, Placement, method_named, place
-from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
+from overlord.planning.balance.balance import (
+    ONCE,
+    ItemPlacement,
+    PackingProblem,
+    method_named,
+    place,
+)
+from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
 from overlord.planning.graph.assignment import assignment_of, check_memory, check_module
 from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
 from overlord.planning.images.items import (
@@ -65,7 +71,7 @@ class DGraph:
     memory_capacity: float = 0.0
     unit: str = ""  # of the costs, if the cost function has one ("s")
     capacity: int = 0
-    placement: Placement | None = None
+    placement: ItemPlacement | None = None
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # applied primitives, for display
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
@@ -254,8 +260,8 @@ class DGraph:
         }
         try:
             costs, held = (
-                asked(fn, columns, n),
-                None if memory is None else asked(memory, columns, n, "memory"),
+                checked_costs(fn, columns, n),
+                None if memory is None else checked_costs(memory, columns, n, "memory"),
             )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
@@ -338,7 +344,7 @@ class DGraph:
             capacity,
         )
 
-    def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
+    def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
         """Return the graph with a given placement, for strategies that do not balance."""
         done = f"{what}: {placement.way}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))

@@ -16,7 +16,7 @@ from overlord.batch import Batch
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def planned_graph(
         weights=dict(plan.extra.get("weights", {})),
         sync=sync,
     )
-    placement = Placement(
+    placement = ItemPlacement(
         bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned"
     )
     binding = Binding(index=read_only(loader.astype(np.int32)), names=loaders)

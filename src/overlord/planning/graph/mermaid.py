@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from overlord.planning.balance.balance import Placement
+    from overlord.planning.balance.balance import ItemPlacement
     from overlord.planning.graph.dgraph import DGraph
 
 SHOWN = 8  # sources, loaders and buckets with a box of their own
@@ -71,7 +71,7 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
     return lines
 
 
-def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
+def _buckets(graph: DGraph, p: ItemPlacement, n: int, origin: str) -> list[str]:
     """Return the lines of all buckets if there are few.
 
     Of many, return the most expensive and the lightest, which show an imbalance.

@@ -17,7 +17,7 @@ import numpy as np
 from overlord.array_order import in_documents
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
-from overlord.planning.balance.placement import PackingProblem, Placement, nested
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem, nested
 from overlord.sample import Buffer, Ragged
 
 PER = ("iteration", "microbatch")
@@ -169,7 +169,7 @@ def follow(
     method: str,
     per: str,
     stay: bool,
-) -> Placement:
+) -> ItemPlacement:
     """Balance items by the placement of their samples.
 
     ``per="microbatch"``: items of a slot are balanced together and keep the slot. ``stay``: a rank
@@ -201,7 +201,7 @@ def follow(
     way = ("inside the groups" if stay else "over all ranks") + (
         ", slot by slot" if per == "microbatch" else ""
     )
-    return Placement(
+    return ItemPlacement(
         bucket=ranks[group, bins].astype(np.int32),
         microbatch=slot.astype(np.int32, copy=False),
         n_microbatches=m,

@@ -64,6 +64,7 @@ __all__ = [
     "Staged",
     "Temperature",
     "Weights",
+    "as_float",
     "bind",
     "by_source",
     "constant",
@@ -73,7 +74,6 @@ __all__ = [
     "linear",
     "make",
     "odm",
-    "plain",
     "register_schedule",
     "staged",
     "temperature",
@@ -204,7 +204,7 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
                 "mixture",
             )
         given = dict(zip(names, given, strict=True))
-    given = {name: plain(weight) for name, weight in given.items()}
+    given = {name: as_float(weight) for name, weight in given.items()}
     known = [given.get(name, 0.0) for name in names]
     # Called at every step, so valid weights take a fast check. Only invalid ones are examined in
     # detail.
@@ -218,7 +218,7 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
     return [float(w) for w in known]
 
 
-def plain(weight: Any) -> Any:
+def as_float(weight: Any) -> Any:
     """Return a number of any library as a float, and other values unchanged for the check."""
     return (
         float(weight)
