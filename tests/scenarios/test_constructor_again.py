@@ -70,13 +70,13 @@ class Started:
         box = RemoteStepQueue(
             rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S
         )
-        box._before = next_step - 1 if taken is None else taken
+        box._acked_before = next_step - 1 if taken is None else taken
 
         def is_linked() -> bool:
             box._try_again(1.0)
             return box._link is not None or box._ended
 
-        with box._mine:
+        with box._read_lock:
             until(is_linked)
         return box
 
@@ -148,7 +148,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
     tcp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        remote_queue, "GLANCE_S", 10.0
+        remote_queue, "EARLY_DIAL_S", 10.0
     )  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
     doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]

@@ -132,7 +132,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
             lambda words, seconds: said.append(words),
         )
     got = {client.rank: [written(next(client))] for client in clients}
-    until(lambda: min(len(client._inbox) for client in clients) == 4)
+    until(lambda: min(len(client._queue) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
     kill(session, "constructor-worker/0")
     until(lambda: session.internals.runtime.pool.constructors[0].lost)  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def test_a_trainer_and_its_constructor_that_die_together(session: ov.Session, ca
     first, other = connected(served)
     got = {0: [written(next(first)) for _ in range(3)], 1: [written(next(other)) for _ in range(2)]}
     until(lambda: taken_by(session, 0) == 2)
-    first._inbox._drop_link("it died")  # type: ignore[attr-defined]
+    first._queue._drop_link("it died")  # type: ignore[attr-defined]
     first._asking = None  # type: ignore[attr-defined]
     kill(session, "constructor-worker/0")
     again = ov.connect(served, 0, served.token, stall_limit_s=30.0)
@@ -280,9 +280,9 @@ def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all
     ) as session:
         clients = [session.client(rank) for rank in range(3)]
         got = {rank: [written(next(client))] for rank, client in enumerate(clients)}
-        until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
+        until(lambda: [len(client._queue) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
+            patch.setattr(RemoteStepQueue, "_reconnect_early", lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]

@@ -226,7 +226,7 @@ def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_t
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
         take(clients, 4, got)
         with monkeypatch.context() as patch:
-            until(lambda: all(len(client._inbox) >= 2 for client in clients))
+            until(lambda: all(len(client._queue) >= 2 for client in clients))
             replace_it = replaced_when(patch, session)
             take(clients, 1, got)
             replace_it()
@@ -256,7 +256,7 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 4, {0: [], 1: []})
-        until(lambda: all(len(client._inbox) >= 2 for client in clients))
+        until(lambda: all(len(client._queue) >= 2 for client in clients))
         replace_it = replaced_when(monkeypatch, session)
         take(clients, 1, {0: [], 1: []})
         take(clients[:1], 1, {0: []})
@@ -441,9 +441,9 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
         clients = [ov.connect(served, rank, served.token) for rank in range(3)]
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
         take(clients, 1, got)
-        until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
+        until(lambda: [len(client._queue) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
+            patch.setattr(RemoteStepQueue, "_reconnect_early", lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]

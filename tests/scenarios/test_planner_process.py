@@ -484,7 +484,7 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name
     with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
         before = play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) == 2)
+        until(lambda: min(len(client._queue) for client in clients) == 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(
             lambda: (
@@ -505,7 +505,7 @@ def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: s
     with launch(job(until=STEPS, journal=journal), lost_after_s=600.0, **APART) as session:
         play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client._queue) for client in clients) >= 2)
         pid = planner_of(session)
         halt(pid)
         savers = [session.state_dict, *(client.state_dict for client in clients)]
@@ -577,7 +577,7 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
         for _ in range(3):
-            until(lambda: min(len(client._inbox) for client in clients) >= 2)
+            until(lambda: min(len(client._queue) for client in clients) >= 2)
             meanwhile(session)
             taken += _take(clients, 6)
         return taken, session.metrics()["feedback"]
@@ -605,7 +605,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
     def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> list[list[Any]]:
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client._queue) for client in clients) >= 2)
         meanwhile(session)
         taken += _take(clients, 2)
         assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
@@ -626,7 +626,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
     with launch(replace(made, journal=journal), prefetch=4, max_restarts=0, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         _take(clients, 5)
-        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        until(lambda: min(len(client._queue) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(lambda: isinstance(session.internals.runtime.planner.finished, EndOfJob))
         _take(clients, 2)

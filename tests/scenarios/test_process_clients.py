@@ -186,7 +186,7 @@ def test_questions_are_answered_while_a_trainer_waits(tmp_path: Path) -> None:
             )
         )
         before = time.monotonic()
-        assert [len(client._inbox) for client in clients] == [0, 0]
+        assert [len(client._queue) for client in clients] == [0, 0]
         for _ in range(20):
             session.metrics()
             session.summary_buffer()

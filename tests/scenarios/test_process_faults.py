@@ -96,7 +96,7 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
         **ENDS,
     ) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        until(lambda: min(len(session.client(rank)._queue) for rank in range(2)) == 4)
         os.kill(hosts["loader-worker/1"], signal.SIGKILL)
         start = time.monotonic()
         ends = ends_of(session)
@@ -146,7 +146,7 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
 ) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
-        until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
+        until(lambda: min(len(session.client(rank)._queue) for rank in range(2)) == 4)
         session.kill("constructor-worker/1")
         start = time.monotonic()
         ends = ends_of(session)
@@ -197,7 +197,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
             for rank in range(2)
         ]
         got = [[written(next(client)) for client in clients] for _ in range(5)]
-        until(lambda: min(len(client._inbox) for client in clients) == 4)
+        until(lambda: min(len(client._queue) for client in clients) == 4)
         server.process.kill()
         start = time.monotonic()
         assert not left_after(list(map(int, pids)), SOON_S), (
@@ -225,7 +225,7 @@ def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
         address, token, *pids = server.line().split()
         with ov.connect(address, 0, token, reconnect_s=5.0) as client:
             assert next(client).step == 0
-            until(lambda: len(client._inbox) == 3)
+            until(lambda: len(client._queue) == 3)
             server.say("")
             assert server.line() == "closed"
             steps, error = rest_of(client)

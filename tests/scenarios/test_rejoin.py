@@ -134,7 +134,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
         served = session.serve()
         first = ov.connect(served, 0, served.token)
         got = take(first, 2)
-        until(lambda: len(first._inbox) == 4)  # they are in its process
+        until(lambda: len(first._queue) == 4)  # they are in its process
         with ov.connect(served, 0, served.token) as second:
             assert got + take(second, len(wanted) - 2) == wanted
         with pytest.raises(OverlordError, match="another client of this rank has connected"):

@@ -215,7 +215,7 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
     with launch(made, "local", prefetch=1) as session:
         clients = {r: session.client(r) for r in range(2)}
         of_all(clients)
-        until(lambda: len(clients[0]._inbox))
+        until(lambda: len(clients[0]._queue))
         box: list[ov.Step] = []
         with (
             session.internals.switching,
@@ -223,7 +223,7 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
         ):
             thread = threading.Thread(target=lambda: box.append(next(clients[0])))
             thread.start()
-            until(lambda: not len(clients[0]._inbox))
+            until(lambda: not len(clients[0]._queue))
             blueprint = session.internals.generation.prepared.placed(place)
             begin_generation(session.internals, blueprint, state, "", together=True)
         thread.join(WAIT_S)
@@ -264,10 +264,10 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
     if runtime == "process":
         said = "\n".join(r.message for r in caplog.records)
         assert (
-            "rank 0: the constructor of rank 0: it closed the connection, as it does when the "
-            "session is rewound" in said
+            "rank 0: connection to the constructor of rank 0 lost: connection closed by the session "
+            "(rewind, reshard or end)" in said
         )
-        assert "rank 0: the constructor of rank 0 reconnected after" in said
+        assert "rank 0: reconnected to the constructor of rank 0 after" in said
 
 
 def in_parallel(clients: dict[int, Any]) -> tuple[int, Counter[Any]]:

@@ -153,7 +153,7 @@ def _launched(
                     if client.rank == slow:
                         starving.wait(0.05)
                         starving.clear()
-                    elif not len(client._inbox):
+                    elif not len(client._queue):
                         starving.set()
                     out.put(client.rank, next(client))
             except StopIteration:

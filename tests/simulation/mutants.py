@@ -340,7 +340,10 @@ MUTANTS = (
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
-        ((PublishedQueue, "send_from", _send_again), (RemoteStepQueue, "_take_in", _deliver_twice)),
+        (
+            (PublishedQueue, "send_from", _send_again),
+            (RemoteStepQueue, "_handle_message", _deliver_twice),
+        ),
         10,
     ),
     Mutant(

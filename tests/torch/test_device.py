@@ -370,7 +370,7 @@ def test_slots_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Pa
         client = session.client(0)
         steps = ot.DevicePrefetcher(client, "cuda", depth=3)
         kept = [next(steps)]
-        link = client._inbox._remote._link
+        link = client._queue._remote._link
         kept += list(steps)
         client._state = client.mark()[1]
         gc.collect()

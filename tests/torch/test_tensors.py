@@ -81,7 +81,7 @@ def test_a_tensor_of_a_step_of_another_process_keeps_its_values_and_not_the_step
     with ov.launch(text_job(tmp_path, until=4), runtime="process") as session:
         client = session.client(0)
         step = next(client)
-        link = client._inbox._remote._link
+        link = client._queue._remote._link
         client._state = client.mark()[
             1
         ]  # else the client itself keeps the bytes of the state beside the arrays
@@ -101,7 +101,7 @@ def test_memory_of_another_process_lives_as_long_as_the_last_tensor_of_it(tmp_pa
     with ov.launch(job, runtime="process") as session:
         client = session.client(0)
         step = next(client)
-        link = client._inbox._remote._link
+        link = client._queue._remote._link
         client._state = client.mark()[1]
         assert held(link) == 1
         wanted = np.array(step[0]["labels"])
@@ -118,7 +118,7 @@ def test_a_mark_keeps_no_memory_of_the_channel(tmp_path: Path):
     with ov.launch(text_job(tmp_path, until=3), runtime="process") as session:
         client = session.client(0)
         next(client)
-        link = client._inbox._remote._link
+        link = client._queue._remote._link
         mark, state = client.mark(), client.state_dict()
         assert not np.shares_memory(mark[1].data, client._state.data)
         list(client)

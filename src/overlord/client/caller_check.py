@@ -13,16 +13,14 @@ from typing import Any
 
 from overlord.errors import JobError
 
-SHARING = (
-    "IterableDatasetShard",
-    "DataLoaderDispatcher",
-)  # Accelerate and transformers: one stream, dealt out to all processes
+# Accelerate and transformers: one stream, dealt out to all processes
+SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")
 LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
-Ahead = Callable[
-    [], int
-]  # items that the trainer holds ahead of the training step; asked when the first item is
+# returns the number of items that the trainer holds ahead of the training step; called with the
+# first item
+Ahead = Callable[[], int]
 
 
 def callers() -> Iterator[Any]:

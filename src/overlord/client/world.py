@@ -54,7 +54,7 @@ def world_here(where: str) -> World | None:
 
 
 def _whole(name: str, where: str) -> int:
-    said = os.environ[name]
-    if not said.isdecimal():
-        raise JobError([f"{name}: expected a whole number, got {said!r}"], where)
-    return int(said)
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise JobError([f"{name}: expected a whole number, got {text!r}"], where)
+    return int(text)

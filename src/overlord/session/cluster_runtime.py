@@ -290,7 +290,7 @@ class ClusterRuntime:
             next_step=next_step,
             generation=self._number,
             prefetch=prefetch,
-            beside=self._boxes,
+            siblings=self._boxes,
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:

@@ -208,7 +208,7 @@ class BroadcastClient(Client):
             # Keep it for the next load_state_dict: a prefetching thread may get here first.
             self._early.appendleft(frame)
             raise self._out_of_step("loaded a state", "requested a step")
-        self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
+        self._queue.generation = frame["generation"]  # type: ignore[attr-defined]
         if frame["kind"] == "end":
             self._last = frame["state"]
             raise StopIteration
@@ -316,7 +316,7 @@ class BroadcastClient(Client):
         """Load a state. All ranks of the group call it, as they take steps together."""
         mark = _mark(state)
         if not self.service.fetches:
-            return self._inbox, self._load_too(state, allow, mark)
+            return self._queue, self._load_too(state, allow, mark)
         try:
             for client in self._clients.values():
                 client.load_state_dict(state, allow)
@@ -335,7 +335,7 @@ class BroadcastClient(Client):
         self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )
-        return self._inbox, after
+        return self._queue, after
 
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
         """Load a state on a rank that is served, after its fetcher.
@@ -355,7 +355,7 @@ class BroadcastClient(Client):
             differs = {"state": ("another than this one", "this one")}
             problem = f"rank {self.service.fetcher} loaded another state than this rank"
             raise StateMismatch(differs, "load the same state on every rank", problem)
-        self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
+        self._queue.generation = frame["generation"]  # type: ignore[attr-defined]
         self._over = self._last = self._images = None
         after: State = frame["after"]
         return after
