@@ -305,7 +305,7 @@ class Drawing:
         ids = [i for s in self.steps for i in s.ids]
         bad = [b for s in self.steps for b in s.bad]
         before = np.array(self.stream.passed)
-        bad += self.stream.rest()
+        bad += self.stream.last_failures()
         error = self.stream.error
         return (
             ids,

@@ -25,8 +25,8 @@ class JobError(OverlordError):
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
-            said = self.problems[0]
-            return said if said.startswith(self.where) else f"{self.where}: {said}"
+            problem = self.problems[0]
+            return problem if problem.startswith(self.where) else f"{self.where}: {problem}"
         return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(
             f"  - {p}" for p in self.problems
         )
@@ -114,7 +114,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
         "sources of the job that the state lacks": new,
         "sources that changed": changed,
     }
-    rows = [f"{what}: {_few(names)}" for what, names in groups.items() if names]
+    rows = [f"{what}: {_shorten(names)}" for what, names in groups.items() if names]
     rows += [f"{part}: saved {a}, got {b}" for part, (a, b) in list(rest.items())[:NAMED]]
     return rows + (
         [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]
@@ -123,7 +123,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     )
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (
         f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     )
@@ -235,4 +235,5 @@ NO_FUNCTION = (
     "strategies, schedules and transforms must be functions of their arguments: no clock, no "
     "random numbers of their own, no memory"
 )
-SAID = "its last output"  # a runtime whose workers log elsewhere names the file in the reason
+# a runtime whose workers log elsewhere names the file in the reason
+LAST_OUTPUT = "its last output"

@@ -93,8 +93,8 @@ class Mesh:
                 return tree
         raise JobError(
             [
-                f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to "
-                f"{ranks.size - 1}, but in no order of pp, dp, cp, tp; "
+                f"expected ranks 0 to {ranks.size - 1} in an order of pp, dp, cp, tp, got another "
+                f"order in {dict(zip(names, ranks.shape, strict=True))}; "
                 "give the mesh's ranks in row-major order, with adjacent dp dimensions"
             ],
             "from_device_mesh",
@@ -127,11 +127,14 @@ class Mesh:
         degrees = {names[name]: int(value) for name, value in given.items()}
         world, left = degrees.pop("", None), math.prod(degrees.values())
         if world is not None and (world % left or ("dp" in degrees and world != left)):
-            said = " x ".join(
+            given_text = " x ".join(
                 f"{name}={value}" for name, value in given.items() if name != "WORLD_SIZE"
             )
             raise JobError(
-                [f"WORLD_SIZE={world} is not {'' if 'dp' in degrees else 'a multiple of '}{said}"],
+                [
+                    f"WORLD_SIZE: expected {'' if 'dp' in degrees else 'a multiple of '}"
+                    f"{given_text}, got {world}; change one of them"
+                ],
                 "from_env",
             )
         if world is not None:
@@ -163,7 +166,8 @@ class Mesh:
             raise JobError([f"expected a whole number of at least 0, got {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
             raise JobError(
-                [f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what
+                [f"expected at most {self.dp - 1} of the {self.dp} replicas of {self}, got {n}"],
+                what,
             )
         return replace(self, dp=dp)
 
@@ -321,11 +325,11 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
 
 def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
     """Return the environment with the caller's world size, or raise if it contains another one."""
-    said = str(env.get("WORLD_SIZE", "")).strip()
-    if said not in ("", str(world_size)):
+    given_text = str(env.get("WORLD_SIZE", "")).strip()
+    if given_text not in ("", str(world_size)):
         raise JobError(
             [
-                f"world_size: expected WORLD_SIZE={said} of the environment, got "
+                f"world_size: expected WORLD_SIZE={given_text} of the environment, got "
                 f"{world_size}; leave world_size out"
             ],
             "from_env",

@@ -433,10 +433,10 @@ class Buffer:
         """Return a buffer of the chosen rows, in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
         meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
-        beside: dict[str, Any] = {
+        optional: dict[str, Any] = {
             n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None
         }
-        return replace(self, **picked, **beside, meta=meta)
+        return replace(self, **picked, **optional, meta=meta)
 
     @staticmethod
     def from_columns(

@@ -845,7 +845,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         place(problem, level="all")
     with pytest.raises(PlanError, match="known: iteration, microbatch"):
         place(problem, objective="step")
-    with pytest.raises(PlanError, match="level 'interleaved' goes without keep_order"):
+    with pytest.raises(PlanError, match="level 'interleaved': expected keep_order=False"):
         place(problem, level="interleaved", keep_order=True)
     with pytest.raises(PlanError, match=r"known: greedy, karmarkar_karp"):
         place(

@@ -330,7 +330,7 @@ def test_levels_without_an_objective_of_their_own_are_the_same_under_every_sync(
         for sync in ("microbatch", "step")
     ]
     assert found[0].digest() == found[1].digest()
-    with pytest.raises(PlanError, match=r'level .* goes with objective "iteration"'):
+    with pytest.raises(PlanError, match=r'level .*: expected objective "iteration"'):
         ov.DGraph.from_buffer(drawn([1, 2]), ov.ClientPlaceTree()).mix().distribute("DP").balance(
             level=level, objective="microbatch"
         )

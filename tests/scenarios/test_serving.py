@@ -559,7 +559,7 @@ def test_reports_travel_and_wrong_ones_are_told_where_they_are_said() -> None:
         clients = join_all(session.serve(), 1)
         take(clients[0], 2)
         clients[0].report(1, {"loss/a": 2.0, "loss/b": float("nan")})
-        with pytest.raises(JobError, match="step 5 was not handed to this rank"):
+        with pytest.raises(JobError, match="expected a step that this rank has taken, got step 5"):
             clients[0].report(5, {"loss/a": 1.0})
         with pytest.raises(JobError, match="expected a finite number"):
             clients[0].report(1, {"loss/a": "much"})  # type: ignore[dict-item]

@@ -562,8 +562,7 @@ def test_choosing_needs_something_to_choose_from():
 def test_looking_ahead_goes_with_samples_only():
     found = refused(lambda: job(look_ahead=4, batch=Batch(tokens=64, context=16)))
     assert (
-        "look_ahead: 4 goes with a batch in samples only; give batch.samples, or set look_ahead=1"
-        in found
+        "look_ahead: 4 needs a batch in samples; give batch.samples, or set look_ahead=1" in found
     )
 
 

@@ -44,7 +44,7 @@ class RecordedSteps:
         return RecordedSteps(job, Recovered.of(entries(records), keeping=True))
 
     @property
-    def shown(self) -> str:
+    def journal_text(self) -> str:
         return scrub(str(self.job.journal))
 
     @property
@@ -59,13 +59,13 @@ class RecordedSteps:
             return JobPosition()
         if step < self.oldest:
             note = (
-                f"journal {self.shown}: expected step {step}, got steps from {self.oldest} "
+                f"journal {self.journal_text}: expected step {step}, got steps from {self.oldest} "
                 "on; the answer follows from the job file alone"
             )
             return JobPosition(note=note)
         first = min(step, found.open_step)
         note = (
-            f"step {step} has no plan in journal {self.shown} yet; it is planned as the run "
+            f"step {step} has no plan in journal {self.journal_text} yet; it is planned as the run "
             "will plan it if nothing changes"
         )
         return self._from(

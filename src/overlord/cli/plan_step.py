@@ -110,7 +110,7 @@ def find_sample(
     if answer.status != "gone":
         return answer
     note(
-        f"journal {recorded.shown}: expected the step of {sample}, got steps from "
+        f"journal {recorded.journal_text}: expected the step of {sample}, got steps from "
         f"{recorded.oldest} on; the answer follows from the job file alone"
     )
     return _search(job, sample, within, progress, JobPosition(), note)

@@ -74,7 +74,7 @@ class Client:
         # mesh and broadcasts of the last step
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
         # a step that was refused: the mark before it, the state after it, the step
-        self._back: tuple[Mark, State, Step] | None = None
+        self._refused_step: tuple[Mark, State, Step] | None = None
 
     @property
     def queue(self) -> StepQueue:
@@ -118,7 +118,7 @@ class Client:
 
     def __next__(self) -> Step:
         self._refuse_fork()
-        if (again := self._taken_back()) is not None:
+        if (again := self._retake()) is not None:
             return again
         while True:
             if (begin := self._begin) is not None:
@@ -140,27 +140,27 @@ class Client:
         self._consumed(queue, info.step)
         return Step(info, bucket, self.rank)
 
-    def _taken_back(self) -> Step | None:
+    def _retake(self) -> Step | None:
         """Return a refused step, to be taken again; None without one.
 
         Also None after the session was rewound.
         """
         # read without the gate, which is held during a rewind: ready steps are taken meanwhile
-        if self._back is None:
+        if self._refused_step is None:
             return None
         with self._gate:
-            back, self._back = self._back, None
+            back, self._refused_step = self._refused_step, None
             if back is None or back[0][0] is not self._queue or back[0][1] is not self._state:
                 return None
             _, self._state, step = back
         self.steps += 1
         return step
 
-    def _take_back(self, step: Step, before: Mark) -> None:
+    def _put_back(self, step: Step, before: Mark) -> None:
         """Go back before the last step, unless the session was rewound meanwhile."""
         with self._gate:
             if before[0] is self._queue:
-                self._back, self._state = (before, self._state, step), before[1]
+                self._refused_step, self._state = (before, self._state, step), before[1]
                 self.steps -= 1
 
     def _refuse_fork(self) -> None:
@@ -216,7 +216,7 @@ class Client:
             try:
                 check_count(step, self.microbatches_per_step)
             except PlanError:
-                self._take_back(step, before)
+                self._put_back(step, before)
                 raise
             yield from step
             before = self.mark()
@@ -257,7 +257,7 @@ class Client:
         ``allow`` names parts of the fingerprint that may differ.
         """
         self._queue, self._state = self._rewind(state, allow)
-        self._back = None
+        self._refused_step = None
 
     def close(self) -> None:
         """Close the rank: no other rank waits for it any more."""

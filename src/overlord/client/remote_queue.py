@@ -297,7 +297,7 @@ class RemoteStepQueue:
                         wide,
                         built=built,
                         form=value.form,
-                        slab=self._buffers,
+                        allocate=self._buffers,
                     )
                     if value.encoder_rows is not None:
                         bucket = replace(

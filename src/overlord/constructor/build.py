@@ -87,7 +87,7 @@ class BucketBatch:
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
-    slab: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
+    allocate: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
 
     def for_rank(self, rank: int) -> BucketBatch:
         """Return the batch for the queue of a rank. Ranks with equal content share one object."""
@@ -108,7 +108,7 @@ class BucketBatch:
         return (
             cuts
             if self.form is None
-            else Expander(self.form, np.diff(self.bounds) == 0, self.slab).microbatches(cuts)
+            else Expander(self.form, np.diff(self.bounds) == 0, self.allocate).microbatches(cuts)
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -135,7 +135,7 @@ def report(f: DemoResult, job_yaml: str) -> HtmlReport:
 
 
 def _load_picture(f: DemoResult) -> Picture:
-    k = f.shown
+    k = f.example_step
     mean = float(f.compared["vanilla"].loads[k].sum()) / f.ranks
     bound = float(f.bound[k])
     panels = [

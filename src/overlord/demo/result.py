@@ -62,7 +62,7 @@ class DemoResult:
         return len(self.wanted)
 
     @property
-    def shown(self) -> int:
+    def example_step(self) -> int:
         """The step with the median imbalance without planning: neither best nor worst case."""
         return int(np.argsort(self.compared["vanilla"].bucket, kind="stable")[self.steps // 2])
 

@@ -59,12 +59,12 @@ class Measured:
     constants: Constants
     probes: tuple[Probe, ...]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {
             "version": VERSION,
             "constants": asdict(self.constants),
-            "probes": [probe.plain() for probe in self.probes],
+            "probes": [probe.to_dict() for probe in self.probes],
         }
 
     @staticmethod
@@ -120,7 +120,7 @@ def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Prog
     found = Measured(constants=constants, probes=probes)
     stored.parent.mkdir(parents=True, exist_ok=True)
     new = stored.with_suffix(f".{os.getpid()}.part")
-    new.write_text(json.dumps(found.plain()))
+    new.write_text(json.dumps(found.to_dict()))
     os.replace(new, stored)
     return found
 
@@ -252,7 +252,7 @@ def _colocated(prepared: PreparedJob) -> dict[str, float]:
         )
     half = len(files) // 2
     with _StandInProcess(
-        job="opened",
+        job="open_sources",
         files=files,
         columns=columns,
         counts=[half, len(files)] if half else [len(files)],
@@ -327,7 +327,7 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
         served = session.serve(ranks=[0])
         pids = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
         with _StandInProcess(
-            job="connected", address=str(served.address), token=str(served.token), steps=STEPS
+            job="connect_client", address=str(served.address), token=str(served.token), steps=STEPS
         ) as child:
             client = child.receive()
             began = _cpu_s(pids["constructor-worker/0"])

@@ -77,7 +77,7 @@ class DryRunResult:
     source_s: float = 0.0  # time per step in which each of its loaders is busy
     source_loaders: int = 1
 
-    def why(self, pace_s: float) -> str:
+    def wait_reason(self, pace_s: float) -> str:
         """Describe what trainers wait for at this speed; empty if they hardly wait."""
         if self.most("waited_s") < LEAST_WAIT * pace_s:
             return ""
@@ -108,13 +108,13 @@ def loaders_of(
 
     A source cannot have more loaders than chunks that it reads at a time.
     """
-    asked, job = {}, prepared.job
+    loaders, job = {}, prepared.job
     for load, probe, order in zip(loads_of(prepared), probes, prepared.orders, strict=True):
         most = min(job.shuffle_chunks if order.shuffle else 1, order.n_chunks)
-        asked[load.name] = max(
+        loaders[load.name] = max(
             1, min(most, math.ceil(load.share * batch * probe.row_s / pace_s / BUSY))
         )
-    return asked
+    return loaders
 
 
 class DryRun:
@@ -134,12 +134,12 @@ class DryRun:
         pace_s: float = 1.0,
         clock: Callable[[], float] = lambda: 0.0,
     ):
-        asked = loaders_of(prepared, probes, fleet.batch, pace_s)
+        loaders = loaders_of(prepared, probes, fleet.batch, pace_s)
         hosting = plan_hosts(
             loads_of(prepared),
             cores=fleet.loader_hosts,
             sources_per_host=fleet.sources_per_host,
-            loaders=asked,
+            loaders=loaders,
         )
         self._made = made = prepared.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock
@@ -236,7 +236,7 @@ class DryRun:
         for assembler in self._assemblers:
             for rank in assembler.ranks:
                 assembler.handle(Attach(rank))
-        self._tell([Attach(rank) for rank in range(self._fleet.gpus)])
+        self._handle([Attach(rank) for rank in range(self._fleet.gpus)])
         reported = -1
         for _ in range(MAX_EVENTS):
             if self._trained + 1 >= steps or self._ended:
@@ -269,7 +269,7 @@ class DryRun:
 
     # planner
 
-    def _tell(self, events: Sequence[Any]) -> None:
+    def _handle(self, events: Sequence[Any]) -> None:
         """Pass events to the planner; virtual time advances by the measured time."""
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
@@ -369,7 +369,7 @@ class DryRun:
                 case Evaluate():
                     found, seconds = self._readers[number].evaluate(command)  # type: ignore[assignment]
                 case _:
-                    self._at(self.now + self._c.call_s / 2, partial(self._tell, [command]))
+                    self._at(self.now + self._c.call_s / 2, partial(self._handle, [command]))
                     continue
             free = self._threads[self._host_of[number]]
             end = max(self.now, heapq.heappop(free)) + seconds
@@ -453,7 +453,7 @@ class DryRun:
                 pending += assembler.handle(Consumed(rank, number))
         for c, commands in by_host.items():
             self._build(c, commands)
-        self._at(self.now + self._c.call_s / 2, partial(self._tell, taken))
+        self._at(self.now + self._c.call_s / 2, partial(self._handle, taken))
         self._at(self.now + self._pace_s, self._train)
 
 

@@ -33,7 +33,7 @@ class Probe:
         """The mean number of tokens of a sample."""
         return float(np.mean(self.meta["tokens"]))
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {
             "row_s": self.row_s,

@@ -206,29 +206,29 @@ def popped_by(
     return found, Ragged.concat(pieces)
 
 
-def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
+def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
     """Return the result of a loader hook as rows of its own, or raise if it cannot be used."""
     problem = ""
-    if not isinstance(said, Ragged) or not all(
-        _is_flat_and_whole(array) for array in (said.values, said.offsets)
+    if not isinstance(result, Ragged) or not all(
+        _is_flat_and_whole(array) for array in (result.values, result.offsets)
     ):
-        shown = np.asarray(said.values) if isinstance(said, Ragged) else None
+        shown = np.asarray(result.values) if isinstance(result, Ragged) else None
         kind = (
-            type(said).__name__
+            type(result).__name__
             if shown is None
             else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
         )
         problem = f"expected a Ragged of token ids, got {kind}"
-    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[
+    elif not np.array_equal(result.lengths, before.lengths) or not 0 <= result.offsets[
         0
-    ] <= said.offsets[-1] <= len(said.values):
+    ] <= result.offsets[-1] <= len(result.values):
         problem = (
-            f"expected {len(before)} rows of the lengths it was given, got {len(said)} rows "
-            f"of {int(said.lengths.sum())} tokens"
+            f"expected {len(before)} rows of the lengths it was given, got {len(result)} rows "
+            f"of {int(result.lengths.sum())} tokens"
         )
     else:
-        said = Ragged(said.compact().values, before.offsets)
-        if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
+        result = Ragged(result.compact().values, before.offsets)
+        if len(result.values) and not 0 <= result.values.min() <= result.values.max() < 2**31:
             problem = "a token id is below 0 or above 2^31 - 1"
     if problem:
         raise PlanError(
@@ -236,7 +236,7 @@ def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
             step,
             "lengths are planned already; change ids, not their number",
         )
-    return said
+    return result
 
 
 def _is_flat_and_whole(array: Any) -> bool:
@@ -255,16 +255,18 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
     return lambda: _contract(hook, hook(assembly, assembly.step), assembly)
 
 
-def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
+def _contract(hook: Hook, result: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
     """Return the result of a constructor hook, read-only, or raise with the broken rule."""
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
-    if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
-        found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
+    if not isinstance(result, (list, tuple)) or len(result) != len(assembly.rows):
+        found = (
+            f"{len(result)} of them" if isinstance(result, (list, tuple)) else type(result).__name__
+        )
         problem = f"expected a list of {len(assembly.rows)} microbatches, got {found}"
     else:
-        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
+        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(result))
         problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
     if problem:
         raise PlanError(
@@ -272,7 +274,7 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
             assembly.step,
             "start from assembly.default()",
         )
-    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in said]
+    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in result]
 
 
 def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:

@@ -105,9 +105,9 @@ class Source:
     @classmethod
     def from_dataset(cls, name: str, dataset: Any, **fields: Any) -> Source:
         """Return a source of a map-style sequence of dicts, such as a list."""
-        from overlord.sources.python_objects import held  # imports Arrow
+        from overlord.sources.python_objects import as_dataset  # imports Arrow
 
-        return cls(name, held(name, dataset), **fields)
+        return cls(name, as_dataset(name, dataset), **fields)
 
     @classmethod
     def from_factory(
@@ -462,13 +462,12 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                'overflow: "defer" goes with a batch in samples only; a batch in tokens '
+                'overflow: "defer" needs a batch in samples; a batch in tokens '
                 "can be made small enough to fit"
             )
         if self.overflow == "defer" and self.look_ahead != 1:
             found.append(
-                'overflow: "defer" goes with look_ahead=1; look-ahead chooses what a '
-                "step takes already"
+                'overflow: "defer" needs look_ahead=1; look-ahead chooses what a step takes already'
             )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
             what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
@@ -483,7 +482,7 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                f"look_ahead: {self.look_ahead} goes with a batch in samples only; give "
+                f"look_ahead: {self.look_ahead} needs a batch in samples; give "
                 "batch.samples, or set look_ahead=1"
             )
         return found
@@ -500,10 +499,10 @@ class Job:
         ]
         found = []
         for name in ("patch", "merge", "dtype"):
-            said = {getattr(spec, name): source for source, spec in reversed(specs)}
-            if len(said) > 1:
+            values = {getattr(spec, name): source for source, spec in reversed(specs)}
+            if len(values) > 1:
                 words = ", ".join(
-                    f"{value!r} in {source!r}" for value, source in reversed(said.items())
+                    f"{value!r} in {source!r}" for value, source in reversed(values.items())
                 )
                 found.append(
                     f"sources: expected the same {name} for the images of all sources, since "
@@ -551,8 +550,8 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
 
     A schedule that does not list its sources is checked when it returns weights.
     """
-    said, known = getattr(mixture, "sources", ()), tuple(names)
-    listed = said if isinstance(said, (tuple, list)) else ()
+    named, known = getattr(mixture, "sources", ()), tuple(names)
+    listed = named if isinstance(named, (tuple, list)) else ()
     return [
         f"mixture: unknown source {name!r}{did_you_mean(name, known)}"
         for name in listed

@@ -30,12 +30,9 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     except TypeError:
         raise JobError([f"expected the number of a step, got {step!r}"], where) from None
     if not 0 <= number < next_step:
-        handed = (
-            f"the last one handed out is {next_step - 1}"
-            if next_step
-            else "none was handed out yet"
-        )
-        raise JobError([f"step {number} was not handed to this rank; {handed}"], where)
+        taken = f"steps up to {next_step - 1} are taken" if next_step else "no step is taken yet"
+        problem = f"expected a step that this rank has taken, got step {number}; {taken}"
+        raise JobError([problem], where)
     if not isinstance(metrics, Mapping):
         raise JobError([f"expected a mapping of metric name to number, got {metrics!r}"], where)
     if len(metrics) > MAX_METRICS:

@@ -104,7 +104,7 @@ class Routes:
         for what, value, n in (("rank", rank, self.world_size), ("slot", slot, self.n_slots)):
             if not isinstance(value, (int, np.integer)) or not 0 <= value < n:
                 raise PlanError(
-                    f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}"
+                    f"routes of {self.module!r}: expected a {what} from 0 to {n - 1}, got {value!r}"
                 )
         at = slot * self.world_size + rank
         items = self.sent[self.sent_bounds[at] : self.sent_bounds[at + 1]]

@@ -74,7 +74,7 @@ class LoaderRequests:
         self._held -= pops
         self._must = np.zeros_like(self._must)
 
-    def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
+    def request_more(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
         """Send a request to the loaders that delay the source, unless one is still unfulfilled."""
         # about equal shares; a loader that still delays the source gets another request
         commands, lacking = ([], -(-lacking // self._loaders[i]))
@@ -107,7 +107,7 @@ class LoaderRequests:
                 commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
         return commands
 
-    def hold(self, i: int, steps: int) -> None:
+    def set_read_ahead(self, i: int, steps: int) -> None:
         """Read a source ``steps`` steps ahead from the next step on.
 
         A lower level is sent only if it is much lower.

@@ -273,7 +273,7 @@ class ExtendedFront:
         return self._stream.ended
 
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        raise AssertionError("look-ahead and deferring go with batches in samples")
+        raise AssertionError("look-ahead and deferring need batches in samples")
 
 
 def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[int, int]:

@@ -47,10 +47,12 @@ def draw_by_hand(
         )
     if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):
         raise PlanError(f"mix: {problem}", buffer.step)
-    said = schedule(buffer.step, {}) if callable(schedule) else schedule
-    weights = by_source(said, buffer.names)
+    scheduled = schedule(buffer.step, {}) if callable(schedule) else schedule
+    weights = by_source(scheduled, buffer.names)
     if draw == "random" and buffer.batch.tokens is not None:
-        raise PlanError('draw="random" goes with a batch in samples', buffer.step)
+        raise PlanError(
+            'draw="random": expected a batch in samples, got one in tokens', buffer.step
+        )
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     rows = [np.flatnonzero(buffer.source == i) for i in range(len(buffer.names))]

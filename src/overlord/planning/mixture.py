@@ -43,8 +43,8 @@ class Mixture:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
         # the last step the schedule was called for; the first it never was
-        self._asked, self._floor = (state.step - 1, floor)
-        self._said: Weights = ()
+        self._called, self._floor = (state.step - 1, floor)
+        self._scheduled: Weights = ()
         # cache of weights from fixed numbers, which seldom change
         self._known: tuple[Any, tuple[str, ...], list[float]] | None = None
         self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
@@ -56,17 +56,17 @@ class Mixture:
         return self._lag
 
     def report(self, report: Report) -> None:
-        self.feedback.add(report, max(self._asked, self._floor - 1))
+        self.feedback.add(report, max(self._called, self._floor - 1))
 
     def in_time(self, report: Report) -> bool:
-        return self.feedback.in_time(report, max(self._asked, self._floor - 1))
+        return self.feedback.in_time(report, max(self._called, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
         """Update the weights for the state's step.
 
         ``own``: every source's own weight, in source order.
         """
-        self._ask(state)
+        self._call_schedule(state)
         if self._every != "epoch":
             self.weights = self._weigh(state, own)
             return replace(state, mix_step=state.step)
@@ -83,16 +83,16 @@ class Mixture:
             state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch
         )
 
-    def _ask(self, state: StreamState) -> None:
-        if self._asked == state.step:
+    def _call_schedule(self, state: StreamState) -> None:
+        if self._called == state.step:
             return
         feedback = (
             self.feedback.use(state.step, skipped(state.events, state.step - self.lag, state.step))
             if self.feedback.takes
             else {}
         )
-        self._asked = state.step
-        self._said = (
+        self._called = state.step
+        self._scheduled = (
             self._schedule
             if isinstance(self._schedule, Mapping)
             else self._schedule(state.step, feedback)
@@ -100,7 +100,7 @@ class Mixture:
 
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
         change = latest(state.events, -1, state.step)
-        given = change[0].weights if change else self._said
+        given = change[0].weights if change else self._scheduled
         here = tuple(e.name for e in joined(state.events) if e.at <= state.step)
         if (
             self._known is not None
@@ -156,7 +156,7 @@ class Mixture:
         rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
-    def widen(self, n: int) -> None:
+    def grow(self, n: int) -> None:
         """Add entries for sources that join: they have no weight until the next step."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
@@ -178,7 +178,7 @@ class Mixture:
         except (TypeError, ValueError) as e:
             what = f"the schedule's state_dict() is not plain JSON: {e}"
             raise PlanError(
-                what, self._asked, "it must hold numbers, text, lists and dicts"
+                what, self._called, "it must hold numbers, text, lists and dicts"
             ) from None
         return made or None
 
@@ -224,8 +224,8 @@ def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
 
     Invalid weights are reported by the check that follows.
     """
-    said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
-    return said / total if said and (total := sum(own)) > 0 else 1.0
+    scheduled = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
+    return scheduled / total if scheduled and (total := sum(own)) > 0 else 1.0
 
 
 def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:

@@ -296,7 +296,7 @@ class Planner:
                 if source not in self._waiting:
                     return commands  # nothing waits for it
                 if not self._satisfied():
-                    return commands + self._nudge(source)
+                    return commands + self._request_more(source)
                 return commands + self._plan_ahead()
             case Consumed(rank=rank, step=step):
                 self._consumed[rank] = max(step, self._consumed.get(rank, -1))
@@ -318,13 +318,13 @@ class Planner:
                 return self._restart(source)
             case SetReadAhead(source=source, steps=steps):
                 self.spec = replace(self.spec, ahead_of={**self.spec.ahead_of, source: steps})
-                self._demand.hold(source, steps)
+                self._demand.set_read_ahead(source, steps)
                 return []
             case Report():
                 self._mixture.report(event)
                 return []
             case DecodeFailures():
-                self.ledger.spoil(event)
+                self.ledger.add_decode_failures(event)
                 return []
             case _:
                 raise TypeError(f"the planner does not know {type(event).__name__}")
@@ -340,7 +340,8 @@ class Planner:
                 raise PlanError("; ".join(problems))
             if names := nothing_to_draw(event.weights, self._state.events, event.at):
                 raise PlanError(
-                    f"all that the mixture weighs, {', '.join(names)}, joins later",
+                    "set_mixture: expected a weight for a source of this step, got weights for "
+                    f"{', '.join(names)}, which join later",
                     event.at,
                     "name a later step",
                 )
@@ -370,9 +371,9 @@ class Planner:
         self._generations.append(0)  # its loaders started before the step of the event was known
         if self._pool is not None:
             self._pool.grow()
-        self._mixture.widen(n)
+        self._mixture.grow(n)
         self._weights = self._mixture.weights
-        self.ledger.widen()
+        self.ledger.grow()
 
     def _lose(self, event: SourceLost) -> None:
         """Apply an event of the log. This planner requested it, or one that it replaces did."""
@@ -513,15 +514,15 @@ class Planner:
             if requests := self._lost.requests(self._state, broken, self._weights, sources):
                 return [*requests]
             return self._finish(next(iter(broken.values())))
-        return [command for i in sorted(need) for command in self._nudge(i)]
+        return [command for i in sorted(need) for command in self._request_more(i)]
 
-    def _nudge(self, i: int) -> list[Command]:
+    def _request_more(self, i: int) -> list[Command]:
         """Request samples from the loaders of a source that the blocked draw waits for."""
         stream = self._streams[i]
         missing = self._waiting[i] - stream.ready
         if missing <= 0 or stream.ended or stream.error:
             return []
-        return [*self._demand.nudge(i, missing, stream.behind())]
+        return [*self._demand.request_more(i, missing, stream.behind())]
 
     def _end_here(self, finish: EndOfJob) -> list[Command]:
         self._finished = self._stop = finish
@@ -533,7 +534,7 @@ class Planner:
         self._waiting = {}
         for i, stream in enumerate(self._streams):
             if error is not None and stream.error is error:
-                self.ledger.list_bad(i, stream.rest())
+                self.ledger.list_bad(i, stream.last_failures())
         return [self._finished]
 
     def _list_last_failures(self, active: Sequence[bool]) -> None:
@@ -543,7 +544,7 @@ class Planner:
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
-                self.ledger.list_bad(i, self._streams[i].rest())
+                self.ledger.list_bad(i, self._streams[i].last_failures())
 
     def _mix(self) -> None:
         """Update the weights in force."""

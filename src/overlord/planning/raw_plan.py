@@ -69,16 +69,16 @@ class RawPlan:
         )
         if buffer.substep is not None:
             columns["substep"] = buffer.substep
-        said = self._checked(
+        result = self._checked(
             self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis)
         )
-        if "cost" in said:
-            graph = graph.cost(lambda _: said["cost"])
+        if "cost" in result:
+            graph = graph.cost(lambda _: result["cost"])
         graph.check_sizes(buffer.batch.context)
-        microbatches = max(buffer.batch.microbatches, int(said["microbatch"].max(initial=0)) + 1)
+        microbatches = max(buffer.batch.microbatches, int(result["microbatch"].max(initial=0)) + 1)
         found = ItemPlacement(
-            bucket=said["bucket"],
-            microbatch=said["microbatch"],
+            bucket=result["bucket"],
+            microbatch=result["microbatch"],
             n_microbatches=microbatches,
             way="raw",
         )
@@ -87,18 +87,20 @@ class RawPlan:
             .broadcast_at(*self.broadcast)
             .plan()
         )
-        if "slot" not in said:
+        if "slot" not in result:
             return plan
-        return replace(plan, modules={"backbone": replace(plan.main, slot=said["slot"])}).validate()
+        return replace(
+            plan, modules={"backbone": replace(plan.main, slot=result["slot"])}
+        ).validate()
 
-    def _checked(self, said: Any, buffer: Buffer, n_buckets: int) -> dict[str, np.ndarray]:
+    def _checked(self, result: Any, buffer: Buffer, n_buckets: int) -> dict[str, np.ndarray]:
         known = ("bucket", "microbatch", "slot", "cost")
-        keys = list(said) if isinstance(said, Mapping) else None
+        keys = list(result) if isinstance(result, Mapping) else None
         if keys is None or not {"bucket", "microbatch"} <= set(keys) or not set(keys) <= set(known):
-            found = type(said).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
+            found = type(result).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
             remedy = f"return a mapping with bucket and microbatch; known: {', '.join(known)}"
             raise PlanError(f"{self.__name__} returned {found}", buffer.step, remedy)
-        arrays = {key: np.asarray(said[key]) for key in keys}
+        arrays = {key: np.asarray(result[key]) for key in keys}
         for key, array in arrays.items():
             kinds = "iuf" if key == "cost" else "iu"
             if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
@@ -110,7 +112,11 @@ class RawPlan:
                 )
             top = n_buckets if key == "bucket" else 2**31
             if key != "cost" and len(array) and not 0 <= int(array.min()) <= int(array.max()) < top:
-                raise PlanError(f"{self.__name__}: {key} is outside 0..{top - 1}", buffer.step)
+                raise PlanError(
+                    f"{self.__name__}: expected {key} from 0 to {top - 1}, got "
+                    f"{int(array.min())} to {int(array.max())}",
+                    buffer.step,
+                )
         return {
             key: array.astype(np.float64 if key == "cost" else np.int32)
             for key, array in arrays.items()

@@ -138,7 +138,7 @@ class Ledger:
         # counts of streams start at 0
         self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
-    def widen(self) -> None:
+    def grow(self) -> None:
         """Add an entry for one more source."""
         for name in COUNTS:
             setattr(self, name, np.append(getattr(self, name), 0))
@@ -166,7 +166,7 @@ class Ledger:
         self.quarantined[i] += len(rows)
         self.listed = max(self.listed, int(self.quarantined.sum()))
 
-    def spoil(self, event: DecodeFailures) -> None:
+    def add_decode_failures(self, event: DecodeFailures) -> None:
         """Record samples that were delivered with a missing image.
 
         They never count for ``max_bad``: the time of building must not decide where the stream

@@ -157,26 +157,30 @@ class SourceStream:
                 break
         return count, held
 
-    def add(self, news: Announce, ordinal: int) -> None:
+    def add(self, announcement: Announce, ordinal: int) -> None:
         """Add an announcement of the source's loader number ``ordinal``."""
         if self.error is not None or self._exhausted:
             return
-        if news.error is not None:
+        if announcement.error is not None:
             # The stream breaks when it reaches this window, not now: the samples that are final at
             # this moment depend on timing.
-            self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
+            self._failed[ordinal] = (
+                (announcement.epoch, announcement.group, announcement.window),
+                announcement.error,
+            )
             self._advance()
             return
         announced = self._announced.setdefault(
-            (news.epoch, news.group, news.window), [_Announced() for _ in range(self._n_loaders)]
+            (announcement.epoch, announcement.group, announcement.window),
+            [_Announced() for _ in range(self._n_loaders)],
         )
-        if news.found is not None:
-            announced[ordinal].parts.append(news.found)
-        announced[ordinal].closed |= news.closes
-        if news.last:
-            self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = (
-                news.window
-            )
+        if announcement.found is not None:
+            announced[ordinal].parts.append(announcement.found)
+        announced[ordinal].closed |= announcement.closes
+        if announcement.last:
+            self._lasts.setdefault(
+                (announcement.epoch, announcement.group), [None] * self._n_loaders
+            )[ordinal] = announcement.window
         self._advance()
 
     def _advance(self) -> None:
@@ -379,7 +383,7 @@ class SourceStream:
             if s.left
         ]
 
-    def rest(self) -> list[BadRow]:
+    def last_failures(self) -> list[BadRow]:
         """Return the failures after the last sample taken.
 
         They are at the end of an exhausted source, or have broken the stream. Called once, at the
@@ -399,11 +403,11 @@ class SourceStream:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
 
 
-def _tokenize(said: str) -> str:
+def _tokenize(reason: str) -> str:
     """Return a hint if the token ids are missing: most often nothing tokenizes the text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
-        if said.endswith(": tokens is null or missing")
+        if reason.endswith(": tokens is null or missing")
         else ""
     )
 

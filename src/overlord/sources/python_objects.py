@@ -72,7 +72,7 @@ class Listed:
         return self.rows[i]
 
 
-def held(name: str, dataset: Any) -> Any:
+def as_dataset(name: str, dataset: Any) -> Any:
     """Return a dataset in the form in which a source holds it.
 
     Refuse anything else with the alternatives.

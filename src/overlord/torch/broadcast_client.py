@@ -250,7 +250,7 @@ class BroadcastClient(Client):
             content["bounds"],
             wide,
             form=content["form"],
-            slab=self._pool,
+            allocate=self._pool,
         )
         if wide is not None and bucket.form is not None and not self._view.sliced:
             wide, form = for_view(wide, bucket.form, self._view)
@@ -293,7 +293,7 @@ class BroadcastClient(Client):
         if self._own is not None:
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
-            now = state is self._state and self._back is None
+            now = state is self._state and self._refused_step is None
             return mine.state_dict() if now else mine.state_dict((mine.queue, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)

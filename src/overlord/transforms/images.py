@@ -115,7 +115,7 @@ class Images:
                     f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
-            problems.append('marker: goes with at="marker" only')
+            problems.append('marker: needs at="marker"')
         problems += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
             problems.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")

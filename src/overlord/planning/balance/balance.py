@@ -190,10 +190,10 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
     method_named(p.method)
     if level != "both" and keep_order:
-        raise PlanError(f"level {level!r} goes without keep_order", remedy='use level "both"')
+        raise PlanError(f"level {level!r}: expected keep_order=False", remedy='use level "both"')
     if level in ONCE and objective == "microbatch":
         raise PlanError(
-            f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"'
+            f'level {level!r}: expected objective "iteration"', remedy='use level "both" or "inter"'
         )
     if p.group_size is not None and (
         not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size

@@ -45,7 +45,7 @@ def even_out(
         return rows
     sizes = np.zeros(len(rows), np.int64) if sizes is None else sizes
     room = (capacity or 2**62) - np.bincount(rows, weights=sizes, minlength=n_rows).astype(np.int64)
-    held = _held(rows, costs, n_rows, moves)
+    held = _items_by_row(rows, costs, n_rows, moves)
     # an empty place is an item of no cost and no size
     c, s = (np.append(costs, 0.0), np.append(sizes, 0))
     width, missed = held.shape[1], 0
@@ -71,7 +71,7 @@ def even_out(
     return out[:-1]
 
 
-def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
+def _items_by_row(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
     """Return the items of every row, in stream order; of a long row only the most expensive.
 
     ``len(rows)`` stands for no item. With ``moves`` every row has at least one of these.

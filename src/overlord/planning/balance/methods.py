@@ -109,7 +109,7 @@ def register_balance(
         remedy = (
             ""
             if not capacity_aware or cannot_take(fn, wanted[:2])
-            else "one that knows no capacity goes with capacity_aware=False"
+            else "give capacity_aware=False for a function without capacity"
         )
         raise PlanError(f"register_balance: {name!r} {problem}", remedy=remedy)
     _METHODS[name] = fn if capacity_aware else _by_cost_alone(fn)

@@ -269,7 +269,7 @@ def runs(p: PackingProblem, m: int) -> np.ndarray:
 
 def in_runs(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Use the k-th run of the stream as microbatch k of all buckets; only buckets are chosen."""
-    return _dealt(p, runs(p, m), m, "runs of the stream")
+    return _deal_indices(p, runs(p, m), m, "runs of the stream")
 
 
 def by_substep(p: PackingProblem) -> ItemPlacement:
@@ -290,12 +290,12 @@ def by_substep(p: PackingProblem) -> ItemPlacement:
         )
         found = first(part, (in_runs,))
         slot[rows], done = done + found.microbatch, done + found.n_microbatches
-    placed = _dealt(p, slot, done, "sub-draws")
+    placed = _deal_indices(p, slot, done, "sub-draws")
     assert placed is not None, "every part was packed by the same methods just now"
     return placed
 
 
-def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlacement | None:
+def _deal_indices(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlacement | None:
     """Balance every index over the buckets.
 
     The heaviest bin of an index goes to the bucket with the lowest total so far.
@@ -306,11 +306,11 @@ def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlaceme
             return None
         bins[rows] = found + k * p.n_buckets
     bins = none_empty(bins, p.costs, m, p.n_buckets)
-    bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
+    bucket_of, _ = _assign_buckets(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
     return ItemPlacement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
 
 
-def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (bucket of every bin, total of every bucket) for loads by [index, bin].
 
     The lightest bucket gets the heaviest bin of each index.
@@ -341,7 +341,7 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
 
 def flat(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place by LPT over all bins at once."""
-    return _arranged(
+    return _arrange(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
@@ -351,14 +351,14 @@ def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | N
 
     If LPT finds no room for the rest, more indices are filled: that packs tighter.
     """
-    if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
+    if _is_large(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
-    filled = _filled(p, m)
+    filled = _fill_indices(p, m)
     while filled is not None:
         bins, k = _with_the_rest(p, m, filled), filled.indices
         if k >= m - 1 or fits(bins, p.sizes, p.n_buckets * m, p.capacity):
-            return _arranged(p, bins, m, "levelled", once)
-        filled = _filled(p, m, filled, k + max(1, (m - k) // 2))
+            return _arrange(p, bins, m, "levelled", once)
+        filled = _fill_indices(p, m, filled, k + max(1, (m - k) // 2))
     return None
 
 
@@ -371,7 +371,7 @@ class PartialPacking:
     left: np.ndarray  # by falling size
 
 
-def _filled(
+def _fill_indices(
     p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
 ) -> PartialPacking | None:
     """Fill index after index while the most expensive item left costs more than the mean bin.
@@ -435,12 +435,12 @@ def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
 
 def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``levelled``, but give a bucket with light bins more in its other microbatches."""
-    n, filled = p.n_buckets, _filled(p, m)
+    n, filled = p.n_buckets, _fill_indices(p, m)
     if filled is None:
         return None
     k, bins = filled.indices, filled.bins.copy()
     placed = np.flatnonzero(bins >= 0)
-    bucket_of, total = _deal(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
+    bucket_of, total = _assign_buckets(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
     bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
     bins = _with_the_rest(p, m, replace(filled, bins=bins), np.tile(total / max(1, m - k), m - k))
     if not fits(bins, p.sizes, n * m, p.capacity):
@@ -449,10 +449,10 @@ def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
     bucket_of = even_out(
         np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False
     )
-    return _numbered(p, bins, bucket_of, loads, m, "alternating", once=False)
+    return _number_bins(p, bins, bucket_of, loads, m, "alternating", once=False)
 
 
-def _numbered(
+def _number_bins(
     p: PackingProblem,
     bins: np.ndarray,
     bucket_of: np.ndarray,
@@ -479,7 +479,7 @@ def _numbered(
 def own_bins(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place all bins by a method that is not greedy."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
-    return _arranged(p, bins, m, f"bins of {p.method}", once)
+    return _arrange(p, bins, m, f"bins of {p.method}", once)
 
 
 def own_bins_swapped(p: PackingProblem, m: int) -> ItemPlacement | None:
@@ -510,16 +510,16 @@ def tight(p: PackingProblem, m: int) -> ItemPlacement | None:
 
 
 def _best_fit(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
-    if _hurried(p):
+    if _is_large(p):
         return None
-    return _arranged(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
+    return _arrange(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
 
 
-def _hurried(p: PackingProblem) -> bool:
+def _is_large(p: PackingProblem) -> bool:
     return len(p.costs) > MANY and p.may_add(p.least_microbatches())
 
 
-def _arranged(
+def _arrange(
     p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
 ) -> ItemPlacement | None:
     """Sort bins by load and divide them into microbatch indices.
@@ -535,10 +535,10 @@ def _arranged(
     loads = loads_of(bins, p.costs, n * m)
     order = binpack.by_falling(loads)
     bucket_of, index_of = np.empty(n * m, np.int32), np.empty(n * m, np.int32)
-    bucket_of[order] = _deal(loads[order].reshape(m, n))[0]
+    bucket_of[order] = _assign_buckets(loads[order].reshape(m, n))[0]
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
-        return _numbered(p, bins, bucket_of, loads, m, way, once)
+        return _number_bins(p, bins, bucket_of, loads, m, way, once)
     microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
     return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)

@@ -108,12 +108,13 @@ def checked_costs(
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
     if problem := cannot_take(fn, ("columns",)):
         raise PlanError(f"{what}: {problem}")
-    said = fn(Columns(columns))
+    result = fn(Columns(columns))
     try:
-        numbers = np.asarray(said, np.float64)
+        numbers = np.asarray(result, np.float64)
     except (TypeError, ValueError):
         raise PlanError(
-            f"{what} function {name}: expected {n} numbers, got {type(said).__name__} {said!r:.80}"
+            f"{what} function {name}: expected {n} numbers, "
+            f"got {type(result).__name__} {result!r:.80}"
         ) from None
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")

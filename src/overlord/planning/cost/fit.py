@@ -81,12 +81,14 @@ def fit(
         times = [float(t) for t in seconds]
     except (TypeError, ValueError) as e:
         raise PlanError(
-            f"cost.fit: a time is not a number: {e}; expected seconds above 0"
+            f"cost.fit: expected seconds above 0 for every microbatch, got another value: {e}"
         ) from None
     if len(rows) != len(times):
-        raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
+        raise PlanError(
+            f"cost.fit: expected {len(rows)} times, one per microbatch, got {len(times)}"
+        )
     if bad := [t for t in times if not 0 < t < math.inf]:
-        raise PlanError(f"cost.fit: a time is {bad[0]!r}; expected seconds above 0")
+        raise PlanError(f"cost.fit: expected seconds above 0, got {bad[0]!r}")
     if len(set(rows)) < LEAST:
         raise PlanError(
             f"cost.fit: expected at least {LEAST} different microbatches, got {len(set(rows))}",

@@ -122,11 +122,11 @@ def transformer(
         )
     if head_dim is None and hidden % heads:
         raise PlanError(
-            f"cost.transformer: hidden={hidden} is not a multiple of heads={heads}",
+            f"cost.transformer: expected hidden as a multiple of heads={heads}, got {hidden}",
             remedy="give head_dim=",
         )
     if window and not causal:
-        raise PlanError("cost.transformer: a window goes with causal=True")
+        raise PlanError("cost.transformer: expected causal=True with a window, got causal=False")
     if ffn is None:
         ffn = 8 * hidden // 3 if gated else 4 * hidden
     head_dim = hidden // heads if head_dim is None else head_dim
@@ -170,7 +170,7 @@ def vit(
         {"ffn": ffn or 0},
     )
     if hidden % heads:
-        raise PlanError(f"cost.vit: hidden={hidden} is not a multiple of heads={heads}")
+        raise PlanError(f"cost.vit: expected hidden as a multiple of heads={heads}, got {hidden}")
     return Transformer(
         hidden=hidden,
         layers=layers,

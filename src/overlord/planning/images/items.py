@@ -99,8 +99,10 @@ def placeholders(
     the first rows of an item, as far as it has room.
     """
     stem = column.rpartition("_")[0] or column
-    out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
-    offset = _given(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
+    out = _item_column(
+        buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge)
+    )
+    offset = _item_column(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     offset = np.minimum(offset, tokens[sample])
@@ -113,28 +115,30 @@ def placeholders(
     return Placeholders(out=sent, offset=offset, cut=int((sent < out).sum()))
 
 
-def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
+def _item_column(
+    buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray
+) -> np.ndarray:
     """Return a metadata column of the items; samples without it have ``otherwise``."""
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
     lengths = found.lengths if isinstance(found, Ragged) else np.full(len(buffer), -1)
-    said = (counts > 0) & (lengths != 0)  # a source without this metadata has empty lists
-    if (lengths[said] != counts[said]).any():
-        i = int(np.flatnonzero(said & (lengths != counts))[0])
+    has_column = (counts > 0) & (lengths != 0)  # a source without this metadata has empty lists
+    if (lengths[has_column] != counts[has_column]).any():
+        i = int(np.flatnonzero(has_column & (lengths != counts))[0])
         problem = (
             f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of "
             f"metadata {name!r}"
         )
         raise PlanError(problem, buffer.step, "a list with one number for each item is expected")
-    assert isinstance(found, Ragged) or not said.any()
-    if not isinstance(found, Ragged) or not said.any():
+    assert isinstance(found, Ragged) or not has_column.any()
+    if not isinstance(found, Ragged) or not has_column.any():
         return otherwise
-    held = found.take(np.flatnonzero(said)).values.astype(np.int64)
+    held = found.take(np.flatnonzero(has_column)).values.astype(np.int64)
     if len(held) == len(otherwise):
         return held
     otherwise = otherwise.copy()
-    otherwise[said[sample]] = held
+    otherwise[has_column[sample]] = held
     return otherwise
 
 
@@ -179,8 +183,8 @@ def follow(
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
     if stay and axis != "WORLD":
         raise PlanError(
-            'items can stay in their group when they are distributed over "WORLD", not '
-            f"over {axis!r}"
+            f'follow(stay=True): expected items distributed over "WORLD", got {axis!r}; '
+            'call .distribute("WORLD")'
         )
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
@@ -197,7 +201,7 @@ def follow(
         n_bins,
     )
     if m > 1 and n_bins > 1 and method != "none":
-        bins = _evened(costs, parent, bins, len(ranks), m, n_bins)
+        bins = _renumber_bins(costs, parent, bins, len(ranks), m, n_bins)
     way = ("inside the groups" if stay else "over all ranks") + (
         ", slot by slot" if per == "microbatch" else ""
     )
@@ -209,7 +213,7 @@ def follow(
     )
 
 
-def _evened(
+def _renumber_bins(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
     """Renumber bins slot by slot, the heaviest to the rank with the least work so far.

@@ -221,8 +221,8 @@ def learns(part: Any) -> bool:
 
     A plain function of the step does not.
     """
-    said = getattr(part, "takes_feedback", None)
-    return has_state(part) if said is None else bool(said)
+    given = getattr(part, "takes_feedback", None)
+    return has_state(part) if given is None else bool(given)
 
 
 def follows_from_step(part: Any) -> bool:
@@ -258,24 +258,24 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight / total for name, weight in scaled.items()}
 
 
-def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
+def named(given: Weights, step: int, where: str) -> Mapping[str, float]:
     """Return the weights of an inner schedule, which must be by source name.
 
     Only the job knows the order of its sources.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(given, Mapping):
         raise JobError(
-            [f"{where}: expected weights by source name at step {step}, got {said!r}"], "schedule"
+            [f"{where}: expected weights by source name at step {step}, got {given!r}"], "schedule"
         )
-    right = all(type(w) is float and 0 <= w < math.inf for w in said.values()) and any(
-        said.values()
+    right = all(type(w) is float and 0 <= w < math.inf for w in given.values()) and any(
+        given.values()
     )
-    if not right and (problems := weight_problems(said)):
+    if not right and (problems := weight_problems(given)):
         raise JobError(
             [f"{where}: at step {step}, {p.removeprefix('mixture: ')}" for p in problems],
             "schedule",
         )
-    return said
+    return given
 
 
 def is_real(value: Any) -> bool:
@@ -289,8 +289,8 @@ def stable(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {stable(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(said := getattr(value, "fingerprint", None), str):
-        return said
+    if isinstance(given := getattr(value, "fingerprint", None), str):
+        return given
     text = repr(value)
     if " at 0x" not in text:
         return text

@@ -139,8 +139,8 @@ class Odm(Base):
         for name in names:
             if (key := f"{self.metric}/{name}") not in feedback:
                 continue
-            if is_real(said := feedback[key]) and 0 <= said < math.inf:
-                known.loss[name], any_good = min(float(said), LARGEST), True
+            if is_real(loss := feedback[key]) and 0 <= loss < math.inf:
+                known.loss[name], any_good = min(float(loss), LARGEST), True
             else:
                 known.ignored[name] = known.ignored.get(name, 0) + 1
         return any_good

@@ -67,8 +67,8 @@ class Staged(Base):
     def __call__(self, step: int, feedback: Feedback) -> Any:
         # Every stage is called at every step, so that one that learns from feedback has learned
         # when its time comes.
-        said = [part(step, feedback) for _, part in self.stages]
-        return said[bisect_right([first for first, _ in self.stages], step) - 1]
+        weights = [part(step, feedback) for _, part in self.stages]
+        return weights[bisect_right([first for first, _ in self.stages], step) - 1]
 
     def parameters(self) -> dict[str, Any]:
         return {
