@@ -24,8 +24,8 @@ def _references(buffers: list[np.ndarray], i: int) -> int:
 # interpreters differ in what a call adds.
 UNUSED = _references([np.empty(1, np.uint8)], 0)
 
-# far above the number that prefetch keeps in use; a trainer that keeps every array must not make
-# the search long
+# Far above the number that prefetch keeps in use: a trainer that keeps every array must not make
+# the search slow.
 MAX_BUFFERS = 64
 
 

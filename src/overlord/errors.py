@@ -183,7 +183,7 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A connection that one side refused: wrong token, other version, or not a process of ours."""
+    """A connection that one side refused: wrong token, other version, or not an Overlord process."""
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)
@@ -212,7 +212,7 @@ class JournalTaken(JournalError):
 
 
 class FrameError(OverlordError):
-    """Bytes of a connection that are not valid, or a value that cannot be sent."""
+    """Invalid bytes of a connection, or a value that cannot be sent."""
 
     def __init__(self, problem: str, where: str = "", remedy: str = ""):
         super().__init__(problem, where, remedy)

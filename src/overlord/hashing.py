@@ -47,7 +47,7 @@ def keyed_hash(key: int, *columns: Any) -> np.ndarray:
 def digest(*parts: str | bytes | np.ndarray) -> str:
     """Return a short hex fingerprint of ordered parts.
 
-    Lengths are hashed, too, so that parts cannot run into each other.
+    Lengths are hashed, too, so that different parts never give the same text.
     """
     h = blake2b(digest_size=16)
     for part in parts:

@@ -83,7 +83,7 @@ def restore_settings() -> None:
 
 
 class FirstHere(list[str]):
-    """A search path for workers that accepts only the directory that is first in this process.
+    """A search path for workers that accepts only the first directory of this process's path.
 
     Ray puts this path first in its workers, and adds the working directory. All other entries of
     this process come last there, with the actor.

@@ -182,7 +182,7 @@ class Mesh:
         return tuple(getattr(self, axis) for axis in self.order)
 
     def grid(self) -> np.ndarray:
-        """Return ranks by [pp, dp, cp, tp]."""
+        """Return the ranks as an array with the axes [pp, dp, cp, tp]."""
         return (
             np.arange(self.world_size)
             .reshape(self._shape)
@@ -324,7 +324,7 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
-    """Return the environment with the caller's world size, or raise if it contains another one."""
+    """Return the environment with the given world size, or raise if it contains another one."""
     given_text = str(env.get("WORLD_SIZE", "")).strip()
     if given_text not in ("", str(world_size)):
         raise JobError(

@@ -223,7 +223,7 @@ class Content:
 
 
 class Scattered:
-    """The items of several contents, read as one column without a copy."""
+    """The items of several contents, as one column without a copy."""
 
     def __init__(self, parts: Sequence[Ragged], counts: np.ndarray):
         self.parts, self.counts = parts, counts  # items of each document
@@ -364,7 +364,7 @@ class Buffer:
     # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
     wanted: tuple[tuple[int, ...], ...] = ()
     age: np.ndarray | None = None  # int32: steps each candidate was passed over
-    max_age: int = 8  # a candidate of this age comes first
+    max_age: int = 8  # a candidate of this age is taken first
     scores: np.ndarray | None = None  # from the job's schedule: the lowest are taken first
     overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
     # when ranks wait for each other: after every "microbatch", or once a "step"

@@ -79,7 +79,7 @@ def uri_problems(uri: str) -> list[str]:
     port = host.partition(":")[2]
     shown = masked_uri(uri)
     # A secret may contain '/'. Then the text before it looks like a host, but is the user and half
-    # of a password. No port and no bucket looks like that.
+    # of a password. A port or a bucket never has this form.
     if (
         (at and ":" in user)
         or (port and not port.isdigit())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Default of `start_s`: seconds for a session to index its files and for workers to open sources.
 START_S = 180.0
-CALL_S = 20.0  # for one call of the actor
+CALL_S = 20.0  # seconds for one call of the actor
 STOP_S = 30.0
 # SUBMITTED: the actor runs and has not received its job yet.
 SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"
@@ -44,10 +44,10 @@ class Status:
 
     name: str
     state: str  # running, ended, or why it failed
-    address: str  # for trainers
-    steps: int  # planned
+    address: str  # address for trainers
+    steps: int  # number of planned steps
     taken: int  # the last step that all ranks took; -1 before the first
-    clients: int  # connected
+    clients: int  # number of connected clients
     # One dict per worker: name, node, pid, state, and under "asked" the resources that Ray
     # reserved (cores, memory, custom kinds of the cluster).
     workers: tuple[dict[str, Any], ...]
@@ -301,7 +301,7 @@ def stop(name: str, address: str | None) -> str:
             cluster.ask(actor, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
         except DataStall:
             why = f"it did not stop within {STOP_S:g} s"
-        except ActorLost as lost:  # it blocks; or another process stops it at the same time
+        except ActorLost as lost:  # the actor blocks, or another process stops it at the same time
             why = lost.reason if cluster.kept_by(name) is not None else ""
         except OverlordError as fault:
             why = f"it failed to close: {fault}"

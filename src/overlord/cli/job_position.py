@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosition:
-    """The step at which planning begins. ``state`` None: the beginning of the job file."""
+    """The state from which planning begins. ``state`` None: the beginning of the job file."""
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins

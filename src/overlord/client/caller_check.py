@@ -54,7 +54,7 @@ def refuse_sharing(where: str) -> None:
 
 
 def nothing_ahead() -> int:
-    """No item is taken ahead."""
+    """Return 0: no item is taken ahead."""
     return 0
 
 

@@ -63,12 +63,12 @@ class Client:
         self._pid = os.getpid()
         # held while a step is handed to the trainer, and while the session changes its mesh
         self._gate = threading.Lock()
-        self.session: Any = None  # of the client that owns it (``join``)
+        self.session: Any = None  # session that this client owns (``join``)
         self._failed = False  # closed by an exception: other ranks are not waited for
         self._fault: BaseException | None = None  # that exception
         self.waited_s = 0.0  # time that the trainer has waited for steps
         self.steps = 0
-        self.bytes_fetched = 0  # of arrays, as they are sent
+        self.bytes_fetched = 0  # bytes of received arrays, as they are sent
         self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
         self.world_size = world_size  # ranks of the mesh, if known
         # mesh and broadcasts of the last step
@@ -92,7 +92,7 @@ class Client:
         return self._failed
 
     def mark_failed(self) -> None:
-        """Close without a wait for other ranks."""
+        """Close the client without a wait for other ranks."""
         self._failed = True
 
     def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
@@ -101,7 +101,7 @@ class Client:
         self._close = lambda: close(before)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Return a context in which no step is taken. For the session that changes its mesh."""
+        """Return a context in which no step is taken, for a session that changes its mesh."""
         return self._gate
 
     def move_to(self, queue: StepQueue, position: State) -> None:
@@ -132,7 +132,7 @@ class Client:
                     raise
                 continue
             with self._gate:
-                # else the session was rewound or resharded with this client: the step comes again
+                # otherwise the session was rewound or resharded, and the step is sent again
                 if queue is self._queue:
                     self._state, self._shared = info.after, (info.place, info.broadcast)
                     break
@@ -157,7 +157,7 @@ class Client:
         return step
 
     def _put_back(self, step: Step, before: Mark) -> None:
-        """Go back before the last step, unless the session was rewound meanwhile."""
+        """Move back before the last step, unless the session was rewound meanwhile."""
         with self._gate:
             if before[0] is self._queue:
                 self._refused_step, self._state = (before, self._state, step), before[1]

@@ -169,8 +169,8 @@ class _Connected:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
-            # The constructor has died and is restarted, or another rank rewinds the session, or
-            # the step is not kept any more. The first step asks again, and raises the error then: a
+            # The constructor has died and is restarted, another rank rewinds the session, or
+            # the step is no longer kept. The first ``get`` connects again and raises the error: a
             # state may be loaded before.
             return self._remote(at, "")
 

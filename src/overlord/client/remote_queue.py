@@ -95,7 +95,7 @@ class RemoteStepQueue:
         self._lost_at: float | None = None  # when the connection broke; None while it works
         self._fault: BaseException | None = None
         self._loss_level = logging.NOTSET  # log level of the loss, and of the reconnection
-        self._end_received = False  # by the constructor, which may withdraw it
+        self._end_received = False  # the constructor ended the stream; it may withdraw that
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # when reconnection began
         self._linked_at = 0.0  # when the last connection was made
@@ -317,8 +317,8 @@ class RemoteStepQueue:
     def _reconnect_early(self) -> None:
         """Reconnect while steps are ready.
 
-        The session may have been rewound: then these steps are obsolete. Else a restarted
-        constructor must know the last step, or no step is planned beyond those in this process.
+        If the session was rewound, these steps are obsolete. Otherwise a restarted constructor must
+        know the last step, or no step is planned beyond those in this process.
         """
         if self._session_silent or self._now() < self._retry_at:
             return
@@ -457,7 +457,7 @@ class RemoteStepQueue:
             # the session is being rewound, and has the new address soon
             self._fault = ActorLost(self._name, CLOSES)
             self._pause_next(SHORT_PAUSE_S)
-        except OverlordError as over:  # the session was rewound or closed: no step comes
+        except OverlordError as over:  # the session was rewound or closed: no step follows
             self.end(over)
 
     def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:

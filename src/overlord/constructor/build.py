@@ -1,4 +1,4 @@
-"""Builds the microbatches of buckets from the documents of a step."""
+"""Build the microbatches of buckets from the documents of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs documents into microbatches, in the packed and the padded layout of the batch contract.
+"""Pack documents into microbatches, in the packed and the padded layout of the batch contract.
 
 All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of views
 of them. The cost per microbatch is a few slices, the cost per token a few vector operations
@@ -130,7 +130,7 @@ class Documents(NamedTuple):
 
     start: np.ndarray  # offset in the payload
     content: np.ndarray  # tokens
-    true: np.ndarray  # tokens, or ``multiple`` if there are none
+    true: np.ndarray  # tokens, or ``multiple`` if the document has none
     size: np.ndarray  # tokens with padding
     source: np.ndarray
     first: np.ndarray  # first document of each microbatch, and the number of documents

@@ -1,4 +1,4 @@
-"""Gathers the payload of planned steps from several loader workers.
+"""Gather the payload of planned steps from several loader workers.
 
 A step is ready when all of it has arrived. Every constructor worker has one gatherer.
 
@@ -87,7 +87,7 @@ class PayloadGatherer:
     def payload(self, payload: StepPayload) -> list[Any]:
         """Add payload that passed ``check_payload``.
 
-        It is compared with its plan when both are here.
+        It is compared with its plan when both have arrived.
         """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
@@ -185,7 +185,7 @@ class PayloadGatherer:
         self._lost_workers.pop(host, None)
 
     def _check_step(self, step: int) -> list[Any]:
-        """Pass the step on if all its payload is here."""
+        """Pass the step to the constructors if all its payload has arrived."""
         if step not in self._expected:  # an earlier step failed, which ended the job
             return []
         routed, arrived = self._expected[step]

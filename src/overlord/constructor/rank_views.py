@@ -205,12 +205,12 @@ def pieces(
 
 
 def _units(ends: np.ndarray, split: str) -> np.ndarray:
-    """Return the bounds of what is divided evenly: documents, or the microbatch."""
+    """Return the bounds of the units that are divided evenly: documents, or the microbatch."""
     return ends if split == "zigzag" else ends[[0, -1]]
 
 
 def _batch_units(batch: BatchArrays, split: str) -> np.ndarray:
-    """Return the bounds of what is divided evenly, for concatenated microbatches."""
+    """Return the bounds of the evenly divided units, for concatenated microbatches."""
     starts = dict(zip(batch.arrays, batch.starts, strict=True))
     if split != "zigzag":
         return np.array(starts["tokens"])

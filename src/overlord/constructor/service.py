@@ -114,7 +114,7 @@ class ConstructorService:
     # Steps
 
     def plan(self, stage: PlannedStep) -> None:
-        """Add a planned step; its payload is in transit."""
+        """Add a planned step whose payload is in transit."""
         for assembler in self.assemblers.values():
             assembler.handle(stage)
 
@@ -145,7 +145,7 @@ class ConstructorService:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
     def rollback(self, rollback: Rollback) -> list[Any]:
-        """Roll back: steps are planned again, and those that are here stay."""
+        """Roll back: the planner plans later steps again, and steps that are here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 
     def carry_out(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-SETTLE_S = 30.0  # for workers that were hit last to be replaced
-LOST_AFTER_S = 2.0  # short, so that a drill does not wait long for a stopped worker
+SETTLE_S = 30.0  # seconds for workers that were hit last to be replaced
+LOST_AFTER_S = 2.0  # seconds; short, so that a drill does not wait long for a stopped worker
 POLL_S = 0.05
 Show = Callable[[str, int], None]  # (name of the run, steps taken)
 
@@ -39,7 +39,7 @@ class Drill:
     faults: Sequence[DrillFault]
     steps: int
     step_s: float = 0.0  # seconds that a trainer computes per step
-    options: Mapping[str, Any] = field(default_factory=dict)  # of launch
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of ``launch``
 
 
 @dataclass(frozen=True, slots=True)

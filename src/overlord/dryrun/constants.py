@@ -35,18 +35,18 @@ from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
 from overlord.transport.server import Server, dial
 
-VERSION = 3  # of the stored file; raise it when a measurement changes
+VERSION = 3  # version of the stored file; raise it when a measurement changes
 PROBE_ROWS = 16  # rows of every source that become samples
 PROBE_TRIES = 64  # reads and evaluations per source, in case filters drop most rows
 SOURCES = 24  # sources that the stand-in jobs open, at most
-STEPS, SAMPLES = 12, 64  # of the small job
+STEPS, SAMPLES = 12, 64  # steps and samples per step of the small job
 # Tokens of a step with images, and its fewest samples: 64 large images take minutes to decode.
 IMAGE_TOKENS, FEWEST = 4096, 4
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
-ID_BYTES = 4  # of a token as it is built for other processes, at most
+ID_BYTES = 4  # bytes of a token as it is built for other processes, at most
 WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
-CHILD_S = 120.0  # for one stand-in job
+CHILD_S = 120.0  # seconds for one stand-in job
 TOKEN = "of a measurement of this machine"
 
 Progress = Callable[[str, int, int], None]
@@ -208,13 +208,13 @@ class _StandInProcess:
         self.send(request)
 
     def send(self, value: Any) -> None:
-        """Send a line."""
+        """Send a value as one line of JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Wait for a line; the process is killed after ``CHILD_S``."""
+        """Wait for a line of JSON; the process is killed after ``CHILD_S``."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):

@@ -42,7 +42,7 @@ class DryRunRequest:
     pp: int = 1
     gpus_per_node: int = 8
     batch: int | None = None  # samples per step; None: the job's number per data-parallel group
-    workers: int = 4  # of a colocated loader, per rank
+    workers: int = 4  # workers of a colocated loader, per rank
     hosts: int | None = None  # loader workers, at least; None: as many as reading needs
     sources_per_host: int = 25
     pace_s: float = 1.0  # seconds that trainers compute per step
@@ -61,7 +61,7 @@ class Cell:
     links: Links
     connecting_s: float
     ran: DryRunResult
-    pace_s: float = 1.0  # of trainers
+    pace_s: float = 1.0  # step time of the trainers
 
     @property
     def times_less(self) -> float:

@@ -27,16 +27,16 @@ class Constants:
     planner_bytes: float  # the planner process
     client_bytes: float  # a client in its trainer, without steps
     link_bytes: float  # one end of a connection
-    sample_bytes: float  # of a buffered sample: its token ids
-    sample_tokens: float  # of a sample, on average
-    built_bytes: float  # per token, as constructors build for other processes
-    wide_bytes: float  # per token, as a colocated loader builds
-    read_s: float  # to read and transform a row
-    build_s: float  # to build a token
-    call_s: float  # round trip of a call
-    link_s: float  # of one message on one connection, apart from its bytes
-    connect_s: float  # to open a connection, with its handshake
-    bandwidth: float  # of a connection
+    sample_bytes: float  # bytes of a buffered sample: its token ids
+    sample_tokens: float  # mean tokens of a sample
+    built_bytes: float  # bytes per token, as constructors build for other processes
+    wide_bytes: float  # bytes per token, as a colocated loader builds
+    read_s: float  # seconds to read and transform a row
+    build_s: float  # seconds to build a token
+    call_s: float  # seconds of a round trip of a call
+    link_s: float  # seconds of one message on one connection, apart from its bytes
+    connect_s: float  # seconds to open a connection, with its handshake
+    bandwidth: float  # bytes per second of a connection
 
     def __post_init__(self) -> None:
         for f in fields(self):

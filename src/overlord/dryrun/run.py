@@ -54,10 +54,10 @@ class StepTimes:
     began: float = 0.0  # when the planner began to plan it
     plan_s: float = 0.0
     route_s: float = 0.0
-    nbytes: int = 0  # of payload
+    nbytes: int = 0  # bytes of payload
     has: int = 0  # ranks that have received it
     last: float = 0.0  # when the last rank received it
-    waited_s: float = 0.0  # that trainers waited for it
+    waited_s: float = 0.0  # seconds that trainers waited for it
 
     @property
     def latency_s(self) -> float:
@@ -71,7 +71,7 @@ class DryRunResult:
 
     steps: tuple[StepTimes, ...]
     loader_hosts: int
-    seconds: float  # of virtual time, over all steps
+    seconds: float  # seconds of virtual time, over all steps
     planner_s: float = 0.0  # time per step in which the planner receives, plans, routes and sends
     source: str = ""  # the source whose loaders are busiest
     source_s: float = 0.0  # time per step in which each of its loaders is busy
@@ -414,7 +414,7 @@ class DryRun:
     def _built_by_ranks(self, stage: PlannedStep, step: StepTimes, last: np.ndarray) -> None:
         """Build a step without constructors: every fetching rank builds for its group.
 
-        The other ranks only receive the message that the step exists.
+        The other ranks only receive the description of the step.
         """
         tokens = np.bincount(
             self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp

@@ -305,7 +305,7 @@ class Loader:
         return self._done or not self._needs_work()
 
     def was_short(self, samples: int) -> bool:
-        """Return whether a draw was waiting when ``samples`` were announced."""
+        """Return whether a draw waited for samples when ``samples`` were announced."""
         return self.ready - samples < self._must_have
 
     @property

@@ -1,4 +1,4 @@
-"""The impure half of a loader: it reads windows of chunks, runs transforms and measures their cost.
+"""The input and output of a loader: reads windows of chunks, runs transforms, measures their cost.
 
 A reader executes one command at a time, which the core guarantees, so it needs no locks.
 """
@@ -183,7 +183,7 @@ class SourceReader:
 
     @property
     def many(self) -> bool:
-        """Return whether reads wait for responses rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a core."""
         return bool(getattr(self.chunks, "is_remote", False))
 
     @property
@@ -206,7 +206,7 @@ class SourceReader:
         )
         try:
             yield
-        except DataStall as stall:  # of a process that was given up: it does not know files
+        except DataStall as stall:  # a transform process was given up; it has no names of files
             raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None

@@ -1,4 +1,4 @@
-"""Executes the loaders of a process: logical loaders, their readers and their samples."""
+"""Execute the loaders of a process: logical loaders, their readers and their samples."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class LoaderService:
     def acked(self, step: int) -> None:
         """Record that every rank acknowledged the steps up to ``step``.
 
-        Release a few steps at a time.
+        Samples are released a few steps at a time.
         """
         self._acked = max(step, self._acked)
         if self._acked >= self._released + RELEASED_TOGETHER:

@@ -53,7 +53,7 @@ class StepInfo:
     after: StreamState | EncodedState
     # axes along which the trainer broadcasts, with more than one rank
     broadcast: tuple[str, ...] = ()
-    axis: str = "DP"  # of the plan's buckets
+    axis: str = "DP"  # axis of the plan's buckets
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
 
@@ -107,8 +107,8 @@ class CompactLayout(NamedTuple):
     """Description of compact microbatches, for expansion (``constructor/compact.py``)."""
 
     keys: tuple[str, ...]  # arrays to compute, each with an entry for every token
-    labels: str  # as in Batch
-    context: int  # of the padded layout; 0: packed
+    labels: str  # label convention, as in Batch
+    context: int  # row length of the padded layout; 0: packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,12 +129,12 @@ class StepMessage:
     encoder: Mapping[str, np.ndarray] = field(default_factory=dict)
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
-    form: CompactLayout | None = None  # of ``wide``, where it is compact
+    form: CompactLayout | None = None  # layout of ``wide``, where it is compact
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """No step follows those already sent."""
+    """The end of a rank's stream: no step follows those already sent."""
 
     error: Exception | None = None
 
@@ -145,4 +145,5 @@ class StepAck:
 
     step: int
     waited_s: float = 0.0  # total seconds that the trainer has waited for steps
-    generation: int | None = None  # of the session, if one connection carries steps of several
+    # generation of the session, if one connection carries steps of several
+    generation: int | None = None

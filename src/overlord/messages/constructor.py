@@ -25,7 +25,7 @@ class DecodeFailures:
     """
 
     step: int
-    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of each one's sample
+    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of the sample of each image
     reasons: tuple[str, ...]
 
 

@@ -45,7 +45,7 @@ class WindowReady:
     rows: int
     over: tuple[int, ...]
     nbytes: int = 0
-    dropped: int = 0  # by filters, if no row is left to carry the count
+    dropped: int = 0  # rows dropped by filters, if no row is left to carry the count
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LongDocuments:
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
     row: np.ndarray
-    lost: np.ndarray  # int64: tokens
+    lost: np.ndarray  # int64: number of lost tokens
 
     def __len__(self) -> int:
         return len(self.key)
@@ -88,7 +88,7 @@ class SampleBlock:
     row: np.ndarray
     part: np.ndarray
     meta: Mapping[str, Column]
-    bad_key: np.ndarray  # the same for quarantined rows
+    bad_key: np.ndarray  # uint64: keys of quarantined rows
     bad_file: np.ndarray
     bad_row: np.ndarray
     bad_reason: tuple[str, ...]
@@ -100,7 +100,7 @@ class SampleBlock:
 
     @staticmethod
     def nothing(dropped: int) -> SampleBlock:
-        """Return the block of a window all of whose rows a filter dropped."""
+        """Return the block of a window whose rows were all dropped by filters."""
         none = np.zeros(0, np.int64)
         keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
         return SampleBlock(
@@ -135,9 +135,9 @@ class Announce:
     window: int
     found: SampleBlock | None
     closes: bool = False  # this loader has no more rows of the window
-    last: bool = False  # and none of the group
+    last: bool = False  # this loader has no more rows of the group
     error: Exception | None = None
-    generation: int = 0  # of the loader; announcements of older generations are ignored
+    generation: int = 0  # generation of the loader; announcements of older ones are ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

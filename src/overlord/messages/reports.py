@@ -12,9 +12,9 @@ import numpy as np
 from overlord.errors import JobError
 from overlord.messages.control import Report
 
-MAX_METRICS = 4096  # of one report: losses and tokens of two thousand sources
-MAX_NAME = 200  # characters
-LARGEST = 1e100  # of a value: a product of two values and a sum over all ranks stay finite
+MAX_METRICS = 4096  # limit of one report: losses and tokens of two thousand sources
+MAX_NAME = 200  # characters of a metric name
+LARGEST = 1e100  # limit of a value: a product of two values and a sum over all ranks stay finite
 SHOWN = 5  # problems that one error lists
 
 

@@ -85,7 +85,7 @@ class HtmlReport:
     attached: Sequence[tuple[str, str]] = field(default=())  # (name, text), collapsed at first
 
     def to_html(self) -> str:
-        """Return the page."""
+        """Return the report as one HTML page."""
         tiles = "".join(
             f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
             for number, label in self.tiles

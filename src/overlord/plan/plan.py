@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
     from overlord.plan.routes import Routes
 
-MODULES = ("backbone", "encoder")  # that constructors deliver
+MODULES = ("backbone", "encoder")  # modules that constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
-OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
+OPTIONAL_COLUMNS = ("memory", "out", "offset")  # columns of items; None where absent
 # microbatches over all buckets: far above any mesh, far below what would exhaust memory
 MAX_BINS = 2**26
 # factor on a memory capacity: sums of floats depend on the order of addition
@@ -49,7 +49,7 @@ class Assignment:
     Item i belongs to sample ``sample[i]`` of the plan.
     """
 
-    axis: str  # of the buckets: "DP", "CP", "WORLD", "PP", "TP"
+    axis: str  # axis of the buckets: "DP", "CP", "WORLD", "PP", "TP"
     n_buckets: int
     n_microbatches: int
     sample: np.ndarray  # int64: row of the plan's sample columns
@@ -58,15 +58,15 @@ class Assignment:
     slot: np.ndarray  # int32: position in the microbatch
     size: np.ndarray  # int64: tokens that count against the capacity, with document padding
     cost: np.ndarray  # float64
-    capacity: int = 0  # tokens of one microbatch; 0: none
+    capacity: int = 0  # tokens of one microbatch; 0: no limit
     # axes along which the trainer broadcasts: one rank of each group fetches
     broadcast: tuple[str, ...] = ()
     # float64: share of memory_capacity of each item; None: only tokens count
     memory: np.ndarray | None = None
-    memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
+    memory_capacity: float = 0.0  # memory of one microbatch, in the unit of ``memory``; 0: no limit
     # int64: number of backbone tokens that an encoder's item becomes
     out: np.ndarray | None = None
-    offset: np.ndarray | None = None  # int64: position of the first of them in its sample
+    offset: np.ndarray | None = None  # int64: position of the first of these tokens in its sample
 
     def order(self) -> np.ndarray:
         """Return items by (bucket, microbatch, slot), the order of a constructor.

@@ -1,6 +1,6 @@
-"""Views: the share of a bucket's microbatches that a rank receives.
+"""Views: the arrays that a rank receives of its bucket's microbatches. Pure.
 
-It follows from mesh, axis and broadcasts. Pure.
+They follow from mesh, axis and broadcasts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAST = ("labels", "loss_mask", "source_ids")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The share of a bucket's microbatches for a rank.
+    """The part of a bucket's microbatches for a rank.
 
     ``cp > 1``: slice ``cp_rank`` of ``cp`` slices. ``nothing``: no arrays at all.
     """

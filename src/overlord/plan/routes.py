@@ -41,16 +41,16 @@ class Route:
     slot: int
     # int64 [n]: items of the module that this rank encodes, in sending order
     items: np.ndarray
-    # int32 [n]: rows sent of each, the first ones; fewer than it has if its document was truncated
+    # int32 [n]: number of first rows sent of each item; fewer if its document was truncated
     send_lens: np.ndarray
     send_splits: np.ndarray  # int32 [world]: rows to every rank
     recv_splits: np.ndarray  # int32 [world]: rows from every rank
     recv_items: np.ndarray  # int64 [k]: received items, in the order of their placeholders
-    # int64 [k]: number of each in the order of arrival (by sender, then placeholders)
+    # int64 [k]: number of each item in the order of arrival (by sender, then placeholders)
     recv_perm: np.ndarray
-    out_lens: np.ndarray  # int32 [k]: rows of each
+    out_lens: np.ndarray  # int32 [k]: rows of each item
     recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
-    # int64 [rows]: position of each in the un-sliced packed microbatch
+    # int64 [rows]: position of each row in the un-sliced packed microbatch
     image_token_index: np.ndarray
     microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
     docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
@@ -78,16 +78,16 @@ class Routes:
     slot: np.ndarray  # int32: the exchange of its rows
     number: np.ndarray  # int64: number of the item in its sample
     out: np.ndarray  # int64: rows
-    microbatch: np.ndarray  # int32: of the backbone
+    microbatch: np.ndarray  # int32: microbatch of the backbone
     doc: np.ndarray  # int32: its document there
     offset: np.ndarray  # int64: first placeholder, from the start of its document
-    position: np.ndarray  # int64: the same from the start of the packed microbatch
+    position: np.ndarray  # int64: first placeholder, from the start of the packed microbatch
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
     received: np.ndarray  # items by slot, owner, encoder, placeholder
     wanted: np.ndarray  # items by slot, owner, placeholder
     # int64 [slots * world + 1]: first index of each encoder in ``sent``
     sent_bounds: np.ndarray
-    owned_bounds: np.ndarray  # the same for each owner, in ``received`` and ``wanted``
+    owned_bounds: np.ndarray  # first index of each owner in ``received`` and ``wanted``
 
     def __len__(self) -> int:
         return len(self.out)

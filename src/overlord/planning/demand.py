@@ -32,11 +32,13 @@ class LoaderRequests:
         )
         # samples that each source's loaders were last requested to hold
         self._level = [0] * len(self._loaders)
-        self._horizon = [-1] * len(self._loaders)  # the last group that they may open
+        # the last group that loaders of each source may open
+        self._horizon = [-1] * len(self._loaders)
         self._number()
         # number of samples last requested of each loader
         self._must = np.zeros(self.n_loaders, np.int64)
-        self._held = np.zeros(self.n_loaders, np.int64)  # announced and not yet popped
+        # samples of each loader that are announced and not popped
+        self._held = np.zeros(self.n_loaders, np.int64)
 
     def _number(self) -> None:
         self.first = np.concatenate([[0], np.cumsum(self._loaders)]).astype(np.int64)

@@ -51,7 +51,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The draw lacks samples: source -> samples its front must hold (or end before)."""
+    """The samples that a draw lacks: by source, the number that its stream must have ready.
+
+    A stream that ends before that number suffices, too.
+    """
 
     need: dict[int, int]
 

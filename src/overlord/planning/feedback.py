@@ -50,7 +50,7 @@ def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
 
 
 class Feedback:
-    """Reports until the plans that use them."""
+    """Stores reports until the plans that use them."""
 
     def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
         self._lag, self.takes, self._floor = lag, takes, floor

@@ -30,7 +30,7 @@ class _PulledSamples:
 
     pieces: list[StreamPiece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    # of the payload's row, as the last planned step left it
+    # payload row of each sample, as the last planned step left it
     number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -39,7 +39,7 @@ class _PulledSamples:
 
 
 class LookAheadPool:
-    """The records of all sources, and the numbers of the payload rows that are held for them."""
+    """The pulled samples of all sources, and the numbers of the payload rows held for them."""
 
     def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
         """Start empty.
@@ -57,7 +57,7 @@ class LookAheadPool:
         self._open.append(0)
 
     def open(self, i: int) -> int:
-        """Return how many samples of the source can be drawn from the pool."""
+        """Return the number of samples of a source that can be drawn from the pool."""
         return self._open[i]
 
     def fronts(self, streams: Sequence[SourceStream]) -> list[ExtendedFront]:
@@ -135,7 +135,7 @@ class LookAheadPool:
         return self._release(i)[1] > 0
 
     def _release(self, i: int) -> tuple[np.ndarray, int]:
-        """Return the ages of the source's samples, and how many of its payload rows were held."""
+        """Remove a source's samples; return their ages, and how many of its payload rows were held."""
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
@@ -188,10 +188,10 @@ class LookAheadPool:
     def settle(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """Close a step: ``taken[j]`` says whether candidate j was drawn.
+        """Close a step: age the candidates that were left, and move the cursors.
 
-        Candidates before the last drawn one become a step older; with ``left`` all others do. Move
-        the cursors, and return the payload rows that stay held, in order.
+        ``taken[j]``: whether candidate j was drawn. Candidates before the last drawn one become a
+        step older; with ``left`` all others do. Return the payload rows that stay held, in order.
         """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
@@ -242,7 +242,7 @@ class LookAheadPool:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """Return what a state keeps: for each source one age per pulled sample after its cursor."""
+        """Return the ages for a state: for each source one age per pulled sample after its cursor."""
         return tuple(r.age.copy() for r in self._records)
 
 
@@ -252,9 +252,9 @@ class Candidates:
 
     sources: tuple[int, ...]
     pieces: tuple[tuple[int, StreamPiece], ...]  # (source, piece)
-    rows: np.ndarray  # of the joined pieces
+    rows: np.ndarray  # rows of the joined pieces
     age: np.ndarray
-    number: np.ndarray  # of the payload's row
+    number: np.ndarray  # payload row of each candidate
     first: np.ndarray  # row at which each source begins
 
 

@@ -16,19 +16,19 @@ from overlord.planning.spec import SourceSpec
 
 
 class LostSources:
-    """Decides whether a source leaves the job, and restarts a step that began with it.
+    """Decides whether a source leaves the job, and restarts a step that has begun with it.
 
-    It keeps the state before the current step began: a step begins with the first draw that charges
-    the accounts and gives no sample.
+    A step begins with the first draw that charges the accounts and gives no sample. The state
+    before that draw is kept.
     """
 
     def __init__(self, floor: int):
-        """Keep steps before ``floor`` as they are: they were planned before."""
+        """Protect steps before ``floor``: they were planned before, with their sources."""
         self._floor = floor
         self._before: StreamState | None = None
 
     def begin(self, state: StreamState) -> None:
-        """Keep ``state`` as the one before its step, unless the step has begun already."""
+        """Record ``state`` as the state before its step, unless the step has begun already."""
         if not self.has_begun(state.step):
             self._before = state
 

@@ -19,7 +19,7 @@ class TokenLosses:
         self._found: set[int] = set()
 
     def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
-        """Return the numbers of the sources that exceed it now and did not before.
+        """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
 
         ``counts``: of a ``StreamState``.
         """

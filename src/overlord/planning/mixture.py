@@ -42,7 +42,7 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        # the last step the schedule was called for; the first it never was
+        # the last step with a call of the schedule, and the first step without one
         self._called, self._floor = (state.step - 1, floor)
         self._scheduled: Weights = ()
         # cache of weights from fixed numbers, which seldom change
@@ -145,7 +145,7 @@ class Mixture:
             return weights_of_all(
                 given, own, joined(state.events), step, as_shares=not change and not self._fixed
             )
-        except JobError:  # the error is raised when the step comes
+        except JobError:  # the error is raised when the step is planned
             return None
 
     def _lowest_epoch(self, state: StreamState) -> int:

@@ -25,8 +25,8 @@ class PlacedStep(NamedTuple):
     plan: LoadingPlan
     pops: np.ndarray  # samples that leave each loader
     doc: np.ndarray  # number of each sample among the held and popped ones (``PlannedStep.doc``)
-    loader: np.ndarray  # of each sample
-    cursors: np.ndarray  # after the step, by source
+    loader: np.ndarray  # loader of each sample
+    cursors: np.ndarray  # cursors after the step, by source
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held

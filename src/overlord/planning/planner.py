@@ -104,7 +104,7 @@ class Planner:
         self._demand = LoaderRequests(
             [s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of
         )
-        # of each source's loaders; restarting a source adds one
+        # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
         self._drawer = Drawer(
             samples=spec.batch.samples,
@@ -124,8 +124,8 @@ class Planner:
         )
         self._lost = LostSources(floor)
         self._finished: EndOfJob | None = None
-        self._stop: EndOfJob | None = None  # given by a constructor that cannot build its step
-        # found by the planner before this one; later events cannot move it
+        self._stop: EndOfJob | None = None  # end reported by a constructor that cannot build a step
+        # end that the previous planner found; later events cannot move it
         self._ended: EndOfJob | None = None
         self._mixture = Mixture(
             spec.schedule,
@@ -212,7 +212,7 @@ class Planner:
         return self.ledger
 
     def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
-        """Return the start of a loader's standby: cursor in its source, generation, last Refill."""
+        """Return the position of a loader for its standby: cursor, generation, last Refill."""
         source = self._demand.source_of[loader]
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
@@ -253,7 +253,7 @@ class Planner:
         return list(lacking(self._streams, self._waiting))
 
     def waiting_for(self) -> str:
-        """Return what blocks the next plan, as text."""
+        """Describe what blocks the next plan."""
         return self.status().waiting_for()
 
     def status(self) -> PlannerStatus:
@@ -269,7 +269,7 @@ class Planner:
         )
 
     def check(self) -> None:
-        """Assert the invariants, for tests."""
+        """Assert the invariants of the planner, for tests."""
         for stream in self._streams:
             stream.check()
         check_accounts(self.spec, self._state)
@@ -376,7 +376,7 @@ class Planner:
         self.ledger.grow()
 
     def _lose(self, event: SourceLost) -> None:
-        """Apply an event of the log. This planner requested it, or one that it replaces did."""
+        """Apply a SourceLost event of the log, which this planner or a previous one requested."""
         if event.name not in self.spec.names:
             raise PlanError(
                 f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
@@ -407,7 +407,7 @@ class Planner:
             for loader in self._demand.of(i)
         ]
         ahead = self._demand.restarted(i)
-        self._waiting = {}  # the next draw asks again
+        self._waiting = {}  # the next draw requests them again
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]
 
     # planning
@@ -444,7 +444,7 @@ class Planner:
         return len(self._outstanding) < self.spec.prefetch
 
     def _satisfied(self) -> bool:
-        """Return whether no stream can give more of what the blocked draw waits for."""
+        """Return whether no stream can give more of the samples that the blocked draw lacks."""
         return all(
             self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
             for i, n in self._waiting.items()
@@ -501,9 +501,9 @@ class Planner:
         return [DropHeldSamples(tuple(self._demand.of(i))) for i in held]
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Request the samples that the draw lacks. The job ends at a stream that broke before them.
+        """Request the samples that the draw lacks, or end the job at a failed stream.
 
-        Of several broken streams the first source's error counts. So all are waited for: the result
+        Of several failed streams the first source's error counts. So all are waited for: the result
         must not depend on the order in which loaders read.
         """
         self._waiting = need

@@ -21,7 +21,7 @@ class RankProgress(dict[int, int]):
 
     @property
     def slowest(self) -> int:
-        """The last step that all ranks have taken; at least one rank must exist."""
+        """The last step that all ranks have taken. At least one rank must exist."""
         return min(self._at)
 
     def __setitem__(self, rank: int, step: int) -> None:

@@ -66,7 +66,7 @@ def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
 
 
 def overdue(candidates: Buffer) -> np.ndarray:
-    """Return which candidates have reached ``max_age``."""
+    """Return a mask of the candidates that have reached ``max_age``."""
     return (
         np.zeros(len(candidates), bool)
         if candidates.age is None

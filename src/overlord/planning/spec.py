@@ -57,7 +57,7 @@ class PlannerSpec:
     prefetch: int = 4
     # number of steps for which loaders hold samples beyond the step being drawn
     read_ahead: int = 2
-    # the same for sources whose reads are slow now and then
+    # steps to read ahead for sources whose reads are sometimes slow
     ahead_of: Mapping[int, int] = field(default_factory=dict)
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
@@ -132,7 +132,7 @@ class Ledger:
         )
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        # with the step; they arrive late, so no state counts them
+        # decode failures with their step; they arrive late, so no state counts them
         self.spoiled: dict[tuple[int, Quarantined], None] = {}
         self.listed = int(self.quarantined.sum())  # total number of rows up to the last one listed
         # counts of streams start at 0
@@ -212,7 +212,7 @@ class Ledger:
         self._before[i] -= sign * np.array(passed, np.int64)
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
-        """Update the counts of ``PASSED`` from the stream of every source."""
+        """Update the counts of ``PASSED`` from the streams of all sources."""
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
         )

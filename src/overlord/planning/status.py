@@ -29,7 +29,7 @@ class PlannerStatus:
     prefetch: int
 
     def waiting_for(self) -> str:
-        """Return a human-readable text."""
+        """Describe what blocks the next plan."""
         if self.finished:
             return f"nothing: the job ends before step {self.finished.step}"
         if self.lacking:

@@ -35,7 +35,7 @@ class _ReadyRun:
 
     at: Cursor  # epoch, group, window
     found: SampleBlock
-    loader: np.ndarray | int  # that holds each sample
+    loader: np.ndarray | int  # loader that holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # number of samples of the segment before each quarantined row
     # int64 [n, 3]: file, row and part of each; one array, since steps are joined from hundreds of
@@ -51,7 +51,7 @@ class _ReadyRun:
 
     @property
     def trails(self) -> bool:
-        """Whether rows without a sample may follow its last sample."""
+        """Whether rows without a sample may follow the last sample of the run."""
         return len(self.bad_at) > 0 or (
             len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
         )
@@ -59,7 +59,7 @@ class _ReadyRun:
 
 @dataclass(slots=True, eq=False)
 class _Announced:
-    """The announcements of one loader for the window being merged."""
+    """The announcements of one loader for the current window."""
 
     parts: list[SampleBlock] = field(default_factory=list)
     closed: bool = False
@@ -80,7 +80,7 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
-    """The front of one source: announcements in, samples out. Pure."""
+    """The front of one source's stream: announcements in, samples out. Pure."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SourceStream:
         # rows that filters dropped, in windows that the draw has not passed
         self._drops: deque[tuple[Cursor, int]] = deque()
         self.error: Exception | None = None  # the stream breaks after the ready samples
-        self.dropped = 0  # in windows that the draw has passed
+        self.dropped = 0  # rows that filters dropped, in windows that the draw has passed
         # documents that lost tokens up to the last sample taken, and the number of these tokens
         self.long = self.lost = 0
 
@@ -361,11 +361,10 @@ class SourceStream:
         return pieces, bad
 
     def _count_long(self, segment: _ReadyRun, start: int, stop: int | None = None) -> None:
-        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment.
+        """Count the documents that lost tokens from sample ``start`` to ``stop`` of a segment.
 
-        If ``stop`` is the end of the segment, those at its end count too. A truncated document
-        counts with its sample, a dropped one with the next sample. So a restored stream counts each
-        once.
+        Without ``stop``, count to the end of the segment. A truncated document counts with its
+        sample, a dropped one with the next sample. So a restored stream counts each once.
         """
         if (long := segment.found.long) is None:
             return
@@ -404,7 +403,7 @@ class SourceStream:
 
 
 def _tokenize(reason: str) -> str:
-    """Return a hint if the token ids are missing: most often nothing tokenizes the text."""
+    """Return a hint to tokenize if the token ids are missing, else an empty text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
         if reason.endswith(": tokens is null or missing")

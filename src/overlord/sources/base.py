@@ -239,7 +239,7 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 def no_rows_chunk() -> Chunks:
     """Return the chunk of a file without rows.
 
-    It has one unreadable row, so that the file appears in the quarantine.
+    It has one unreadable row, so that the quarantine lists the file.
     """
     return make_chunks([(0, 1, -1, 1, 0)])
 

@@ -201,7 +201,7 @@ class ChunkReader:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether reads wait for responses rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a core."""
         return self._files.remote
 
     @property

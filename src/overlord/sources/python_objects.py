@@ -73,9 +73,9 @@ class Listed:
 
 
 def as_dataset(name: str, dataset: Any) -> Any:
-    """Return a dataset in the form in which a source holds it.
+    """Return a dataset in the form that a source stores.
 
-    Refuse anything else with the alternatives.
+    Refuse any other object, with the alternatives.
     """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)

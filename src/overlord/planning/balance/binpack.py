@@ -86,7 +86,7 @@ def lpt(
 
 
 def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Place items by falling cost.
+    """Place items by falling cost, each into the lightest bin with room.
 
     Items without cost count a little, or they would all go into one bin.
     """
@@ -306,7 +306,7 @@ def fill_up(
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
             order = np.argsort(wants, kind="stable")
-            # if two want one item, the second takes the next
+            # if two bins choose one item, the second takes the next item
             pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))
             order, pick = order[pick < len(at)], pick[None, pick < len(at)]
         taken[at[pick]] = bins[order]

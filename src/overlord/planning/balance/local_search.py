@@ -1,7 +1,7 @@
 """Local search: exchange of items between heavy and light rows after an uneven packing.
 
-A row is a bin, or the bins of a bucket. Every round examines many pairs of rows at once, and every
-choice is the first of the best. So the result is the same on every machine.
+A row is a bucket, and its items are samples or bins. Every round examines many pairs of rows at
+once, and every choice is the first of the best. So the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from overlord.array_order import by_key
 from overlord.planning.balance import binpack
 
-# rounds; eight samples a rank need up to 40 to come within 0.1 percent
+# rounds of exchanges; eight samples a rank need up to 40 for 0.1 percent
 SWAP_ROUNDS = 64
 SWAP_LAST = 16  # exchanges of the heaviest row alone, after the rounds find no more
 SWAP_MISSES = 8  # consecutive rounds without an exchange

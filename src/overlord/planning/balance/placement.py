@@ -425,9 +425,8 @@ def _with_the_rest(
 def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Minimize the sum of the slowest rank and of the slowest bin of every index.
 
-    This is for ranks that wait at both, after every microbatch and once a step.
-
-    Either all bins at once, as for ranks that wait often, or with regard to bucket totals.
+    This is for ranks that wait at both, after every microbatch and once a step. The result is the
+    best of three placements: with regard to bucket totals, flat and levelled.
     """
     found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None

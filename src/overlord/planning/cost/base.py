@@ -15,10 +15,10 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 
 
 class Cost:
-    """A cost function.
+    """A cost function of metadata columns. Costs can be added and scaled: ``2 * a + b`` is a cost.
 
-    ``2 * a + b`` is a cost, too: a backbone and its encoder in one plan, forward and backward, a
-    slower card. ``unit`` is "s", "FLOPs", "tokens", or "" if only ratios have a meaning.
+    A sum may be a backbone and its encoder in one plan, a factor a slower device. ``unit`` is "s",
+    "FLOPs", "tokens", or "" if only ratios have a meaning.
     """
 
     __slots__ = ()

@@ -67,9 +67,9 @@ class DGraph:
     axis: str | None = None
     group_size: int | None = None
     costs: np.ndarray | None = None
-    memory: np.ndarray | None = None  # of each node, if cost(memory=) was given
+    memory: np.ndarray | None = None  # memory of each node, if cost(memory=) was given
     memory_capacity: float = 0.0
-    unit: str = ""  # of the costs, if the cost function has one ("s")
+    unit: str = ""  # unit of the costs, if the cost function has one ("s")
     capacity: int = 0
     placement: ItemPlacement | None = None
     broadcast: tuple[str, ...] = ()

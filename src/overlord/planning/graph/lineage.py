@@ -88,9 +88,10 @@ def unbound(step: int) -> PlanError:
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """Return the states of the nodes.
+    """Return the states of the nodes before and after each operation.
 
-    An operation that is not a primitive of its own (balance, pack, yours) places.
+    An operation that is not in ``STATES``, such as balance, pack or one of a user, places the
+    nodes.
     """
     edges, state = [], "buffered"
     for what in trail:

@@ -50,7 +50,7 @@ def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> PageStep:
 
 
 def page(step: PageStep) -> str:
-    """Return the page as text."""
+    """Return the HTML page of a step as text."""
     assets = files("overlord.planning.graph") / "assets"
     text = (assets / "graph.html").read_text(encoding="utf-8")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)

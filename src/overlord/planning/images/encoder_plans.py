@@ -50,7 +50,7 @@ class Encodings:
     def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
         """Return the encoder plan of these ranks.
 
-        ``at``: payload row of each of ``encoded_by(ranks)``.
+        ``at``: payload row of each item of ``encoded_by(ranks)``.
         """
         r, p = self.routes, self.plan
         sent, bounds = _rows(r, ranks, r.sent_bounds)
@@ -98,7 +98,7 @@ def _rows(
 
 
 def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
-    """Return the rows exchanged with every rank, group by group."""
+    """Return the number of rows exchanged with every rank, group by group."""
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
     return (

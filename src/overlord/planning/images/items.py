@@ -82,7 +82,7 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placeholders:
-    """The rows of every item that are sent, and their first token in its sample."""
+    """For every item, the number of rows that are sent and their first token in its sample."""
 
     out: np.ndarray  # int64
     offset: np.ndarray  # int64
@@ -160,7 +160,7 @@ class Samples:
     bucket: np.ndarray
     microbatch: np.ndarray
     n_microbatches: int
-    axis: str  # of the buckets
+    axis: str  # axis of the buckets
 
 
 def follow(

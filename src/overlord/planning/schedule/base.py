@@ -65,7 +65,7 @@ class Base:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of sources with a weight, as far as the arguments name them."""
+        """The names of the sources that the arguments give a weight."""
         return tuple(
             dict.fromkeys(
                 name for part in self.parts().values() for name in getattr(part, "sources", ())
@@ -80,7 +80,7 @@ class Base:
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether reports change its weights. If not, planning need not wait for them."""
+        """Whether reports change the weights. If not, planning need not wait for them."""
         return any(learns(part) for part in self.parts().values())
 
     def state_dict(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _rise(low: float, high: float, step: int, steps: int) -> float:
 
 
 def _above(candidates: Buffer, column: str, threshold: float) -> np.ndarray:
-    """Return the excess of each candidate over the threshold. NaN counts as hardest."""
+    """Return the excess of each candidate over the threshold. NaN counts as the largest."""
     if threshold == math.inf:
         return np.zeros(len(candidates))
     values = candidates.column(column)

@@ -47,7 +47,7 @@ class Odm(Base):
     kind: ClassVar[str] = "odm"
     weights: Any = None  # None: the sources' own weights
     warmup: int = 100
-    floor: Any = 0.0  # of every source, or pairs (name, share), sorted
+    floor: Any = 0.0  # least share of every source, or pairs (name, share), sorted
     scale: float = 10.0
     decay: float = 1.0
     rate: float | None = None
@@ -148,8 +148,8 @@ class Odm(Base):
     def _reward(self, names: list[str]) -> None:
         """Update the rewards once.
 
-        A source without a report counts with its last loss, one that never had any with the mean of
-        the others.
+        A source without a report counts with its last loss. A source that never had a report counts
+        with the mean of the others.
         """
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)

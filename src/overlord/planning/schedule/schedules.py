@@ -66,7 +66,7 @@ class Staged(Base):
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
         # Every stage is called at every step, so that one that learns from feedback has learned
-        # when its time comes.
+        # when it begins.
         weights = [part(step, feedback) for _, part in self.stages]
         return weights[bisect_right([first for first, _ in self.stages], step) - 1]
 
@@ -141,7 +141,7 @@ def _ramp_weights(
 ) -> Any:
     """Return the weights of a ramp at a step.
 
-    ``curve(k, n)``: the part of it, 0 to 1, done after k of n steps.
+    ``curve(k, n)``: the fraction of the ramp, 0 to 1, that is done after k of n steps.
     """
     # Both ends are called at every step: one that learns must receive every report.
     first = named(ramp.start(step, feedback), step, f"{ramp.kind}.start")
