@@ -183,7 +183,7 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A connection that one side refused: wrong token, other version, or not an Overlord process."""
+    """A refused connection: wrong token, other version, or not an Overlord process."""
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)

@@ -365,7 +365,7 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
         ranks = np.arange(math.prod(shape)).reshape(shape)
     if ranks.ndim != len(names) or len(set(names)) != len(names):
         raise JobError(
-            [f"{len(names)} names {tuple(names)} for a mesh of shape {ranks.shape}"],
+            [f"expected one name per dimension of {ranks.shape}, got {tuple(names)}"],
             "from_device_mesh",
         )
     if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):

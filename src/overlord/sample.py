@@ -463,7 +463,9 @@ class Buffer:
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
             if any(len(c) != size for c in cols.values()):
-                raise PlanError(f"columns of source {name!r} differ in length", step)
+                raise PlanError(
+                    f"source {name!r}: expected columns of one length, got several lengths", step
+                )
         meta: dict[str, Column] = {}
         for key in sorted({key for cols in given.values() for key in cols}):
             missing = [name for name, cols in given.items() if key not in cols]

@@ -826,7 +826,7 @@ def test_a_method_that_knows_no_capacity_takes_two_arguments_and_keeps_what_it_c
         (np.zeros(2, int), "expected 3 whole numbers"),
         (np.zeros(3), "whole numbers"),
         (np.array([0, 1, 2]), "0..1"),
-        (np.full(3, -1), "without a bin"),
+        (np.full(3, -1), "expected a bin for every item"),
     ],
 )
 def test_a_method_that_answers_nonsense_is_named(answer: np.ndarray, said: str) -> None:
@@ -862,13 +862,15 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
             register_balance(name, greedy)
     with pytest.raises(PlanError, match="expected a name and a function"):
         register_balance("test_nothing", None)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="go together"):
+    with pytest.raises(PlanError, match="expected memory and memory_capacity together"):
         place(
             PackingProblem(
                 costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, memory=np.ones(3)
             )
         )
-    with pytest.raises(PlanError, match="item 2 takes 9 of memory"):
+    with pytest.raises(
+        PlanError, match=r"item 2: expected at most the memory of a microbatch, .*, got 9"
+    ):
         place(
             PackingProblem(
                 costs=np.ones(3),

@@ -193,7 +193,7 @@ def test_a_plan_for_another_place_is_refused() -> None:
     with ov.launch(job(strategy=elsewhere)) as session:
         client = session.client(0)
         with pytest.raises(
-            ov.PlanError, match="the plan is for pp1xdp2xcp1xtp2, the job has pp1xdp2xcp1xtp1"
+            ov.PlanError, match="expected a plan for pp1xdp2xcp1xtp1, got one for pp1xdp2xcp1xtp2"
         ):
             next(client)
 

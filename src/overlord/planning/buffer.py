@@ -106,25 +106,27 @@ def gather(
 def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
-            f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()"
+            f"strategy: expected a LoadingPlan, got {type(plan).__name__}",
+            buffer.step,
+            "end it with .plan()",
         )
     if "backbone" in plan.modules:
         axis = plan.main.axis
         if axis not in BUCKET_AXES:
             raise PlanError(
-                f"the plan has buckets along {axis!r}; known: {', '.join(BUCKET_AXES)}",
+                f"expected buckets along one of {', '.join(BUCKET_AXES)}, got {axis!r}",
                 buffer.step,
                 'call .distribute("DP")',
             )
         # more buckets would never be delivered
         if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
-                f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
+                f"expected {wanted} buckets along {axis} of {place}, got {plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
     if plan.place is not None and plan.place != place:  # the fetchers would be wrong
         raise PlanError(
-            f"the plan is for {plan.place}, the job has {place}",
+            f"expected a plan for {place}, got one for {plan.place}",
             buffer.step,
             "use the place the strategy is given",
         )

@@ -135,7 +135,7 @@ class LookAheadPool:
         return self._release(i)[1] > 0
 
     def _release(self, i: int) -> tuple[np.ndarray, int]:
-        """Remove a source's samples; return their ages, and how many of its payload rows were held."""
+        """Remove a source's samples; return their ages, and the number of held payload rows."""
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
@@ -242,7 +242,7 @@ class LookAheadPool:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """Return the ages for a state: for each source one age per pulled sample after its cursor."""
+        """Return one age per pulled sample after the cursor of each source, for a state."""
         return tuple(r.age.copy() for r in self._records)
 
 

@@ -168,8 +168,8 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
     if not np.array_equal(counts, wanted):
         i = int(np.flatnonzero(counts != wanted)[0])
         raise PlanError(
-            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw "
-            f"wants {wanted[i]}",
+            f"strategy: expected {wanted[i]} samples of {buffer.names[i]!r}, as drawn, got "
+            f"{counts[i]}",
             buffer.step,
             "call .mix()",
         )

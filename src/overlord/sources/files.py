@@ -85,7 +85,7 @@ class Files:
         return isinstance(self.fs, RemoteStore)
 
     def with_stats(self, stats: StorageStats) -> Files:
-        """Return the file access of a running job, which counts requests to a store in ``stats``."""
+        """Return this access for a running job: ``stats`` counts requests to a store."""
         return (
             replace(self, fs=replace(self.fs, stats=stats, mid_run=True))
             if isinstance(self.fs, RemoteStore)

@@ -208,22 +208,24 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             and not (np.isfinite(column).all() and column.min() >= 0)
         ):
             raise PlanError(
-                f"a {what} is negative, infinite or NaN", remedy=f"correct the {what} function"
+                f"{what}: expected finite numbers of at least 0, got one that is "
+                "negative, infinite or NaN",
+                remedy=f"correct the {what} function",
             )
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())
         raise PlanError(
-            f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the "
-            f"{p.capacity} of a microbatch"
+            f"item {i}: expected at most the {p.capacity} tokens of a microbatch, got "
+            f"{int(p.sizes[i])} with its padding"
         )
     if (p.memory is None) != (p.memory_capacity <= 0):
         raise PlanError(
-            "memory and memory_capacity go together",
+            "expected memory and memory_capacity together, got one of them",
             remedy="give cost(memory=) and balance(memory_capacity=), or neither",
         )
     if p.memory is not None and len(p.memory) and float(p.memory.max()) > p.memory_capacity:
         i = int(p.memory.argmax())
         raise PlanError(
-            f"item {i} takes {float(p.memory[i]):g} of memory, more than the "
-            f"{p.memory_capacity:g} of a microbatch"
+            f"item {i}: expected at most the memory of a microbatch, "
+            f"{p.memory_capacity:g}, got {float(p.memory[i]):g}"
         )

@@ -155,7 +155,7 @@ def bins_by(
         )
     if not capacity and (bins == NOWHERE).any():
         raise PlanError(
-            f"balance method {name!r} left items without a bin although there is no capacity"
+            f"balance method {name!r}: expected a bin for every item without a capacity, got -1"
         )
     bins = bins.astype(np.int32, copy=False)
     if capacity and name != "greedy" and not fits(bins, sizes, n_bins, capacity):

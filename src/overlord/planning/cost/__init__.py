@@ -119,5 +119,8 @@ def checked_costs(
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
-        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or NaN")
+        raise PlanError(
+            f"{what} function {name}: expected finite numbers of at least 0, "
+            "got one that is negative, infinite or NaN"
+        )
     return numbers

@@ -94,7 +94,7 @@ def check_memory(graph: DGraph, capacity: float | None) -> None:
             else "cost(memory=) was not given"
         )
         raise PlanError(
-            f"a memory function and a bound go together, but {lacks}",
+            f"expected a memory function and a bound, or neither, but {lacks}",
             graph.buffer.step,
             "give both, or neither",
         )

@@ -295,7 +295,7 @@ class DGraph:
         method_named(method)
         if self.axis is None:
             raise PlanError(
-                f"balance({method!r}) comes before distribute",
+                f"balance({method!r}): expected a distributed graph, got one without buckets",
                 self.buffer.step,
                 "call .distribute(axis) first",
             )
@@ -367,7 +367,7 @@ class DGraph:
         check_module(self, "follow(): the other graph", samples)
         if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
             raise PlanError(
-                "follow() wants distributed items and balanced samples",
+                "follow(): expected distributed items and balanced samples",
                 self.buffer.step,
                 "call .distribute(axis) first",
             )
@@ -429,7 +429,7 @@ class DGraph:
         b = self.buffer
         if "backbone" in modules:
             raise PlanError(
-                "the graph that .plan() is called on is the backbone",
+                "plan(): expected other modules than 'backbone', which is the graph itself",
                 b.step,
                 "give the other module another name",
             )

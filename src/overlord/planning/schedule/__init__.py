@@ -154,7 +154,7 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     known = BUILT_IN.get(name) or _registered.get(name)
     if known is not None and _place(known) != _place(factory):
         raise JobError(
-            [f"the name {name!r} stands for {_place(known)} already; choose another"],
+            [f"expected an unused name, got {name!r} of {_place(known)}; choose another"],
             "register_schedule",
         )
     if name not in BUILT_IN:
@@ -176,7 +176,7 @@ def make(name: str, /, **arguments: Any) -> Any:
     made = _registered[name](**arguments)
     if not callable(made):
         raise JobError(
-            [f"the factory of {name!r} made {made!r}, expected a function of step and feedback"],
+            [f"factory of {name!r}: expected a function of step and feedback, got {made!r}"],
             "schedule",
         )
     return Registered(name, arguments, made)
