@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(kind, int):
             assert fault is not None
             self._sent()
-            told = self.info() if fault.tells else ""
+            told = self._told() if fault.tells else ""
             body = (
                 f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>as "
                 f"told</Message>{told}</Error>"

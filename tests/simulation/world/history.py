@@ -39,7 +39,7 @@ class Seen:
         hashed: list[bytes] = []
         samples, tokens, keys = [], [], dict[str, None]()
         for mb in step:
-            samples.append(tuple(map(Sample._make, mb.info.table[mb._rows, :5].tolist())))
+            samples.append(tuple(map(Sample._make, mb._info.table[mb._rows, :5].tolist())))
             held: tuple[int, ...] | None = None
             arrays = mb._arrays
             for key in arrays:

@@ -59,7 +59,7 @@ class _Parts(Launcher):
 
     def __init__(self, launched: Launched, told: Callable[[tuple[Any, ...]], None]):
         world, net = launched.world, launched.cluster.net
-        self._launched, self.info = launched, told
+        self._launched, self._told = launched, told
         self._machine, self.control = (
             SimMachine(world, net, launched.process),
             SimControl(world, net, launched.process),
