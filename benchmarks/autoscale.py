@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 import overlord as ov
 from augment import augmented, decoded, hashed, write_jpegs, write_texts
 from overlord.hashing import digest
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from overlord.process.cgroup import cores
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
@@ -325,14 +325,14 @@ def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
     for k, o in enumerate(done):
         times, n = np.array([t for t, _ in o.seen]), np.array([c for _, c in o.seen], float)
         counts.append(
-            Line(
+            PlotLine(
                 label=o.name,
                 color=series_color(k),
                 y=n[np.clip(np.searchsorted(times, x, side="right") - 1, 0, None)],
             )
         )
         waits.append(
-            Line(label=o.name, color=series_color(k), y=np.interp(x, o.at, np.cumsum(o.waits)))
+            PlotLine(label=o.name, color=series_color(k), y=np.interp(x, o.at, np.cumsum(o.waits)))
         )
     top = 1.1 * max(float(line.y.max()) for line in counts)
     most = max(0.5, 1.1 * max(float(line.y.max()) for line in waits))

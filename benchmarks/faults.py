@@ -28,7 +28,7 @@ from corpus import default_folder, make_corpus
 from overlord.drill.delivery import compare
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 WARM_UP = 5  # steps
@@ -204,7 +204,7 @@ def plot(
     steps = min(len(o.waits_s) for _, o in done)
     top = max(10.0, 1.1 * max(float(figures(o).max()) for _, o in done))
     series = [
-        Line(label=short(c), color=series_color(k), y=figures(o)[: steps - WARM_UP])
+        PlotLine(label=short(c), color=series_color(k), y=figures(o)[: steps - WARM_UP])
         for k, (c, o) in enumerate(done)
     ]
     return lines(

@@ -93,13 +93,13 @@ class Reading:
             case LoaderPlan():
                 self._part(message)
             case Rollback():
-                self._run(self.loading.back(message, self.open))
+                self._run(self.loading.rollback(message, self.open))
             case LoaderStart():
                 self.open(message)
             case FollowLoader(start=opening):
-                self._run(self.loading.follow(opening, self.open))
+                self._run(self.loading.attach_standby(opening, self.open))
             case TakeOverLoader(step=step, start=opening):
-                self._run(self.loading.stand(opening, self.open, step))
+                self._run(self.loading.promote(opening, self.open, step))
             case DropLoader(loader=number):
                 self.loading.close(number)
             case DropHeldSamples(loaders=loaders):
@@ -114,12 +114,12 @@ class Reading:
             command = queue.popleft()
             if not isinstance(command, Announce):
                 queue.extend(self.loading.carry_out(command))
-            elif not self.loading.hosted[command.loader].shadow:
+            elif not self.loading.slots[command.loader].standby:
                 self.news.append(command)
 
     def _part(self, part: LoaderPlan) -> None:
         self.loading.acked(part.acked)
-        pops, commands = self.loading.pop_shadows(
+        pops, commands = self.loading.pop_standbys(
             part.step, dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
         )
         self._run(commands)

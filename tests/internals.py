@@ -62,7 +62,7 @@ WORKER_RESTARTS = Seam("overlord.cluster.worker_pool:WorkerPool", "_restart_load
 WORKER_RESTARTED = Seam("overlord.cluster.worker_pool:WorkerPool", "_is_restarted")
 # clients
 QUEUE_CONNECTS = Seam("overlord.client.remote_queue:RemoteStepQueue", "_connect")
-QUEUE_ASKS_AGAIN = Seam("overlord.client.remote_queue:RemoteStepQueue", "_look_again")
+QUEUE_ASKS_AGAIN = Seam("overlord.client.remote_queue:RemoteStepQueue", "_reconnect_early")
 RENDEZVOUS_STORE = Seam("overlord.session.rendezvous", "_store")
 # storage
 JOURNAL_WRITES = Seam("overlord.journal.directory:DirectoryStorage", "_write")
@@ -245,19 +245,19 @@ def drop_connection(queue: Any) -> None:
 
 def connect_at(queue: Any, acked: int, until: Callable[[Callable[[], bool]], Any]) -> None:
     """Connect a step queue whose previous constructor knew ``acked`` as its last step."""
-    queue._before = acked
+    queue._acked_before = acked
 
     def is_connected() -> bool:
         queue._try_again(1.0)
         return queue._link is not None or queue._ended
 
-    with queue._mine:
+    with queue._read_lock:
         until(is_connected)
 
 
 def receive(queue: Any, message: Any) -> None:
     """Let a step queue handle a message as if it had arrived."""
-    queue._take_in(message)
+    queue._handle_message(message)
 
 
 def forget_control(client: ov.Client) -> None:
@@ -267,7 +267,7 @@ def forget_control(client: ov.Client) -> None:
 
 def control_connection_of(client: ov.Client) -> Connection:
     """Return the connection of a remote client to the control server."""
-    return client._waiting_for.__self__._asking._link  # type: ignore[attr-defined]
+    return client._waiting_for.__self__._control._link  # type: ignore[attr-defined]
 
 
 def sever(connection: Any) -> None:
@@ -482,7 +482,7 @@ def collection_sizes(runtime: Any, prepared: Any, executor: Any) -> dict[str, in
         "segments": sum(len(s._segments) for s in streams),
         "shards": sum(len(s._announced) for s in streams),
         "lasts": sum(len(s._lasts) for s in streams),
-        "blocks": sum(len(h.buffer._blocks) for h in runtime.loading.hosted.values()),
+        "blocks": sum(len(h.buffer._blocks) for h in runtime.loading.slots.values()),
         "assembling": sum(len(a._steps) for a in runtime.assemblers),
         "timers": len(executor._events),
     }

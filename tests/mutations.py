@@ -445,7 +445,7 @@ MUTATIONS = [
     *_at(
         "planning/mixture.py",
         ("mixed by the epoch: as the step says", 'if self._every != "epoch":', "if True:"),
-        ("asked again when a draw is tried again", "if self._asked == state.step:", "if False:"),
+        ("asked again when a draw is tried again", "if self._called == state.step:", "if False:"),
         ("the epoch looked at twice", "state.mix_epoch if again and not joins else epoch", "epoch"),
         ("what was learned is forgotten", '"schedule": self._learned()', '"schedule": None'),
         ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
@@ -679,6 +679,30 @@ MUTATIONS = [
         ("long runs from their document's start", "(start + base).tolist(),", "start.tolist(),"),
     ),
     *_at(
+        "plan/rank_view.py",
+        (
+            "the first stage gets labels",
+            "and (self.last or key not in LAST)",
+            "and (self.last or key not in LAST or self.first)",
+        ),
+        ("a fetcher gets its own stage only", "np.logical_or.at(last, queue_of, ", "last |= ("),
+        (
+            "a fetcher along cp gets a slice",
+            "if sliced and lowest[rank] == highest[rank]",
+            "if sliced",
+        ),
+        (
+            "slices where cp ranks have buckets of their own",
+            'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
+            "place.cp > 1 and",
+        ),
+        (
+            "stages where they have buckets of their own",
+            'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
+            "place.pp > 1,",
+        ),
+    ),
+    *_at(
         "constructor/rank_views.py",
         (
             "zigzag without the mirror",
@@ -873,8 +897,8 @@ MUTATIONS = [
         (
             "an orientation that swaps sides not seen in a JPEG",
             "upright = (height, width) if orientation >= 5 else (width, height)\n    "
-            "return Header(*upright, _JPEG",
-            "upright = (width, height)\n    return Header(*upright, _JPEG",
+            "return ImageHeader(*upright, _JPEG",
+            "upright = (width, height)\n    return ImageHeader(*upright, _JPEG",
         ),
         ("a JPEG without its end accepted", 'if b"\\xff\\xd9" not in raw:', "if not raw:"),
         ("scans not limited", "if scans > MAX_SCANS:", "if scans > 10 * MAX_SCANS:"),

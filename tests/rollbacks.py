@@ -69,7 +69,7 @@ class HostByHand:
         while queue:
             command = queue.popleft()
             if isinstance(command, Announce):
-                if not self.loading.hosted[command.loader].shadow:
+                if not self.loading.slots[command.loader].standby:
                     self.said.append(command)
             else:
                 queue.extend(self.loading.carry_out(command))
@@ -86,21 +86,21 @@ class HostByHand:
         self._run([refill])
 
     def back(self, back: Rollback) -> None:
-        self._run(self.loading.back(back, self.open))
+        self._run(self.loading.rollback(back, self.open))
 
     def follow(self, opening: LoaderStart) -> None:
-        self._run(self.loading.follow(opening, self.open))
+        self._run(self.loading.attach_standby(opening, self.open))
 
     def part(self, step: int, pops: dict[int, int]) -> list[Content]:
-        mine, commands = self.loading.pop_shadows(
-            step, {k: n for k, n in pops.items() if k in self.loading.hosted}
+        mine, commands = self.loading.pop_standbys(
+            step, {k: n for k, n in pops.items() if k in self.loading.slots}
         )
         pieces, wanted = self.loading.pop(step, mine, None)
         self._run([*commands, *wanted])
         return pieces
 
     def loader(self, number: int) -> Loader:
-        return self.loading.hosted[number].loader
+        return self.loading.slots[number].loader
 
 
 @dataclass
@@ -305,7 +305,7 @@ class Drawing:
         ids = [i for s in self.steps for i in s.ids]
         bad = [b for s in self.steps for b in s.bad]
         before = np.array(self.stream.passed)
-        bad += self.stream.rest()
+        bad += self.stream.last_failures()
         error = self.stream.error
         return (
             ids,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from balancing.grid import METHODS, Case, Outcome
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import context_name
 
 Row = tuple[str, int, int]  # profile, context, samples a rank
@@ -142,9 +142,11 @@ def _plot(grid: Grid, row: Row, methods: Sequence[str], pick: Pick, bound: Pick,
     def series(method: str, value: Pick) -> np.ndarray:
         return np.array([statistics.fmean(map(value, grid.cell(row, r, method))) for r in ranks])
 
-    drawn = [Line(label="bound", color="var(--faint)", y=series(methods[0], bound), kind="bound")]
+    drawn = [
+        PlotLine(label="bound", color="var(--faint)", y=series(methods[0], bound), kind="bound")
+    ]
     drawn += [
-        Line(label=m, color=series_color(i), y=series(m, pick))
+        PlotLine(label=m, color=series_color(i), y=series(m, pick))
         for i, m in enumerate(methods)
         if m in grid.methods
     ]

@@ -12,7 +12,7 @@ from endtoend.times import BACKWARD, loads_of, seconds
 from overlord.batch import Batch
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.strategies import packed, vanilla, vlm
 from overlord.sample import Buffer
@@ -174,7 +174,7 @@ def encoded_once(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
     """
     assert plan.place is not None
     drawn, main = DGraph.from_buffer(buffer, plan.place).mix(), plan.main
-    found = Placement(
+    found = ItemPlacement(
         bucket=main.bucket,
         microbatch=main.microbatch,
         n_microbatches=main.n_microbatches,

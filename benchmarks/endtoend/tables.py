@@ -9,7 +9,7 @@ import numpy as np
 
 from endtoend.plans import STRATEGIES, Prediction
 from endtoend.setups import MEASURED_KAPPA, Setup
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import context_name
 
 PAPER = {4096: 1.71, 8192: 2.63, 16384: 3.09}  # its mean gain of hybrid over vanilla, section 7.3
@@ -216,7 +216,7 @@ def plot(predictions: Sequence[Prediction], profile: str) -> str:
         )
 
     drawn = [
-        Line(label=s, color=series_color(i), y=series(s))
+        PlotLine(label=s, color=series_color(i), y=series(s))
         for i, s in enumerate(("packed", "backbone", "both levels", "hybrid", "ours"))
     ]
     most, least = (f(float(f(line.y)) for line in drawn) for f in (max, min))

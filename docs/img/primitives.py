@@ -22,7 +22,7 @@ from drawing import Drawing  # noqa: E402
 
 import overlord as ov  # noqa: E402
 from overlord.observe import svg  # noqa: E402
-from overlord.observe.svg import WIDTH, Line, Panel, series_color  # noqa: E402
+from overlord.observe.svg import WIDTH, Panel, PlotLine, series_color  # noqa: E402
 from page import plot_file  # noqa: E402
 
 LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
@@ -419,7 +419,7 @@ def cost() -> str:
     series = []
     for k, (name, fn) in enumerate(shown):
         each = fn({"tokens": x}) / x
-        series.append(Line(label=name, color=series_color(k), y=each / each[0]))
+        series.append(PlotLine(label=name, color=series_color(k), y=each / each[0]))
     return svg.lines(
         x,
         series,
@@ -470,7 +470,7 @@ def mix() -> str:
             for i, share in enumerate(session.plan(step.step).summary()["sources"].values()):
                 wanted[i, step.step], found[i, step.step] = share["wanted"], share["samples_share"]
     series = [
-        Line(label=n, color=series_color(i), y=found[i], wanted=wanted[i])
+        PlotLine(label=n, color=series_color(i), y=found[i], wanted=wanted[i])
         for i, n in enumerate(names)
     ]
     return svg.lines(

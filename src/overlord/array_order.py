@@ -17,7 +17,7 @@ def by_key(keys: np.ndarray, bound: int) -> np.ndarray:
 
 
 def number_inside(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.ndarray:
-    """Return the number of each item among those with its key, in the given order: 0, 1, ..."""
+    """Return the position of each item among the items with its key, in the given order."""
     order, counts = by_key(keys, bound), np.bincount(keys, minlength=bound)
     number: np.ndarray = np.empty(len(keys), dtype)
     number[order] = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -38,7 +38,7 @@ def radix_order(keys: np.ndarray, digits: int) -> np.ndarray:
 
 
 def in_documents(sample: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the order of items by sample, then by offset, then by number."""
+    """Return the stable order of items by sample, then by offset."""
     if len(sample) < 2 or _is_sorted(sample, offset):
         return np.arange(len(sample))
     return np.lexsort((offset, sample))

@@ -63,8 +63,9 @@ class Batch:
             raise JobError(problems, "batch")
 
     def document_multiple(self, place: Mesh) -> int:
-        """Return the number of tokens to a multiple of which every document is padded. The batch,
-        context parallelism and sequence parallelism determine it.
+        """Return the number of tokens to a multiple of which every document is padded.
+
+        The batch, context parallelism and sequence parallelism determine it.
         """
         pieces = (
             {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp)

@@ -1,9 +1,9 @@
 """Reused memory for microbatches: touching fresh pages costs more than filling them.
 
 A buffer is free again when no array views it. Arrays given to the trainer are views whose ``base``
-is the buffer, and so are tensors made from them. So its reference count tells whether it is free,
-and no call returns it. Without the interpreter's lock a count may change while it is read. Then
-nothing is reused.
+is the buffer, and so are tensors made from them. So the reference count of a buffer tells whether
+it is free, and callers need not return it. Without the interpreter's lock a count may change while
+it is read. Then nothing is reused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ def _references(buffers: list[np.ndarray], i: int) -> int:
 # interpreters differ in what a call adds.
 UNUSED = _references([np.empty(1, np.uint8)], 0)
 
-# far above the number that prefetch keeps in use; a trainer that keeps every array must not make
-# the search long
+# Far above the number that prefetch keeps in use: a trainer that keeps every array must not make
+# the search slow.
 MAX_BUFFERS = 64
 
 
 class BufferPool:
-    """Buffers of about the requested size. The pool holds at most ``max_bytes`` of unused memory;
-    beyond that it allocates without keeping.
+    """Buffers of about the requested size.
+
+    The pool holds at most ``max_bytes`` of unused memory; beyond that it allocates without keeping.
     """
 
     def __init__(self, max_bytes: int = 2**30):
@@ -41,7 +42,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a pool of its own, for a bucket that is copied."""
+        """Pickle as a new, empty pool: the copy of a bucket has its own memory."""
         return BufferPool, (self._max_bytes,)
 
     def __call__(self, nbytes: int) -> np.ndarray:

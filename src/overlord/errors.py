@@ -15,9 +15,7 @@ class OverlordError(Exception):
 
 
 class JobError(OverlordError):
-    """A job that cannot run. It lists every problem at once, so that a job file can be corrected in
-    one pass.
-    """
+    """A job that cannot run; it lists every problem of the job file at once."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
         # torch rebuilds errors of workers from one text
@@ -27,15 +25,15 @@ class JobError(OverlordError):
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
-            said = self.problems[0]
-            return said if said.startswith(self.where) else f"{self.where}: {said}"
+            problem = self.problems[0]
+            return problem if problem.startswith(self.where) else f"{self.where}: {problem}"
         return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(
             f"  - {p}" for p in self.problems
         )
 
 
 class SourceError(OverlordError):
-    """A source that cannot be opened, read or trusted."""
+    """A source that cannot be opened or read, or whose data are invalid."""
 
     def __init__(self, source: str, problem: str, path: str = "", remedy: str = ""):
         super().__init__(source, problem, path, remedy)
@@ -49,8 +47,9 @@ class SourceError(OverlordError):
 
 
 class StorageError(SourceError):
-    """Bytes of a source that storage did not deliver in time, or that differ from the index. The
-    data may still be correct.
+    """Bytes of a source that storage did not deliver in time, or that differ from the index.
+
+    The data may still be correct.
     """
 
 
@@ -83,9 +82,7 @@ NAMED = 5  # sources and differences that are named if there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return human-readable rows. Many differences are summarized by source: missing, new or
-    changed.
-    """
+    """Return human-readable rows; many differences are summarized by source."""
     if len(differences) <= MOST:
         return [f"{part}: saved {a}, got {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
@@ -112,12 +109,12 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     if missing or new:
         # a digest of the names of the sources
         rest = {part: values for part, values in rest.items() if part != "sources"}
-    told = {
+    groups = {
         "sources of the state that the job lacks": missing,
         "sources of the job that the state lacks": new,
         "sources that changed": changed,
     }
-    rows = [f"{what}: {_few(names)}" for what, names in told.items() if names]
+    rows = [f"{what}: {_shorten(names)}" for what, names in groups.items() if names]
     rows += [f"{part}: saved {a}, got {b}" for part, (a, b) in list(rest.items())[:NAMED]]
     return rows + (
         [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]
@@ -126,15 +123,16 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     )
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (
         f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     )
 
 
 class StateMismatch(OverlordError):
-    """A saved state that does not fit the job. ``differences`` maps each component to (saved,
-    found), ``problem`` describes the mismatch.
+    """A saved state that does not fit the job.
+
+    ``differences`` maps each component to (saved, found), ``problem`` describes the mismatch.
     """
 
     def __init__(
@@ -185,7 +183,7 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A connection that one side refused: wrong token, other version, or not a process of ours."""
+    """A refused connection: wrong token, other version, or not an Overlord process."""
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)
@@ -207,13 +205,14 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer has continued. Records of this writer no longer count, so
-    retries are useless.
+    """A journal that another writer has continued: records of this writer no longer count.
+
+    Retries are useless.
     """
 
 
 class FrameError(OverlordError):
-    """Bytes of a connection that are not valid, or a value that cannot be sent."""
+    """Invalid bytes of a connection, or a value that cannot be sent."""
 
     def __init__(self, problem: str, where: str = "", remedy: str = ""):
         super().__init__(problem, where, remedy)
@@ -225,8 +224,9 @@ class FrameError(OverlordError):
 
 
 class WouldBlock(Exception):
-    """Raised instead of blocking in a thread that must not block. Another thread has to repeat the
-    call.
+    """Raised instead of blocking in a thread that must not block.
+
+    Another thread has to repeat the call.
     """
 
 
@@ -235,4 +235,5 @@ NO_FUNCTION = (
     "strategies, schedules and transforms must be functions of their arguments: no clock, no "
     "random numbers of their own, no memory"
 )
-SAID = "its last output"  # a runtime whose workers log elsewhere names the file in the reason
+# a runtime whose workers log elsewhere names the file in the reason
+LAST_OUTPUT = "its last output"

@@ -18,8 +18,9 @@ _GOLDEN, _M1, _M2 = U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D0
 
 
 def key64(*parts: str | int) -> int:
-    """Return a 64-bit key of a purpose and its names: BLAKE2b over the parts joined by U+001F,
-    little-endian.
+    """Return a 64-bit key of a purpose and its names.
+
+    It is BLAKE2b over the parts joined by U+001F, little-endian.
     """
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -44,8 +45,9 @@ def keyed_hash(key: int, *columns: Any) -> np.ndarray:
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
-    """Return a short hex fingerprint of ordered parts. Lengths are hashed, too, so that parts
-    cannot run into each other.
+    """Return a short hex fingerprint of ordered parts.
+
+    Lengths are hashed, too, so that different parts never give the same text.
     """
     h = blake2b(digest_size=16)
     for part in parts:

@@ -1,8 +1,7 @@
-"""The module search path of this process and of processes that Overlord starts. The working
-directory is not in it unless requested.
+"""The module search path of this process and of processes that Overlord starts.
 
-This is the first module that the package imports. It needs only modules that Python has loaded by
-then.
+The working directory is not in it unless requested. This is the first module that the package
+imports. It needs only modules that Python has loaded by then.
 """
 
 import os
@@ -17,9 +16,7 @@ LONG_WITH_VALUE = ("--check-hash-based-pycs",)  # the value is the next word
 
 
 def module_started(given: Sequence[str]) -> str:
-    """Return the module after ``-m`` of a command line as the interpreter reads it
-    (``sys.orig_argv``); "" if there is none.
-    """
+    """Return the module after ``-m`` in ``sys.orig_argv``; "" if there is none."""
     words = iter(given[1:])
     for word in words:
         if word in LONG_WITH_VALUE:
@@ -36,8 +33,9 @@ def module_started(given: Sequence[str]) -> str:
 
 
 def _leave_working_directory() -> None:
-    """Under ``python -m overlord``, remove the working directory from the front of the path, where
-    Python has put it.
+    """Remove the working directory from the front of the path under ``python -m overlord``.
+
+    Python puts it there.
 
     The package itself may come from there. Then the directory moves to the end, for the processes
     that import it.
@@ -54,8 +52,9 @@ def _leave_working_directory() -> None:
 
 
 def entries() -> list[str]:
-    """Return the path of this process. An empty entry is the working directory, as in an
-    interactive Python.
+    """Return the path of this process.
+
+    An empty entry is the working directory, as in an interactive Python.
     """
     return [path or os.getcwd() for path in sys.path]
 
@@ -66,17 +65,13 @@ def as_setting() -> str:
 
 
 def settings() -> dict[str, str]:
-    """Return the environment of an interpreter that is started with ``-c`` and must not search its
-    working directory first.
-    """
+    """Return the environment for ``python -c`` without the working directory on the search path."""
     before = "\n".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ)
     return {"PYTHONPATH": as_setting(), "PYTHONSAFEPATH": "1", SAVED: before}
 
 
 def restore_settings() -> None:
-    """Restore the environment of the program for children of a process that was started with
-    ``settings()``.
-    """
+    """Restore the environment that ``settings()`` replaced, for children of this process."""
     saved = os.environ.pop(SAVED, None)
     if saved is None:
         return
@@ -88,7 +83,7 @@ def restore_settings() -> None:
 
 
 class FirstHere(list[str]):
-    """A search path for workers that accepts only the directory that is first in this process.
+    """A search path for workers that accepts only the first directory of this process's path.
 
     Ray puts this path first in its workers, and adds the working directory. All other entries of
     this process come last there, with the actor.

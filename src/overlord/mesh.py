@@ -69,7 +69,8 @@ class Mesh:
 
     @staticmethod
     def from_device_mesh(mesh: Any) -> Mesh:
-        """Return the mesh of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp;
+        """Return the mesh of a torch ``DeviceMesh`` with dimensions named pp, dp, cp, tp.
+
         torch is not imported.
 
         ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the
@@ -92,8 +93,8 @@ class Mesh:
                 return tree
         raise JobError(
             [
-                f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to "
-                f"{ranks.size - 1}, but in no order of pp, dp, cp, tp; "
+                f"expected ranks 0 to {ranks.size - 1} in an order of pp, dp, cp, tp, got another "
+                f"order in {dict(zip(names, ranks.shape, strict=True))}; "
                 "give the mesh's ranks in row-major order, with adjacent dp dimensions"
             ],
             "from_device_mesh",
@@ -101,8 +102,10 @@ class Mesh:
 
     @staticmethod
     def from_env(env: Mapping[str, str] | None = None, *, world_size: int | None = None) -> Mesh:
-        """Return the mesh of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``,
-        ``OVERLORD_CP``, ``OVERLORD_TP`` (default 1).
+        """Return the mesh of a job that torchrun started, from the environment.
+
+        The variables are ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP``
+        (default 1).
 
         dp is the rest of the world size; ``OVERLORD_DP`` may also give it, and must then fit.
         ``OVERLORD_ORDER`` names the axes from outermost to innermost, as in ``pp-dp-cp-tp``.
@@ -124,11 +127,14 @@ class Mesh:
         degrees = {names[name]: int(value) for name, value in given.items()}
         world, left = degrees.pop("", None), math.prod(degrees.values())
         if world is not None and (world % left or ("dp" in degrees and world != left)):
-            said = " x ".join(
+            given_text = " x ".join(
                 f"{name}={value}" for name, value in given.items() if name != "WORLD_SIZE"
             )
             raise JobError(
-                [f"WORLD_SIZE={world} is not {'' if 'dp' in degrees else 'a multiple of '}{said}"],
+                [
+                    f"WORLD_SIZE: expected {'' if 'dp' in degrees else 'a multiple of '}"
+                    f"{given_text}, got {world}; change one of them"
+                ],
                 "from_env",
             )
         if world is not None:
@@ -160,7 +166,8 @@ class Mesh:
             raise JobError([f"expected a whole number of at least 0, got {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
             raise JobError(
-                [f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what
+                [f"expected at most {self.dp - 1} of the {self.dp} replicas of {self}, got {n}"],
+                what,
             )
         return replace(self, dp=dp)
 
@@ -175,7 +182,7 @@ class Mesh:
         return tuple(getattr(self, axis) for axis in self.order)
 
     def grid(self) -> np.ndarray:
-        """Return ranks by [pp, dp, cp, tp]."""
+        """Return the ranks as an array with the axes [pp, dp, cp, tp]."""
         return (
             np.arange(self.world_size)
             .reshape(self._shape)
@@ -194,9 +201,7 @@ class Mesh:
         return np.unravel_index(np.arange(self.world_size), self._shape)[self.order.index(axis)]
 
     def rank_problem(self, rank: Any) -> str:
-        """Return the problem of a rank number, which often comes from the environment; "" if it is
-        valid.
-        """
+        """Return the problem of a rank number, as text; "" if it is valid."""
         if not isinstance(rank, (int, np.integer)):
             return f"expected a rank as a whole number, got {rank!r}"
         return (
@@ -219,9 +224,10 @@ class Mesh:
     # buckets
 
     def buckets(self, axis: str = "DP") -> list[list[int]]:
-        """Return ranks by bucket. ``DP``: one bucket per replica. ``CP``: every (dp, cp) pair.
-        ``WORLD``: every rank, in rank order. ``PP`` and ``TP``: every stage, every tensor-parallel
-        coordinate.
+        """Return the ranks of each bucket.
+
+        ``DP``: one bucket per replica. ``CP``: every (dp, cp) pair. ``WORLD``: every rank, in rank
+        order. ``PP`` and ``TP``: every stage, every tensor-parallel coordinate.
         """
         n = self.n_buckets(axis)
         if axis == "WORLD":
@@ -246,8 +252,7 @@ class Mesh:
     # fetchers
 
     def served_by(self, broadcast: str | Sequence[str] = ()) -> np.ndarray:
-        """Return for every rank the rank that fetches for it, which may be itself: int64
-        [world_size].
+        """Return the rank that fetches for each rank, which may be itself: int64 [world_size].
 
         The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any
         order), from coordinate 0.
@@ -260,17 +265,15 @@ class Mesh:
         return served
 
     def fetchers(self, broadcast: str | Sequence[str] = ()) -> list[int]:
-        """Return the ranks that fetch when the trainer broadcasts along these axes: one of each
-        group.
-        """
+        """Return the ranks that fetch when the trainer broadcasts along these axes."""
         served = self.served_by(broadcast)
         return np.flatnonzero(served == np.arange(len(served))).tolist()
 
     def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
-        """Return for every rank the rank whose step queue holds its microbatches: int64
-        [world_size]. It is the lowest rank of its bucket that has the same fetcher: the fetcher
-        itself, unless the trainer broadcasts across buckets. Then the fetcher opens a client for
-        each.
+        """Return the rank whose step queue serves each rank: int64 [world_size].
+
+        It is the lowest rank of its bucket that has the same fetcher: the fetcher itself, unless
+        the trainer broadcasts across buckets. Then the fetcher opens a client for each.
         """
         group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
@@ -279,7 +282,7 @@ class Mesh:
     # text
 
     def __repr__(self) -> str:
-        """Return the arguments under the name of the paper: journals compare this text."""
+        """Return the arguments under the class name of the paper: journals compare this text."""
         given = ", ".join(f"{name}={getattr(self, name)!r}" for name in (*AXES, "order"))
         return f"ClientPlaceTree({given})"
 
@@ -321,12 +324,12 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
-    """Return the environment with the caller's world size, or raise if it contains another one."""
-    said = str(env.get("WORLD_SIZE", "")).strip()
-    if said not in ("", str(world_size)):
+    """Return the environment with the given world size, or raise if it contains another one."""
+    given_text = str(env.get("WORLD_SIZE", "")).strip()
+    if given_text not in ("", str(world_size)):
         raise JobError(
             [
-                f"world_size: expected WORLD_SIZE={said} of the environment, got "
+                f"world_size: expected WORLD_SIZE={given_text} of the environment, got "
                 f"{world_size}; leave world_size out"
             ],
             "from_env",
@@ -362,7 +365,7 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
         ranks = np.arange(math.prod(shape)).reshape(shape)
     if ranks.ndim != len(names) or len(set(names)) != len(names):
         raise JobError(
-            [f"{len(names)} names {tuple(names)} for a mesh of shape {ranks.shape}"],
+            [f"expected one name per dimension of {ranks.shape}, got {tuple(names)}"],
             "from_device_mesh",
         )
     if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):
@@ -377,8 +380,9 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[str]:
-    """Return the lines of a tree: a branch per coordinate of the first axis; the last two axes
-    share a line.
+    """Return the lines of a tree: a branch per coordinate of the first axis.
+
+    The last two axes share a line.
     """
     axis, n = axes[0], len(grid)
     if len(axes) == 1:

@@ -41,9 +41,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """A column of variable-length rows: row i is ``values[offsets[i]:offsets[i+1]]``, as in
-    ``cu_seqlens``.
-    """
+    """A column of variable-length rows; row i is ``values[offsets[i]:offsets[i+1]]``."""
 
     values: np.ndarray
     offsets: np.ndarray  # int64, one more than rows; offsets[0] need not be 0
@@ -117,18 +115,14 @@ class Ragged:
 
 
 class Items(NamedTuple):
-    """Items of documents in addition to tokens, such as images: bytes for each item, document by
-    document.
-    """
+    """Items of documents, such as images: the bytes of each item, document by document."""
 
     bytes: Ragged  # uint8, item after item
     counts: np.ndarray  # int64: items of each document
 
     @property
     def first(self) -> np.ndarray:
-        """Number of the first item of each document, then the total: int64, one more than
-        documents.
-        """
+        """The first item of each document, then the number of items: int64 [documents + 1]."""
         first = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=first[1:])
         return first
@@ -159,9 +153,7 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload that a loader sends to a constructor. Sources without images have ``items=None``
-    at no cost.
-    """
+    """The payload that a loader sends to a constructor; without images ``items`` is None."""
 
     tokens: Ragged
     items: Items | None = None
@@ -196,15 +188,17 @@ class Content:
         )
 
     def take_items(self, rows: np.ndarray) -> Ragged:
-        """Return a copy of the chosen items, in the given order. Items are numbered over all
-        documents.
+        """Return a copy of the chosen items, in the given order.
+
+        Items are numbered over all documents.
         """
         return (self.items or Items.none(len(self))).bytes.take(rows)
 
     @staticmethod
     def pick(parts: Sequence[Content], documents: np.ndarray) -> Content:
-        """Return the chosen documents of several contents, numbered over all of them. Items are
-        copied once, whatever the number of contents.
+        """Return the chosen documents of several contents, numbered over all of them.
+
+        Items are copied once, whatever the number of contents.
         """
         tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
         if (scattered := Scattered.of(parts)) is None:
@@ -213,8 +207,9 @@ class Content:
 
     @staticmethod
     def concat(parts: Sequence[Content]) -> Content:
-        """Return the documents of all contents, in order. If some contents have items, documents of
-        the others have none.
+        """Return the documents of all contents, in order.
+
+        If some contents have items, documents of the others have none.
         """
         if len(parts) == 1:
             return parts[0]
@@ -228,7 +223,7 @@ class Content:
 
 
 class Scattered:
-    """The items of several contents, read as one column without a copy."""
+    """The items of several contents, as one column without a copy."""
 
     def __init__(self, parts: Sequence[Ragged], counts: np.ndarray):
         self.parts, self.counts = parts, counts  # items of each document
@@ -289,8 +284,9 @@ def cut_rows(column: Column, start: int, stop: int) -> Column:
 
 
 def join_rows(parts: Sequence[Column]) -> Column:
-    """Return the concatenation of columns. If some hold lists and others numbers, a number counts
-    as a list of one.
+    """Return the concatenation of columns.
+
+    If some hold lists and others numbers, a number counts as a list of one.
     """
     if Ragged not in set(map(type, parts)):
         return np.concatenate(parts)  # type: ignore[arg-type]
@@ -313,8 +309,9 @@ def _read_only(column: Column) -> Column:
 
 
 class Columns(dict[str, Column]):
-    """Metadata by name, as user functions get it. The error for a missing name lists the known
-    ones.
+    """Metadata by name, as user functions get it.
+
+    The error for a missing name lists the known ones.
     """
 
     def __init__(self, columns: Mapping[str, Column], step: int = -1):
@@ -330,7 +327,7 @@ class Columns(dict[str, Column]):
 
 
 def loader_is_hidden(what: str, step: int) -> PlanError:
-    """Return the error for a strategy that reads which loader holds a sample."""
+    """Return the error for a strategy that reads the loader of a sample."""
     return PlanError(
         f"a strategy read {what}; which loader holds a sample must not shape a plan, or "
         "the stream would change with the number of loaders",
@@ -341,8 +338,9 @@ def loader_is_hidden(what: str, step: int) -> PlanError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Buffer:
-    """The input of a strategy: ids and metadata of samples, one row each, in stream order; never
-    payload.
+    """The input of a strategy: ids and metadata of samples, one row each, without payload.
+
+    The rows are in stream order.
 
     In a running job the planner has drawn already: the rows are the samples of the step, in the
     order of the draw. A buffer made by hand (``from_columns``) holds candidates, and
@@ -366,7 +364,7 @@ class Buffer:
     # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
     wanted: tuple[tuple[int, ...], ...] = ()
     age: np.ndarray | None = None  # int32: steps each candidate was passed over
-    max_age: int = 8  # a candidate of this age comes first
+    max_age: int = 8  # a candidate of this age is taken first
     scores: np.ndarray | None = None  # from the job's schedule: the lowest are taken first
     overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
     # when ranks wait for each other: after every "microbatch", or once a "step"
@@ -377,7 +375,7 @@ class Buffer:
 
     @property
     def objective(self) -> str:
-        """Return the default objective of ``DGraph.balance``: it follows ``sync``."""
+        """Return the default objective of ``DGraph.balance``, which follows from ``sync``."""
         if self.sync not in OBJECTIVES:
             raise PlanError(
                 f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}",
@@ -415,8 +413,10 @@ class Buffer:
         )
 
     def column(self, name: str) -> Column:
-        """Return one metadata column. If all samples of this step lack it (a step of text in a job
-        with images), return a column without items.
+        """Return one metadata column.
+
+        If all samples of this step lack it (a step of text in a job with images), return a column
+        without items.
         """
         if name in self.absent:
             return no_items(len(self))
@@ -433,10 +433,10 @@ class Buffer:
         """Return a buffer of the chosen rows, in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
         meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
-        beside: dict[str, Any] = {
+        optional: dict[str, Any] = {
             n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None
         }
-        return replace(self, **picked, **beside, meta=meta)
+        return replace(self, **picked, **optional, meta=meta)
 
     @staticmethod
     def from_columns(
@@ -446,8 +446,9 @@ class Buffer:
         step: int = 0,
         sync: str = "microbatch",
     ) -> Buffer:
-        """Return a buffer made by hand: ``{"web": {"tokens": [5, 9]}, ...}``. A list of lists
-        becomes a ragged column.
+        """Return a buffer made by hand: ``{"web": {"tokens": [5, 9]}, ...}``.
+
+        A list of lists becomes a ragged column.
 
         Every source must have the same columns, except ragged ones: samples of a source without
         such a column have no items. ``sync``: as in ``Job``.
@@ -462,7 +463,9 @@ class Buffer:
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
             if any(len(c) != size for c in cols.values()):
-                raise PlanError(f"columns of source {name!r} differ in length", step)
+                raise PlanError(
+                    f"source {name!r}: expected columns of one length, got several lengths", step
+                )
         meta: dict[str, Column] = {}
         for key in sorted({key for cols in given.values() for key in cols}):
             missing = [name for name, cols in given.items() if key not in cols]

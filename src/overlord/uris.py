@@ -58,9 +58,7 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Return whether this is a URI, or was meant as one: ``Path`` turns ``s3://bucket`` into
-    ``s3:/bucket``.
-    """
+    """Return whether a text is a URI, or was one before ``Path`` made it ``s3:/bucket``."""
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
@@ -79,9 +77,9 @@ def uri_problems(uri: str) -> list[str]:
     body, _, query = rest.partition("?")
     user, at, host = body.partition("/")[0].rpartition("@")
     port = host.partition(":")[2]
-    shown = shown_uri(uri)
+    shown = masked_uri(uri)
     # A secret may contain '/'. Then the text before it looks like a host, but is the user and half
-    # of a password. No port and no bucket looks like that.
+    # of a password. A port or a bucket never has this form.
     if (
         (at and ":" in user)
         or (port and not port.isdigit())
@@ -108,9 +106,10 @@ def uri_problems(uri: str) -> list[str]:
     return []
 
 
-def shown_uri(uri: str) -> str:
-    """Return a URI for texts. Secrets may be anywhere in a URI that is refused, so users and values
-    of options are hidden.
+def masked_uri(uri: str) -> str:
+    """Return a URI for texts.
+
+    Secrets may be anywhere in a URI that is refused, so users and values of options are hidden.
     """
     head, mark, query = uri.partition("?")
     head = (

@@ -15,9 +15,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
-    """Return why a function cannot be called with these arguments; "" if it can, or has no
-    signature.
-    """
+    """Return why a function cannot be called with these arguments; "" if it can or is unknown."""
     try:
         return _cannot_take(fn, tuple(arguments))
     except TypeError:  # not hashable
@@ -40,8 +38,7 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error; "" if none
-    did.
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error, or "".
 
     The innermost frame outside of this package, of Python's library and of installed packages
     counts; else the first one outside of this package. Tracebacks do not reach the quarantine or
@@ -61,7 +58,7 @@ def where_raised(error: BaseException) -> str:
     return own or next(iter(outside), "")
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and text of an error, with the location in user code that raised it."""
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
 
@@ -86,7 +83,7 @@ def as_exception(error: BaseException, source: str = "") -> Exception:
     # StopIteration would look like the end of the data
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    what = told(error)
+    what = describe_error(error)
     return (
         SourceError(source, what, remedy="a transform must not end the program")
         if source

@@ -17,8 +17,8 @@ from overlord.planning import cost
 from overlord.planning.balance import binpack, placement
 from overlord.planning.balance.balance import (
     METHODS,
+    ItemPlacement,
     PackingProblem,
-    Placement,
     greedy,
     joined,
     karmarkar_karp,
@@ -421,7 +421,7 @@ def problems(draw: st.DrawFn) -> PackingProblem:
     )
 
 
-def bins_of(found: Placement) -> np.ndarray:
+def bins_of(found: ItemPlacement) -> np.ndarray:
     return found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
 
 
@@ -619,7 +619,7 @@ def lengths(profile: str, n: int, seed: int, context: int) -> tuple[np.ndarray, 
     return cost.llama_12b({"tokens": sizes}), sizes
 
 
-def excess(problem: PackingProblem, found: Placement) -> float:
+def excess(problem: PackingProblem, found: ItemPlacement) -> float:
     """Of the slowest rank over the bound that no placement can pass, in percent."""
     return 100 * (placement.heaviest(problem, found) / problem.bound() - 1)
 
@@ -826,7 +826,7 @@ def test_a_method_that_knows_no_capacity_takes_two_arguments_and_keeps_what_it_c
         (np.zeros(2, int), "expected 3 whole numbers"),
         (np.zeros(3), "whole numbers"),
         (np.array([0, 1, 2]), "0..1"),
-        (np.full(3, -1), "without a bin"),
+        (np.full(3, -1), "expected a bin for every item"),
     ],
 )
 def test_a_method_that_answers_nonsense_is_named(answer: np.ndarray, said: str) -> None:
@@ -845,7 +845,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         place(problem, level="all")
     with pytest.raises(PlanError, match="known: iteration, microbatch"):
         place(problem, objective="step")
-    with pytest.raises(PlanError, match="level 'interleaved' goes without keep_order"):
+    with pytest.raises(PlanError, match="level 'interleaved': expected keep_order=False"):
         place(problem, level="interleaved", keep_order=True)
     with pytest.raises(PlanError, match=r"known: greedy, karmarkar_karp"):
         place(
@@ -862,13 +862,15 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
             register_balance(name, greedy)
     with pytest.raises(PlanError, match="expected a name and a function"):
         register_balance("test_nothing", None)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="go together"):
+    with pytest.raises(PlanError, match="expected memory and memory_capacity together"):
         place(
             PackingProblem(
                 costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, memory=np.ones(3)
             )
         )
-    with pytest.raises(PlanError, match="item 2 takes 9 of memory"):
+    with pytest.raises(
+        PlanError, match=r"item 2: expected at most the memory of a microbatch, .*, got 9"
+    ):
         place(
             PackingProblem(
                 costs=np.ones(3),

@@ -98,8 +98,8 @@ class Held:
         self.blueprint = PreparedJob(job, Options(**options))
         self.executor = Watched(seed, Delays(sigma=1.5))
         self.host = LocalRuntime(self.blueprint, self.executor)
-        self.seen = [Seen(hosted.reader, k) for k, hosted in self.host.loading.hosted.items()]
-        for hosted, seen in zip(self.host.loading.hosted.values(), self.seen, strict=True):
+        self.seen = [Seen(hosted.reader, k) for k, hosted in self.host.loading.slots.items()]
+        for hosted, seen in zip(self.host.loading.slots.values(), self.seen, strict=True):
             hosted.reader = seen  # type: ignore[assignment]
         self.ranks = [Rank(self.executor, self.host, r) for r in range(job.place.world_size)]
 
@@ -111,11 +111,11 @@ class Held:
         self.blueprint.close()
 
     def bytes_of(self, loader: int) -> int:
-        return unpopped_bytes(self.host.loading.hosted[loader].buffer)
+        return unpopped_bytes(self.host.loading.slots[loader].buffer)
 
     @property
     def ready(self) -> int:
-        return sum(unpopped_bytes(hosted.buffer) for hosted in self.host.loading.hosted.values())
+        return sum(unpopped_bytes(hosted.buffer) for hosted in self.host.loading.slots.values())
 
     @property
     def blocks(self) -> int:
@@ -215,7 +215,7 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
 
 def test_a_loader_that_has_given_what_was_waited_for_reads_no_more_for_it() -> None:
     held = Held(job_of([7], 1), 0)
-    loader, reader = held.host.loaders[0], held.host.loading.hosted[0].reader
+    loader, reader = held.host.loaders[0], held.host.loading.slots[0].reader
     read, *_ = loader.handle(Refill(0, must=3, level=0))
     (evaluate,) = loader.handle(reader.read(read))
     assert len(loader.handle(reader.evaluate(evaluate)[0])) == 1  # the announcement

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import IDS, Expander, build_compact, layout_of, narrowest, seen
+from overlord.constructor.compact import (
+    IDS,
+    Expander,
+    build_compact,
+    for_view,
+    layout_of,
+    narrowest,
+)
 from overlord.constructor.pack import build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.rank_view import View
@@ -36,7 +43,7 @@ def ways(joined: bool, sliced: bool) -> Iterator[None]:
 
 def opened(step: Mapping[str, Any], view: View, slab: Any = new_buffer) -> list[Any]:
     """Through a message and back, as a client gets it."""
-    wide, form = seen(build_compact(**step), layout_of(step["batch"]), view)
+    wide, form = for_view(build_compact(**step), layout_of(step["batch"]), view)
     n = step["n_microbatches"]
     empty = np.bincount(step["microbatch"], minlength=n) == 0
     return Expander(form, empty, slab).microbatches(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))

@@ -83,7 +83,7 @@ class Channels:
     def __init__(self, blueprint: PreparedJob, state: StreamState | None, seed: int):
         host = LocalRuntime(blueprint, Nowhere(), state)
         self.planner, self.loaders = host.planner, host.loaders
-        self.readers = [hosted.reader for hosted in host.loading.hosted.values()]
+        self.readers = [hosted.reader for hosted in host.loading.slots.values()]
         self.to_planner: list[deque[Any]] = [deque() for _ in self.loaders]
         self.to_loader: list[deque[Any]] = [deque() for _ in self.loaders]
         self.stages: list[PlannedStep] = []
@@ -739,7 +739,7 @@ def test_a_row_waits_for_rows_of_the_same_key_that_may_stand_before_it() -> None
     stream.add(Announce(1, 0, 0, 0, make_found([(5, 3, True, 0), (5, 5, False, 0)]), True, True), 1)
     pieces, bad = stream.take(3)
     assert [int(r) for p in pieces for r in p.found.row[p.start : p.stop]] == [1, 3, 4]
-    assert [row for _, _, row, _ in bad + stream.rest()] == [5, 6]
+    assert [row for _, _, row, _ in bad + stream.last_failures()] == [5, 6]
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 3))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.sample import Ragged
-from overlord.transforms.image_header import BadImage, Header, header
+from overlord.transforms.image_header import BadImage, ImageHeader, header
 from overlord.transforms.image_items import MAX_TOKENS, fill, item_shape
 from overlord.transforms.image_rows import with_placeholders
 from overlord.transforms.images import Images, fit, random_numbers
@@ -109,7 +109,7 @@ def test_what_is_planned_lies_inside_the_image(
     width: int, height: int, crop: str | None, size: tuple[int, int] | None, key: int, number: int
 ) -> None:
     spec = Images(placeholder=1, crop=crop, size=size, flip=True)
-    found = Header(width, height, "RGB", "PNG")
+    found = ImageHeader(width, height, "RGB", "PNG")
     drawn = random_numbers(np.array([key], np.uint64), np.array([number]))
     assert (drawn >= 0).all()
     assert (drawn < 1).all()

@@ -38,7 +38,7 @@ from overlord.messages.control import (
     Skip,
 )
 from overlord.messages.loader import Announce, Pop
-from overlord.planning.events import said_of_all
+from overlord.planning.events import with_every_weight
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
@@ -66,7 +66,7 @@ class Drive:
         host = LocalRuntime(self.blueprint, Nowhere(), None)
         self.loaders, self.readers = (
             host.loaders,
-            [hosted.reader for hosted in host.loading.hosted.values()],
+            [hosted.reader for hosted in host.loading.slots.values()],
         )
         self.queues: list[deque[Any]] = [deque() for _ in self.loaders]
         self.stages: dict[int, tuple[str, bool]] = {}
@@ -145,7 +145,9 @@ class Drive:
             what = made.event
         else:
             what = (
-                said_of_all(what, self.planner.spec.names) if isinstance(what, SetMixture) else what
+                with_every_weight(what, self.planner.spec.names)
+                if isinstance(what, SetMixture)
+                else what
             )
             commands = self.planner.handle(what)
         if self.planner.ended is None or any(isinstance(c, EndOfJob) for c in commands):

@@ -22,7 +22,7 @@ from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segments import read_segment
 from overlord.messages.control import AddSource, StreamState
-from overlord.planning.events import widened
+from overlord.planning.events import with_added_sources
 from tests.internals import snapshot_every
 from tests.journals import Memory
 from tests.laws import examples
@@ -61,7 +61,7 @@ class Writing:
     def plan(self, n: int) -> None:
         for _ in range(n):
             step = max(self.states) + 1
-            before = widened(self.states[step - 1], len(self.names))
+            before = with_added_sources(self.states[step - 1], len(self.names))
             after = replace(before, step=step + 1, cursors=before.cursors + step % 3)
             self.states[step] = after
             made: Any = SimpleNamespace(

@@ -142,7 +142,7 @@ def outcomes(uri: Any, transforms: list[Any], step: int) -> dict[tuple[int, int]
         on_long="split",
     )
     host = LocalRuntime(PreparedJob(job, Options()), None)
-    reader = host.loading.hosted[0].reader
+    reader = host.loading.slots[0].reader
     chunks = tuple(range(len(reader.chunks.index.chunks)))
     found: dict[tuple[int, int], Any] = {}
     window = 0

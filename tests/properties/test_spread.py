@@ -15,7 +15,7 @@ import overlord as ov
 from overlord.errors import PlanError
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import placement
-from overlord.planning.balance.balance import PackingProblem, Placement, place
+from overlord.planning.balance.balance import ItemPlacement, PackingProblem, place
 from overlord.planning.balance.spread import LITTLE, even_marks, none_empty
 from overlord.planning.strategies import STRATEGIES, vlm
 from tests import reference_place
@@ -144,11 +144,13 @@ def test_backbone_balance_balances_every_microbatch_where_ranks_wait_at_every_on
     assert once["bucket"] < often["bucket"] < 1.01
 
 
-def bins_of(found: Placement) -> np.ndarray:
+def bins_of(found: ItemPlacement) -> np.ndarray:
     return found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
 
 
-def check_spread(found: Placement, costs: np.ndarray, n_buckets: int, limit: np.ndarray) -> None:
+def check_spread(
+    found: ItemPlacement, costs: np.ndarray, n_buckets: int, limit: np.ndarray
+) -> None:
     """An empty microbatch k of a rank: no sample with company on that rank costs ``limit[k]`` or
     less.
     """
@@ -328,7 +330,7 @@ def test_levels_without_an_objective_of_their_own_are_the_same_under_every_sync(
         for sync in ("microbatch", "step")
     ]
     assert found[0].digest() == found[1].digest()
-    with pytest.raises(PlanError, match=r'level .* goes with objective "iteration"'):
+    with pytest.raises(PlanError, match=r'level .*: expected objective "iteration"'):
         ov.DGraph.from_buffer(drawn([1, 2]), ov.ClientPlaceTree()).mix().distribute("DP").balance(
             level=level, objective="microbatch"
         )

@@ -142,7 +142,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
     tcp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        remote_queue, "GLANCE_S", 10.0
+        remote_queue, "EARLY_DIAL_S", 10.0
     )  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
     doors = [serve_clients(made.host, "t", host="127.0.0.1", tcp=tcp) for made in (first, second)]

@@ -172,7 +172,7 @@ def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(
             link.send(StepAck(step))
         first = until(lambda: None if (found := link.recv(1.0)) is TIMEOUT else found)
         assert isinstance(first, StepMessage)
-        assert first.told.step == 0
+        assert first.info.step == 0
         taken = until(lambda: found if (found := session.metrics())["planned_steps"] >= 4 else None)
         assert taken["planned_steps"] == 4, (
             "the window has not moved for a step that was never sent"

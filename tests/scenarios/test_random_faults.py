@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.drill.faults import Fault
+from overlord.drill.faults import DrillFault
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
 from tests.internals import DRILL_STRIKES, running_job
 from tests.processes import WAIT_S, WORKER_RUNTIME, left_after, until, workers_lost
@@ -52,7 +52,7 @@ def job() -> ov.Job:
     )
 
 
-def by_lot(seed: int) -> list[Fault]:
+def by_lot(seed: int) -> list[DrillFault]:
     """Some ten faults, of all roles and both kinds; two strike everything at once."""
     lot = random.Random(seed)
     moments = sorted(lot.sample(range(3, STEPS - 10), 9))
@@ -68,7 +68,7 @@ def by_lot(seed: int) -> list[Fault]:
         "all",
     ]
     lot.shuffle(parts)
-    faults = [Fault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
+    faults = [DrillFault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
     k = lot.randrange(len(faults))
     faults[k] = replace(faults[k], count=5, target="loader-worker")
     stop = lot.choice([f for f in faults if f.target not in ("all",)])
@@ -108,11 +108,17 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("stop", "loader-worker", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)],
+    [
+        DrillFault("stop", "loader-worker", 8),
+        DrillFault("kill", "all", 9),
+        DrillFault("kill", "planner", 9),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("steps", [10, 40])
-def test_the_worker_that_was_hit_last_is_reported(fault: Fault, steps: int, tmp_path: Path) -> None:
+def test_the_worker_that_was_hit_last_is_reported(
+    fault: DrillFault, steps: int, tmp_path: Path
+) -> None:
     """Its process is there before planning goes on, and the steps that are left may all have been
     delivered when it was hit.
     """
@@ -126,7 +132,7 @@ def test_one_that_does_not_come_back_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
-    strike, fault = DRILL_STRIKES.real, Fault("stop", "loader-worker", 9)
+    strike, fault = DRILL_STRIKES.real, DrillFault("stop", "loader-worker", 9)
 
     def when_the_last_step_is_there(session: ov.Session, *how: Any) -> None:
         """Else it is that of the one that is stopped which is waited for."""

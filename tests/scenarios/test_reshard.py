@@ -265,10 +265,10 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
     if runtime == "process":
         said = "\n".join(r.message for r in caplog.records)
         assert (
-            "rank 0: the constructor of rank 0: it closed the connection, as it does when the "
-            "session is rewound" in said
+            "rank 0: connection to the constructor of rank 0 lost: connection closed by the session "
+            "(rewind, reshard or end)" in said
         )
-        assert "rank 0: the constructor of rank 0 reconnected after" in said
+        assert "rank 0: reconnected to the constructor of rank 0 after" in said
 
 
 def in_parallel(clients: dict[int, Any]) -> tuple[int, Counter[Any]]:

@@ -110,9 +110,9 @@ def _send_again(real: Any) -> Any:
 
 def _deliver_twice(real: Any) -> Any:
     def take_in(self: RemoteStepQueue, value: Any) -> None:
-        if not isinstance(value, StepMessage) or value.told.step >= self._wanted:
+        if not isinstance(value, StepMessage) or value.info.step >= self._wanted:
             return real(self, value)
-        kept, after, self._steps, self._next = self._steps, self._next, deque(), value.told.step
+        kept, after, self._steps, self._next = self._steps, self._next, deque(), value.info.step
         real(self, value)
         self._steps, self._next = deque([*kept, *self._steps]), after
         return None
@@ -341,7 +341,10 @@ MUTANTS = (
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
-        ((PublishedQueue, "send_from", _send_again), (RemoteStepQueue, "_take_in", _deliver_twice)),
+        (
+            (PublishedQueue, "send_from", _send_again),
+            (RemoteStepQueue, "_handle_message", _deliver_twice),
+        ),
         10,
     ),
     Mutant(

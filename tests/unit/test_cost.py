@@ -95,7 +95,7 @@ def test_models_of_the_paper_cost_what_their_shapes_say() -> None:
         ({"layers": 1.5}, "layers=1.5"),
         ({"heads": 4, "kv_heads": 3}, "kv_heads that divide the 4 heads"),
         ({"heads": 3}, "give head_dim="),
-        ({"window": 4, "causal": False}, "a window goes with causal"),
+        ({"window": 4, "causal": False}, "expected causal=True with a window"),
         ({"ffn": -1}, "ffn=-1"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_fit_has_no_negative_coefficients() -> None:
             [1.0, 0.9, 0.8, 0.7],
             "cannot be separated.*different tokens",
         ),
-        (BATCHES, SECONDS[:-1], "15 microbatches and 14 times"),
+        (BATCHES, SECONDS[:-1], "expected 15 times, one per microbatch, got 14"),
         (BATCHES, [0.0, *SECONDS[1:]], "expected seconds above 0"),
         ([[], *BATCHES[1:]], SECONDS, "no documents"),
     ],

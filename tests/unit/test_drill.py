@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from overlord.drill.delivery import Delivered, compare
-from overlord.drill.faults import Fault, parse_faults, usual_faults
+from overlord.drill.faults import DrillFault, parse_faults, usual_faults
 from overlord.drill.run import DrillReport, Outcome, Strike, unrecovered
 from overlord.drill.tables import waits_line
 from overlord.errors import JobError
@@ -27,13 +27,13 @@ def test_a_fault_is_a_short_text_and_back():
     text = "kill:loader-worker/0@10,stop:planner@20,kill:loader-worker*5@35,kill:planner@15%15"
     found = parse_faults(text)
     assert found == [
-        Fault("kill", "loader-worker/0", 10),
-        Fault("stop", "planner", 20),
-        Fault("kill", "loader-worker", 35, count=5),
-        Fault("kill", "planner", 15, every=15),
+        DrillFault("kill", "loader-worker/0", 10),
+        DrillFault("stop", "planner", 20),
+        DrillFault("kill", "loader-worker", 35, count=5),
+        DrillFault("kill", "planner", 15, every=15),
     ]
     assert ",".join(map(str, found)) == text
-    assert parse_faults(" kill:planner@1 ,") == [Fault("kill", "planner", 1)]
+    assert parse_faults(" kill:planner@1 ,") == [DrillFault("kill", "planner", 1)]
 
 
 def test_every_mistake_is_told_at_once():
@@ -62,7 +62,7 @@ def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
 
 def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
     def line(taken: int, *waits_s: float) -> str:
-        fault = Fault("kill", "planner", taken)
+        fault = DrillFault("kill", "planner", taken)
         return waits_line(
             DrillReport(
                 None,
@@ -85,7 +85,7 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
 def test_a_worker_is_restored_when_another_process_is_there_and_its_recovery_is_reported():
     last = {
         "loader-worker/0": Strike(
-            Fault("stop", "loader-worker", 3), "loader-worker/0", 11, 3, recovered=1
+            DrillFault("stop", "loader-worker", 3), "loader-worker/0", 11, 3, recovered=1
         )
     }
 
@@ -108,23 +108,23 @@ def test_a_drill_of_nothing_is_refused():
 
 
 def test_a_role_hits_the_first_of_its_workers_by_number():
-    assert Fault("kill", "loader-worker", 0, count=2).choose(PARTS) == [
+    assert DrillFault("kill", "loader-worker", 0, count=2).choose(PARTS) == [
         "loader-worker/0",
         "loader-worker/2",
     ]
-    assert Fault("kill", "loader-worker/10", 0).choose(PARTS) == ["loader-worker/10"]
-    assert Fault("kill", "loader-worker/7", 0).choose(PARTS) == []
-    assert Fault("kill", "planner", 0).choose(PARTS) == ["planner"]
-    assert Fault("kill", "all", 0).choose(PARTS) == PARTS
+    assert DrillFault("kill", "loader-worker/10", 0).choose(PARTS) == ["loader-worker/10"]
+    assert DrillFault("kill", "loader-worker/7", 0).choose(PARTS) == []
+    assert DrillFault("kill", "planner", 0).choose(PARTS) == ["planner"]
+    assert DrillFault("kill", "all", 0).choose(PARTS) == PARTS
 
 
 def test_a_fault_may_strike_again_and_again():
-    assert [k for k in range(50) if Fault("kill", "planner", 15, every=15).strikes_at(k)] == [
+    assert [k for k in range(50) if DrillFault("kill", "planner", 15, every=15).strikes_at(k)] == [
         15,
         30,
         45,
     ]
-    assert [k for k in range(50) if Fault("kill", "planner", 15).strikes_at(k)] == [15]
+    assert [k for k in range(50) if DrillFault("kill", "planner", 15).strikes_at(k)] == [15]
 
 
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():

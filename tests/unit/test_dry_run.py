@@ -73,7 +73,7 @@ def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(
     found = ran(job, fleet, seen=seen)
     assert [step.has for step in found.steps] == [64] * 4
     assert found.most("waited_s") == 0.0
-    assert found.why(1.0) == ""
+    assert found.wait_reason(1.0) == ""
     assert 0 < found.median("latency_s") < 0.1
     assert 7.0 <= found.seconds < 8.5  # eight steps of a second
     assert seen[0].planner.ledger.samples.sum() >= 8 * 64
@@ -104,7 +104,7 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
     assert found.median("latency_s") > 1.0
     assert found.most("waited_s") > 0.5
     assert found.planner_s > 1
-    assert found.why(1.0).startswith("the planner, which needs ")
+    assert found.wait_reason(1.0).startswith("the planner, which needs ")
 
 
 def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
@@ -115,7 +115,7 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
         "source 's0': each of its 8 loaders needs 1.33 s per step, and it has no chunks for "
         "more loaders (shuffle_chunks)"
     )
-    assert found.why(1.0) == words
+    assert found.wait_reason(1.0) == words
 
 
 def test_loader_workers_are_as_many_as_reading_takes(job: ov.Job) -> None:
@@ -133,7 +133,7 @@ def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job
     blueprint = PreparedJob(job, Options())
     found = Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
     blueprint.close()
-    kept = json.loads(json.dumps(found.plain()))
+    kept = json.loads(json.dumps(found.to_dict()))
     assert Measured.of(kept, 3) == Measured(constants=LIKELY, probes=found.probes)
     assert Measured.of({**kept, "version": 0}, 3) is None
     assert Measured.of(kept, 4) is None

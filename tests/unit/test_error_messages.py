@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "seconds in words": (
         lambda: ov.cost.fit([[1], [2], [3], [5]], ["1 s"] * 4),
-        "a time is not a number",
+        "expected seconds above 0 for every microbatch",
     ),  # type: ignore[list-item]
     "measurements without the column": (
         lambda: ov.cost.fit([{"tokens": [1]}], [1.0], column="length"),

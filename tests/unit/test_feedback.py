@@ -428,14 +428,10 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_a_step_that_was_not_delivered_cannot_be_reported() -> None:
     with launch(job(Listener([]))) as session:
         client = session.client(0)
-        with pytest.raises(
-            JobError, match="step 0 was not handed to this rank; none was handed out yet"
-        ):
+        with pytest.raises(JobError, match="got step 0; no step is taken yet"):
             client.report(0, loss(0))
         next(client)
-        with pytest.raises(
-            JobError, match="step 1 was not handed to this rank; the last one handed out is 0"
-        ):
+        with pytest.raises(JobError, match="got step 1; steps up to 0 are taken"):
             client.report(1, loss(1))
         for wrong in (-1, "0", 0.5):
             with pytest.raises(JobError, match="step"):
@@ -532,9 +528,9 @@ def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() ->
     assert held() == [first]
     said.expect(second)
     said.report(first, 0)
-    said.heard(first)
+    said.received(first)
     assert held() == [second]  # the last word, though only the first was heard
-    said.heard(second)
+    said.received(second)
     assert held() == [first]  # the second came too late
 
 

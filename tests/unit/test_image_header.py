@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from overlord.transforms.image_header import BadImage, Limits, header
+from overlord.transforms.image_header import BadImage, ImageLimits, header
 from tests.pictures import ANIMATED, BAD, FILES, chunk, jpeg, moving, png_of, turned
 
 
@@ -87,14 +87,14 @@ def test_every_file_cut_short_anywhere_is_refused_or_keeps_its_size(name: str) -
 def test_limits_are_the_callers() -> None:
     data = jpeg(40, 60)
     for limits, reason in (
-        (Limits(max_pixels_in=2399), "60 x 40 pixels are more than max_pixels_in=2399"),
-        (Limits(max_file_bytes=100), "more than max_file_bytes=100"),
-        (Limits(max_aspect=1.4), "more than max_aspect=1.4 times the other"),
-        (Limits(max_decoded_bytes=9999), "more than max_decoded_bytes=9999"),
+        (ImageLimits(max_pixels_in=2399), "60 x 40 pixels are more than max_pixels_in=2399"),
+        (ImageLimits(max_file_bytes=100), "more than max_file_bytes=100"),
+        (ImageLimits(max_aspect=1.4), "more than max_aspect=1.4 times the other"),
+        (ImageLimits(max_decoded_bytes=9999), "more than max_decoded_bytes=9999"),
     ):
         with pytest.raises(BadImage, match=reason):
             header(data, limits)
-    assert header(data, Limits(max_pixels_in=2400, max_aspect=1.5)).width == 60
+    assert header(data, ImageLimits(max_pixels_in=2400, max_aspect=1.5)).width == 60
 
 
 def test_a_bomb_costs_no_memory() -> None:

@@ -538,7 +538,7 @@ def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None
         ({"max_pixels": 100}, "max_pixels: expected at least min_pixels"),
         ({"max_pixels": 2**40}, "make more than 65536 tokens"),
         ({"at": "middle"}, "at: expected one of start, marker, end"),
-        ({"marker": 3}, 'marker: goes with at="marker" only'),
+        ({"marker": 3}, 'marker: needs at="marker"'),
         ({"mean": (1, 2)}, "mean: expected three numbers"),
         ({"std": (0, 1, 1)}, "std: expected three numbers above 0"),
         ({"dtype": "int8"}, "dtype: expected one of uint8, float16, float32"),

@@ -207,14 +207,14 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"look_ahead": 0}, "look_ahead: expected a whole number of at least 1"),
         (
             {"look_ahead": 2, "batch": Batch(tokens=8, context=8)},
-            "look_ahead: 2 goes with a batch in samples only",
+            "look_ahead: 2 needs a batch in samples",
         ),
         ({"overflow": "drop"}, "overflow: expected one of grow, defer, got 'drop'"),
         (
             {"overflow": "defer", "batch": Batch(tokens=8, context=8)},
-            'overflow: "defer" goes with a batch in samples only',
+            'overflow: "defer" needs a batch in samples',
         ),
-        ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
+        ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" needs look_ahead=1'),
         ({"journal": ""}, "journal: expected a directory or a store's URI, got ''"),
         ({"journal": "s3://key:secret@bucket/runs"}, "journal: s3://"),
     ],

@@ -261,7 +261,7 @@ def test_a_loader_rolls_back_in_memory_and_no_file_is_read_again() -> None:
     for n in (4, 5, 6):
         run.go_on(n)
     run.ack(0)
-    reader = run.hosts[0].loading.hosted[0].reader
+    reader = run.hosts[0].loading.slots[0].reader
     windows = reader.stats.windows
     run.back(0)
     run.hear()
@@ -319,7 +319,7 @@ def test_a_loader_plan_that_never_came_is_no_reason_to_read_again() -> None:
 def test_what_is_kept_is_told_apart_and_does_not_count_for_reading_ahead() -> None:
     run = drawing()
     run.go_on(6)
-    hosted, said = run.hosts[0].loading.hosted[0], run.hosts[0].loading.held_bytes()
+    hosted, said = run.hosts[0].loading.slots[0], run.hosts[0].loading.held_bytes()
     assert said["kept"] == hosted.buffer.kept_bytes == 6 * 4
     assert (said["ready"], said["shadows"]) == (hosted.buffer.nbytes, 0)
     assert hosted.loader.ready == hosted.buffer.rows
@@ -330,7 +330,7 @@ def test_what_is_kept_is_told_apart_and_does_not_count_for_reading_ahead() -> No
 def test_a_worker_that_does_not_keep_has_nothing_to_pay_and_reads_again() -> None:
     run = drawing(keeps=False)
     run.go_on(6)
-    hosted = run.hosts[0].loading.hosted[0]
+    hosted = run.hosts[0].loading.slots[0]
     assert (hosted.loader.replay_buffer, hosted.buffer.kept_bytes, list(hosted.popped)) == (
         None,
         0,
@@ -404,7 +404,7 @@ def test_a_standby_reads_and_is_popped_as_the_other_is_and_says_nothing() -> Non
     run = with_shadow()
     run.go_on(4)
     run.go_on(5)
-    one, two = (host.loading.hosted[0] for host in run.hosts)
+    one, two = (host.loading.slots[0] for host in run.hosts)
     assert (two.loader.ready, two.buffer.kept_rows) == (one.loader.ready, one.buffer.kept_rows)
     assert not run.hosts[1].said
     [row] = run.hosts[1].loading.figures()
@@ -431,7 +431,7 @@ def test_a_standby_that_is_behind_owes_what_is_popped_and_reads_it_at_once() -> 
     run.hear()
     run.draw(6)
     run.arrive()
-    behind = run.hosts[1].loading.hosted[0]
+    behind = run.hosts[1].loading.slots[0]
     assert behind.loader.ready == -6
     run.ack(0)
     while run.hosts[1].executor.begun:
@@ -468,7 +468,7 @@ def test_a_promoted_standby_goes_on_from_memory(behind: bool) -> None:
 def test_what_a_standby_could_not_read_is_read_again_when_it_takes_over() -> None:
     run = with_shadow()
     run.go_on(4)
-    follower = run.hosts[1].loading.hosted[0]
+    follower = run.hosts[1].loading.slots[0]
     follower.loader.handle(ReadFailed(StorageError("a", "its mount was away")))
     assert run.hosts[1].loading.caught_up([0]) is False, (
         "one that can read nothing has not caught up"
@@ -485,7 +485,7 @@ def test_what_a_standby_could_not_read_is_read_again_when_it_takes_over() -> Non
 def test_a_standby_is_not_popped_behind_a_rollback_before_it_is_told_where_it_stands() -> None:
     run = with_shadow()
     run.go_on(4)
-    shadow = run.hosts[1].loading.hosted[0]
+    shadow = run.hosts[1].loading.slots[0]
     run.hosts[1].back(Rollback(STRIDE, -1))
     front = shadow.loader.front
     run.hosts[1].part(0, {0: 4})

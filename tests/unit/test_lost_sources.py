@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from overlord.messages.control import AddSource, Cursor, SetMixture, SourceLost, StreamState
-from overlord.planning.events import widened
+from overlord.planning.events import with_added_sources
 from overlord.planning.lost_sources import LostSources
 
 LOST = SourceLost(3, "a", "the disk is gone")
@@ -33,7 +33,7 @@ def test_events_that_came_while_a_begun_step_waited_stay_in_the_log() -> None:
     lost, state = LostSources(0), before()
     lost.begin(state)
     mixture, added = SetMixture(4, {"a": 1.0, "b": 2.0}), AddSource(4, "c", "0")
-    waiting = widened(replace(state, owed=(9, -9), events=(added, mixture)), 3)
+    waiting = with_added_sources(replace(state, owed=(9, -9), events=(added, mixture)), 3)
     after = lost.apply(LOST, waiting)
     assert after.events == (added, LOST, mixture)
     assert after.owed == (7, -7, 0)

@@ -89,7 +89,7 @@ class Later(Here):
         )
 
     def back(self, step: int, generation: int) -> None:
-        self.run(self.gathering.back(Rollback(generation, step)))
+        self.run(self.gathering.rollback(Rollback(generation, step)))
 
     @property
     def steps(self) -> dict[int, list[int]]:

@@ -350,7 +350,7 @@ def test_a_source_by_hand_without_a_list_column_has_no_items_but_numbers_must_be
         ov.Buffer.from_columns(
             {"text": {"tokens": [3]}, "seen": {"tokens": [5], "stars": [1]}}, batch=batch
         )
-    with pytest.raises(PlanError, match="differ in length"):
+    with pytest.raises(PlanError, match="expected columns of one length"):
         ov.Buffer.from_columns({"seen": {"tokens": [5], "p": [[1], [2]]}}, batch=batch)
 
 

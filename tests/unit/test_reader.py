@@ -34,7 +34,7 @@ def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) ->
     )
     reader = (
         LocalRuntime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere())
-        .loading.hosted[0]
+        .loading.slots[0]
         .reader
     )
     reader.read(Read(0, 0, 0, 0, (0,)))
@@ -81,7 +81,7 @@ def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(
 
 def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(100)], files=1)
-    reader = LocalRuntime(readers(glob, ov.Tokens("tokens")), Nowhere()).loading.hosted[0].reader
+    reader = LocalRuntime(readers(glob, ov.Tokens("tokens")), Nowhere()).loading.slots[0].reader
     assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 100
     outcome, content = reader.evaluate(Evaluate(0, 3))
     assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])

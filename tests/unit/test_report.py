@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.observe import svg
-from overlord.observe.report import Picture, Report, Sheet
+from overlord.observe.report import HtmlReport, Picture, Sheet
 from overlord.observe.svg import _ticks
 from overlord.observe.tables import bar, size
 
@@ -52,7 +52,7 @@ def parse(page: str) -> Balanced:
     return parser
 
 
-def a_report(word: str = "web") -> Report:
+def a_report(word: str = "web") -> HtmlReport:
     drawn = svg.bars(
         [
             svg.Panel(
@@ -69,7 +69,7 @@ def a_report(word: str = "web") -> Report:
         bound=1.0,
         bound_label=word,
     )
-    return Report(
+    return HtmlReport(
         title=word,
         lead=word,
         command=f"overlord demo --out {word}",
@@ -146,7 +146,7 @@ def test_a_histogram_shows_every_sample_once_and_none_behind_the_limit(lengths: 
 def test_names_at_the_ends_of_lines_never_lie_over_each_other(ends: list[float]) -> None:
     x = np.arange(3)
     series = [
-        svg.Line(label=f"s{i}", color=svg.series_color(i), y=np.array([0.0, 1.0, end]))
+        svg.PlotLine(label=f"s{i}", color=svg.series_color(i), y=np.array([0.0, 1.0, end]))
         for i, end in enumerate(ends)
     ]
     drawn = ET.fromstring(

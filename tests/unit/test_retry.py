@@ -20,7 +20,7 @@ from overlord.errors import SourceError, StorageError
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
 from overlord.messages.loader import Read
-from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
+from overlord.sources.base import BadFile, File, ReadOptions, StorageUnreachable
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.file_errors import (
     DISKS,
@@ -93,7 +93,7 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
     assert time.pauses[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, TIMEOUTS.longest_pause_s]
     assert set(time.pauses[7:-1]) == {TIMEOUTS.longest_pause_s}
     assert time.now == pytest.approx(60), "the last try is at the deadline"
-    assert isinstance(found, Unreachable)
+    assert isinstance(found, StorageUnreachable)
     assert (
         str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
         f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
@@ -204,14 +204,14 @@ def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None
         check_same_file(file)
     os.utime(path, ns=(0, 1_234_567_891_234_567_892))
     with pytest.raises(
-        Unreachable,
+        StorageUnreachable,
         match=r"expected 5 bytes of 2009-02-13 23:31:31\.234567891, "
         r"got 5 bytes of 2009-02-13 23:31:31\.234567892",
     ):
         check_same_file(file)
     path.write_bytes(b"123456")
     os.utime(path, ns=(0, file.mtime_ns))
-    with pytest.raises(Unreachable, match=r"expected 5 bytes of .*, got 6 bytes of"):
+    with pytest.raises(StorageUnreachable, match=r"expected 5 bytes of .*, got 6 bytes of"):
         check_same_file(file)
     path.unlink()
     with pytest.raises(FileNotFoundError):

@@ -137,8 +137,8 @@ def test_the_owner_is_the_first_rank_of_the_replica_whatever_the_order_of_ranks(
         (lambda plan: plan.routes("audio"), "no module 'audio'; known: backbone, encoder"),
         (lambda plan: plan.routes("backbone"), "has samples, not items to route"),
         (lambda plan: replace(plan, place=None).routes(), "has no place"),
-        (lambda plan: plan.routes().for_rank(4), "rank 4 is outside 0..3"),
-        (lambda plan: plan.routes().for_rank(0, 1), "slot 1 is outside 0..0"),
+        (lambda plan: plan.routes().for_rank(4), "expected a rank from 0 to 3, got 4"),
+        (lambda plan: plan.routes().for_rank(0, 1), "expected a slot from 0 to 0, got 1"),
     ],
 )
 def test_what_cannot_be_routed_is_said(ask: Any, said: str) -> None:

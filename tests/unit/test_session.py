@@ -95,7 +95,7 @@ def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch, stall_limit(client, seconds):
         for asked in (
-            "client.connect.WHY_S",
+            "client.connect.REASON_S",
             "session.running_job.WAITING_FOR_S",
             "cluster.status.ASK_S",
         ):

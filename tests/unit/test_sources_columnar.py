@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from overlord.errors import SourceError
-from overlord.sources.base import ReadOptions, Unreachable
+from overlord.sources.base import ReadOptions, StorageUnreachable
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import build_index
@@ -273,5 +273,7 @@ def test_an_arrow_file_cut_short_under_its_reader_is_an_error_and_no_bad_row(tmp
     )
     assert next(slices).table.num_rows == 10
     os.truncate(index.files[0].path, 5000)
-    with pytest.raises(Unreachable, match=r"a read ended \d+ bytes before the end of the file"):
+    with pytest.raises(
+        StorageUnreachable, match=r"a read ended \d+ bytes before the end of the file"
+    ):
         list(slices)

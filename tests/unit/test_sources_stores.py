@@ -18,7 +18,7 @@ from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
 from overlord.journal.storage import storage_of
 from overlord.sources import range_file
-from overlord.sources.base import Unreachable
+from overlord.sources.base import StorageUnreachable
 from overlord.sources.files import Files
 from overlord.sources.object_store import RemoteStore
 from overlord.sources.range_file import RangeFile
@@ -423,9 +423,9 @@ def test_giving_up_says_what_was_tried_how_often_how_long_and_what_to_do():
         text == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: "
         "503 x2, timeout x1)"
     )
-    assert isinstance(give_up_error("s3://b/x", "read", seen, 1.0), Unreachable)
+    assert isinstance(give_up_error("s3://b/x", "read", seen, 1.0), StorageUnreachable)
 
 
 def test_an_unreachable_file_survives_pickling():
-    error = pickle.loads(pickle.dumps(Unreachable("gone", "put it back", "gone")))
+    error = pickle.loads(pickle.dumps(StorageUnreachable("gone", "put it back", "gone")))
     assert (str(error), error.remedy, error.kind) == ("gone", "put it back", "gone")

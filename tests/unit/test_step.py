@@ -212,7 +212,7 @@ def test_each_rank_is_handed_its_own_part_of_its_own_bucket(
 
 def test_who_takes_compact_microbatches_in_turn_needs_memory_for_one() -> None:
     place, pool = ov.ClientPlaceTree(), BufferPool()
-    bucket = replace(built(place, [0], batch={"microbatches": 8}, compact=True), slab=pool)
+    bucket = replace(built(place, [0], batch={"microbatches": 8}, compact=True), allocate=pool)
     step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
     largest = max(int(mb["cu_seqlens_padded"][-1]) for mb in step)
     assert pool.nbytes == 0, "nothing is widened that was not asked for"
@@ -239,7 +239,9 @@ def test_a_stage_in_the_middle_is_handed_no_ids() -> None:
 
 def test_a_compact_step_and_its_microbatches_can_be_copied() -> None:
     place = ov.ClientPlaceTree()
-    bucket = replace(built(place, [0], batch={"microbatches": 2}, compact=True), slab=BufferPool())
+    bucket = replace(
+        built(place, [0], batch={"microbatches": 2}, compact=True), allocate=BufferPool()
+    )
     step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
     for copied in (
         pickle.loads(pickle.dumps(step)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from overlord.errors import JobError, OverlordError
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,7 +151,7 @@ def run_guarded(act: Callable[[], None], debug: bool) -> None:
     except BrokenPipeError:
         raise
     except Exception as fault:
-        described = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
+        described = "\n".join([describe_error(fault), *getattr(fault, "__notes__", ())])
         text = f"{described}\nOverlord did not expect this error; --debug shows its traceback."
         fail(fault, debug, FAILED, text)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Default of `start_s`: seconds for a session to index its files and for workers to open sources.
 START_S = 180.0
-CALL_S = 20.0  # for one call of the actor
+CALL_S = 20.0  # seconds for one call of the actor
 STOP_S = 30.0
 # SUBMITTED: the actor runs and has not received its job yet.
 SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"
@@ -44,10 +44,10 @@ class Status:
 
     name: str
     state: str  # running, ended, or why it failed
-    address: str  # for trainers
-    steps: int  # planned
+    address: str  # address for trainers
+    steps: int  # number of planned steps
     taken: int  # the last step that all ranks took; -1 before the first
-    clients: int  # connected
+    clients: int  # number of connected clients
     # One dict per worker: name, node, pid, state, and under "asked" the resources that Ray
     # reserved (cores, memory, custom kinds of the cluster).
     workers: tuple[dict[str, Any], ...]

@@ -106,8 +106,10 @@ def job_text(report: DataReport) -> str:
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
-    """Return the column of token ids: lists of whole numbers by one of the usual names, or values
-    of several types, checked when read.
+    """Return the column of token ids.
+
+    It has one of the usual names, and holds lists of whole numbers. Values of several types are
+    also accepted, and checked when read.
     """
     kinds = {name: schema[name] for name in IDS if name in schema}
     return next(
@@ -163,7 +165,7 @@ def data_view(report: DataReport) -> RenderableType:
     )
     columns = grid(
         ("column", "type", "first row"),
-        [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()],
+        [(n, kind, _short_text(report.first.get(n))) for n, kind in report.schema.items()],
         3,
     )
     remarked = [Text(f"  {remark}") for remark in remarks(report)]
@@ -179,6 +181,6 @@ def data_view(report: DataReport) -> RenderableType:
     )
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
     return text if len(text) <= WIDE else text[: WIDE - 3] + "..."

@@ -21,7 +21,7 @@ from overlord.sources.mixed_columns import type_name
 from overlord.transforms.base import RowIds
 from overlord.transforms.long_documents import lost_tokens
 from overlord.transforms.pipeline import Pipeline
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from overlord.job.job import Job, Source
@@ -83,7 +83,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # an unexpected error of one source must not hide the others
-        out.failures.append(f"source {source.name!r}: {told(fault)}")
+        out.failures.append(f"source {source.name!r}: {describe_error(fault)}")
     finally:
         cache.close()
     return out
@@ -196,9 +196,7 @@ def _sample_slice(
 
 
 def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
-    """Return the number of tokens up to the end of the last image of every sample, 0 for one
-    without images.
-    """
+    """Return the tokens up to the end of the last image of every sample; 0 without images."""
     ends = np.zeros(len(block), np.int64)
     if any(t.kind == "images" for t in pipeline.transforms):
         offset, out = block.meta["image_offset"], block.meta["image_tokens"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosition:
-    """The step at which planning begins. ``state`` None: the beginning of the job file."""
+    """The state from which planning begins. ``state`` None: the beginning of the job file."""
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins
@@ -44,7 +44,7 @@ class RecordedSteps:
         return RecordedSteps(job, Recovered.of(entries(records), keeping=True))
 
     @property
-    def shown(self) -> str:
+    def journal_text(self) -> str:
         return scrub(str(self.job.journal))
 
     @property
@@ -53,21 +53,19 @@ class RecordedSteps:
         return self.found.snapshots[0]
 
     def at(self, step: int) -> JobPosition:
-        """Return the newest state from which a step can be planned as the run planned it, or will
-        plan it.
-        """
+        """Return the newest state from which a step can be planned as in the run."""
         found = self.found
         if found.empty:
             return JobPosition()
         if step < self.oldest:
             note = (
-                f"journal {self.shown}: expected step {step}, got steps from {self.oldest} "
+                f"journal {self.journal_text}: expected step {step}, got steps from {self.oldest} "
                 "on; the answer follows from the job file alone"
             )
             return JobPosition(note=note)
         first = min(step, found.open_step)
         note = (
-            f"step {step} has no plan in journal {self.shown} yet; it is planned as the run "
+            f"step {step} has no plan in journal {self.journal_text} yet; it is planned as the run "
             "will plan it if nothing changes"
         )
         return self._from(

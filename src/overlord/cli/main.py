@@ -84,7 +84,7 @@ def main() -> NoReturn:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM arrived, as schedulers send it.
+    """Raised on SIGTERM, which schedulers send.
 
     A command that a script started with ``&`` ignores Ctrl-C; SIGTERM is the only way to stop it.
     """

@@ -62,8 +62,9 @@ def planned(
     what_if: bool = False,
     note: Note = no_note,
 ) -> Iterator[Session]:
-    """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives
-    the number of planned steps.
+    """Yield a session that has planned a step as a run of the job plans it.
+
+    ``progress`` receives the number of planned steps.
 
     With a journal, planning begins at the state that the journal has before the step. Nothing is
     written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
@@ -109,7 +110,7 @@ def find_sample(
     if answer.status != "gone":
         return answer
     note(
-        f"journal {recorded.shown}: expected the step of {sample}, got steps from "
+        f"journal {recorded.journal_text}: expected the step of {sample}, got steps from "
         f"{recorded.oldest} on; the answer follows from the job file alone"
     )
     return _search(job, sample, within, progress, JobPosition(), note)

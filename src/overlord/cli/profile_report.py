@@ -12,10 +12,10 @@ from rich.console import Group
 from rich.text import Text
 
 from overlord.errors import OverlordError
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from overlord.observe.tables import bar, grid, size
 from overlord.scaling.profile import JobProfile, SourceProfile, cdf
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,7 +59,7 @@ def profile_job(
         except OverlordError as fault:
             failures.append(str(fault))
         except Exception as fault:  # an unexpected error of one source must not hide the others
-            failures.append(f"source {name!r}: {told(fault)}")
+            failures.append(f"source {name!r}: {describe_error(fault)}")
         progress(name)
     return Profiled(profile=JobProfile.of(found, machine()), failures=tuple(failures))
 
@@ -157,7 +157,7 @@ def cdf_svg(profile: JobProfile) -> str:
     high = float(np.ceil(max((float(x.max()) for *_, x in drawn), default=1.0)))
     axis = np.linspace(low, max(high, low + 1), 200)
     series = [
-        Line(label=n, color=c, y=np.searchsorted(x, axis, side="right") / len(x))
+        PlotLine(label=n, color=c, y=np.searchsorted(x, axis, side="right") / len(x))
         for n, c, x in drawn
     ]
     ticks = [(float(t), f"{10.0**t:g}x") for t in range(int(low), int(max(high, low + 1)) + 1)]

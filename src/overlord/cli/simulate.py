@@ -176,8 +176,8 @@ def simulate(
         )
         if json_path is not None:
             values = {
-                "constants": found.plain()["constants"],
-                "cells": [cell.plain() for cell in cells],
+                "constants": found.to_dict()["constants"],
+                "cells": [cell.to_dict() for cell in cells],
             }
             json_path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 

@@ -149,7 +149,7 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
 
 def waits_of(cells: Sequence[Cell]) -> list[str]:
     """Return a sentence for each cell whose trainers wait, with the reason."""
-    reasons = [(cell, cell.ran.why(cell.pace_s)) for cell in cells]
+    reasons = [(cell, cell.ran.wait_reason(cell.pace_s)) for cell in cells]
     return [
         f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} "
         "constructors: trainers wait up to "

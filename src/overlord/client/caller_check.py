@@ -1,9 +1,8 @@
-"""Trainers that change what an iterator yields, recognised on the call stack when they call
-``iter()``.
+"""Recognise trainers that change what an iterator yields, on the call stack of ``iter()``.
 
-Some trainers wrap a loader without asking it. A wrapper hands every n-th item on, or takes items
-ahead of the training step, and the loader sees nothing of that in its own calls. Class names are
-compared as text, so that no trainer is imported.
+Some trainers wrap a loader. A wrapper passes on every n-th item only, or takes items ahead of the
+training step. The loader's own methods cannot detect that. Class names are compared as text, so
+that no trainer is imported.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from typing import Any
 
 from overlord.errors import JobError
 
-SHARING = (
-    "IterableDatasetShard",
-    "DataLoaderDispatcher",
-)  # Accelerate and transformers: one stream, dealt out to all processes
+# Accelerate and transformers: one stream, dealt out to all processes
+SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")
 LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
-Ahead = Callable[
-    [], int
-]  # items that the trainer holds ahead of the training step; asked when the first item is
+# returns the number of items that the trainer holds ahead of the training step; called with the
+# first item
+Ahead = Callable[[], int]
 
 
 def callers() -> Iterator[Any]:
@@ -36,8 +33,9 @@ def callers() -> Iterator[Any]:
 
 
 def refuse_sharing(where: str) -> None:
-    """Refuse a wrapper that deals one stream out to all processes: these items are this rank's own,
-    and it would drop most of them.
+    """Refuse a wrapper that deals one stream out to all processes.
+
+    These items are this rank's own, and the wrapper would drop most of them.
     """
     for caller in callers():
         if (name := type(caller).__name__) not in SHARING:
@@ -56,7 +54,7 @@ def refuse_sharing(where: str) -> None:
 
 
 def nothing_ahead() -> int:
-    """No item is taken ahead."""
+    """Return 0: no item is taken ahead."""
     return 0
 
 
@@ -72,8 +70,9 @@ def taken_ahead() -> Ahead:
 
 
 def refuse_ahead(where: str) -> None:
-    """Refuse a trainer that takes items ahead and saves the state of the stream: it would skip them
-    on resume.
+    """Refuse a trainer that takes items ahead and saves the state of the stream.
+
+    A resume would skip these items.
     """
     for caller in callers():
         if type(caller).__name__ == LIGHTNING:

@@ -27,12 +27,12 @@ log = logging.getLogger("overlord")
 
 
 class Client:
-    """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
+    """The iterator over the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
         self,
         rank: int,
-        inbox: StepQueue,
+        queue: StepQueue,
         *,
         begin: Callable[[], None],
         consumed: Callable[[StepQueue, int], None],
@@ -48,7 +48,7 @@ class Client:
         microbatches: int | None = None,
         world_size: int | None = None,
     ):
-        self.rank, self._inbox, self._state = rank, inbox, start
+        self.rank, self._queue, self._state = rank, queue, start
         # called before the first wait: demand starts the work
         self._begin: Callable[[], None] | None = begin
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = (
@@ -63,23 +63,23 @@ class Client:
         self._pid = os.getpid()
         # held while a step is handed to the trainer, and while the session changes its mesh
         self._gate = threading.Lock()
-        self.session: Any = None  # of the client that owns it (``join``)
+        self.session: Any = None  # session that this client owns (``join``)
         self._failed = False  # closed by an exception: other ranks are not waited for
         self._fault: BaseException | None = None  # that exception
         self.waited_s = 0.0  # time that the trainer has waited for steps
         self.steps = 0
-        self.bytes_fetched = 0  # of arrays, as they are sent
+        self.bytes_fetched = 0  # bytes of received arrays, as they are sent
         self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
         self.world_size = world_size  # ranks of the mesh, if known
         # mesh and broadcasts of the last step
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
         # a step that was refused: the mark before it, the state after it, the step
-        self._back: tuple[Mark, State, Step] | None = None
+        self._refused_step: tuple[Mark, State, Step] | None = None
 
     @property
     def queue(self) -> StepQueue:
         """The queue from which the next step comes."""
-        return self._inbox
+        return self._queue
 
     @property
     def position(self) -> State:
@@ -92,7 +92,7 @@ class Client:
         return self._failed
 
     def mark_failed(self) -> None:
-        """Close without a wait for other ranks."""
+        """Close the client without a wait for other ranks."""
         self._failed = True
 
     def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
@@ -101,12 +101,12 @@ class Client:
         self._close = lambda: close(before)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Return a context in which no step is taken. For the session that changes its mesh."""
+        """Return a context in which no step is taken, for a session that changes its mesh."""
         return self._gate
 
     def move_to(self, queue: StepQueue, position: State) -> None:
         """Continue in a new generation of the session."""
-        self._inbox, self._state = queue, position
+        self._queue, self._state = queue, position
 
     def begin_with(self, begin: Callable[[], None]) -> None:
         """Call ``begin`` before the next step is waited for."""
@@ -118,49 +118,49 @@ class Client:
 
     def __next__(self) -> Step:
         self._refuse_fork()
-        if (again := self._taken_back()) is not None:
+        if (again := self._retake()) is not None:
             return again
         while True:
             if (begin := self._begin) is not None:
                 begin()
                 self._begin = None
-            inbox = self._inbox
+            queue = self._queue
             try:
-                told, bucket = self._wait(inbox)
+                info, bucket = self._wait(queue)
             except (OverlordError, StopIteration):
-                if inbox is self._inbox:
+                if queue is self._queue:
                     raise
                 continue
             with self._gate:
-                # else the session was rewound or resharded with this client: the step comes again
-                if inbox is self._inbox:
-                    self._state, self._shared = told.after, (told.place, told.broadcast)
+                # otherwise the session was rewound or resharded, and the step is sent again
+                if queue is self._queue:
+                    self._state, self._shared = info.after, (info.place, info.broadcast)
                     break
         self.steps += 1
-        self._consumed(inbox, told.step)
-        return Step(told, bucket, self.rank)
+        self._consumed(queue, info.step)
+        return Step(info, bucket, self.rank)
 
-    def _taken_back(self) -> Step | None:
-        """Return a step that was refused, to be taken again; None without one.
+    def _retake(self) -> Step | None:
+        """Return a refused step, to be taken again; None without one.
 
         Also None after the session was rewound.
         """
         # read without the gate, which is held during a rewind: ready steps are taken meanwhile
-        if self._back is None:
+        if self._refused_step is None:
             return None
         with self._gate:
-            back, self._back = self._back, None
-            if back is None or back[0][0] is not self._inbox or back[0][1] is not self._state:
+            back, self._refused_step = self._refused_step, None
+            if back is None or back[0][0] is not self._queue or back[0][1] is not self._state:
                 return None
             _, self._state, step = back
         self.steps += 1
         return step
 
-    def _take_back(self, step: Step, before: Mark) -> None:
-        """Go back before the last step, unless the session was rewound meanwhile."""
+    def _put_back(self, step: Step, before: Mark) -> None:
+        """Move back before the last step, unless the session was rewound meanwhile."""
         with self._gate:
-            if before[0] is self._inbox:
-                self._back, self._state = (before, self._state, step), before[1]
+            if before[0] is self._queue:
+                self._refused_step, self._state = (before, self._state, step), before[1]
                 self.steps -= 1
 
     def _refuse_fork(self) -> None:
@@ -171,13 +171,13 @@ class Client:
                 "survive a fork: launch it in the process that iterates"
             )
 
-    def _wait(self, inbox: StepQueue) -> tuple[StepInfo, BucketBatch]:
+    def _wait(self, queue: StepQueue) -> tuple[StepInfo, BucketBatch]:
         """Wait for a step; report the reason every ``stall_warn_s``, raise after the limit."""
         start = time.monotonic()
         warn_at = self._warn_s
         while True:
             waited = time.monotonic() - start
-            got = inbox.get(max(0.0, min(warn_at, self._limit_s) - waited))
+            got = queue.get(max(0.0, min(warn_at, self._limit_s) - waited))
             waited = time.monotonic() - start
             if got is not None:
                 self.waited_s += waited
@@ -203,11 +203,12 @@ class Client:
             )
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them
-        for each optimizer step.
+        """Yield all microbatches in a row, for trainers that count them per optimizer step.
+
+        Such a trainer takes ``Batch.microbatches`` of them for each step.
 
         A step with another number of microbatches raises ``PlanError``: such a trainer would mix
-        steps from there on. The client then stands before that step: a state saved there includes
+        steps from there on. The position then stays before that step: a state saved there includes
         it, and it is the next step.
         """
         before = self.mark()
@@ -215,7 +216,7 @@ class Client:
             try:
                 check_count(step, self.microbatches_per_step)
             except PlanError:
-                self._take_back(step, before)
+                self._put_back(step, before)
                 raise
             yield from step
             before = self.mark()
@@ -224,19 +225,19 @@ class Client:
         """Send measurements of a step that this rank took, for a mixture that learns.
 
         As in ``{"loss/web": 2.31, "tokens/web": 8192}``. Plan ``step + feedback_lag`` uses it. It
-        is in time if it is sent before ``step + 2`` is asked for. Values of several ranks are
+        is in time if it is sent before ``step + 2`` is requested. Values of several ranks are
         averaged, weighted by ``tokens/<source>`` if given. The last report of a rank and step
         counts. Returns at once.
         """
         self._refuse_fork()
-        self._report(self._inbox, step, metrics, self._state.step)
+        self._report(self._queue, step, metrics, self._state.step)
 
     def state_dict(self, at: Mark | None = None) -> dict[str, Any]:
         """Return the stream after the last step, or at a mark, as plain JSON values.
 
         The state is the same on every rank, and valid on any mesh.
         """
-        return self._export(*((self._inbox, self._state) if at is None else at))
+        return self._export(*((self._queue, self._state) if at is None else at))
 
     def mark(self) -> Mark:
         """Return the position after the last step, for a later ``state_dict``.
@@ -247,7 +248,7 @@ class Client:
         # its bytes may be in the memory of the step's arrays, which a mark must not keep
         if isinstance(state, EncodedState):
             state = EncodedState(state.step, state.data.copy())
-        return self._inbox, state
+        return self._queue, state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Continue from a saved state.
@@ -255,15 +256,15 @@ class Client:
         The first rank that does so rewinds the session; the others must load the same state.
         ``allow`` names parts of the fingerprint that may differ.
         """
-        self._inbox, self._state = self._rewind(state, allow)
-        self._back = None
+        self._queue, self._state = self._rewind(state, allow)
+        self._refused_step = None
 
     def close(self) -> None:
         """Close the rank: no other rank waits for it any more."""
         if os.getpid() != self._pid:  # a copy after a fork; the original stays open
             return
         self._close()
-        self._inbox.end(OverlordError(f"the client of rank {self.rank} is closed"), drop=True)
+        self._queue.end(OverlordError(f"the client of rank {self.rank} is closed"), drop=True)
 
     def __enter__(self) -> Client:
         return self
@@ -296,6 +297,6 @@ class Client:
 
     def __repr__(self) -> str:
         return (
-            f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps "
+            f"Client(rank {self.rank}, next step {self._state.step}, {len(self._queue)} steps "
             f"ready, waited {self.waited_s:.2f} s)"
         )

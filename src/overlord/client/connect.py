@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from overlord.client.client import Client
 from overlord.client.control_client import CONTROL_SERVER, ControlClient
-from overlord.client.remote_queue import HOSTS, RemoteStepQueue
+from overlord.client.remote_queue import WORKER_PREFIX, RemoteStepQueue
 from overlord.client.step_queue import State, StepQueue
 from overlord.client.world import process_groups
 from overlord.errors import (
@@ -34,13 +34,13 @@ from overlord.transport.connect import AGAIN_S
 
 log = logging.getLogger("overlord")
 
-WHY_S = 1.0  # for the reason of a stall: a client has waited for minutes already
-LEAVE_S = 2.0
+REASON_S = 1.0  # to request the reason of a stall: a client has waited for minutes already
+DETACH_S = 2.0  # to send that the client is closed
 REWIND_S = 300.0  # a rewind starts all workers and opens files
 
 # queues of this process, by the address of their session
-_TOGETHER: dict[str, WeakSet[RemoteStepQueue]] = {}
-_LOCK = threading.Lock()  # of these
+_QUEUES: dict[str, WeakSet[RemoteStepQueue]] = {}
+_LOCK = threading.Lock()  # guards _QUEUES
 
 
 def connect(
@@ -61,24 +61,24 @@ def connect(
     session. ``on_stall(reason, seconds)`` is called instead of the logged warning.
     ``reconnect_s``: how long to reconnect to a constructor that was lost.
     """
-    address, rank, token = _given(address, rank, token)
-    asking = ControlClient(address, token, rank, timeout_s=timeout_s)
+    address, rank, token = _arguments(address, rank, token)
+    control = ControlClient(address, token, rank, timeout_s=timeout_s)
     try:
-        started = _started(asking, timeout_s)
-        return _Connected(asking, started, timeout_s, reconnect_s).client(
+        started = _started(control, timeout_s)
+        return _Connected(control, started, timeout_s, reconnect_s).client(
             stall_warn_s, stall_limit_s, on_stall
         )
     except BaseException:
-        asking.close()
+        control.close()
         raise
 
 
-def _started(asking: ControlClient, timeout_s: float) -> Mapping[str, Any]:
+def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
     """Return the position of the rank. Retry while the session itself waits for a worker."""
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
-            found: Mapping[str, Any] = asking.ask(
+            found: Mapping[str, Any] = control.ask(
                 "start", timeout_s=max(0.01, deadline - time.monotonic())
             )
             return found
@@ -89,11 +89,11 @@ def _started(asking: ControlClient, timeout_s: float) -> Mapping[str, Any]:
         time.sleep(AGAIN_S)
 
 
-def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
+def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     """Return the arguments, or their values in the environment; name all that are missing."""
     address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
     token = os.environ.get("OVERLORD_TOKEN") if token is None else token
-    said = _rank() if rank is None else rank
+    given = _rank() if rank is None else rank
     problems = []
     if not isinstance(address, str) or not address:
         problems.append(
@@ -106,9 +106,9 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
             f"{'nothing' if not token else type(token)}"
         )
     try:
-        number = int(said) if isinstance(said, str) else said.__index__()
+        number = int(given) if isinstance(given, str) else given.__index__()
     except (TypeError, ValueError, AttributeError):
-        problems.append(f"rank: expected a whole number, a process group, or RANK, got {said!r}")
+        problems.append(f"rank: expected a whole number, a process group, or RANK, got {given!r}")
     if problems:
         raise JobError(problems, "connect")
     # `ov.serve()` gives address and token in one value; a subclass of str must not travel.
@@ -116,9 +116,7 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
 
 
 def _rank() -> Any:
-    """Return the rank in the process group where there is one, else what the environment has as
-    ``RANK``.
-    """
+    """Return the rank in the process group if there is one, else the value of ``RANK``."""
     groups = process_groups()
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
@@ -128,13 +126,13 @@ class _Connected:
 
     def __init__(
         self,
-        asking: ControlClient,
+        control: ControlClient,
         started: Mapping[str, Any],
         timeout_s: float,
         reconnect_s: float,
     ):
-        self._asking, self._started, self._timeout_s, self._reconnect_s = (
-            asking,
+        self._control, self._started, self._timeout_s, self._reconnect_s = (
+            control,
             started,
             timeout_s,
             reconnect_s,
@@ -149,11 +147,11 @@ class _Connected:
     ) -> Client:
         s = self._started
         self._client = Client(
-            self._asking.rank,
-            self._inbox(s),
+            self._control.rank,
+            self._connect_queue(s),
             begin=lambda: None,
             consumed=lambda queue, step: queue.ack(step),
-            waiting_for=self._why,
+            waiting_for=self._waiting_for,
             export=self._export,
             rewind=self._rewind,
             report=self._report,
@@ -167,18 +165,18 @@ class _Connected:
         )
         return self._client
 
-    def _inbox(self, at: Mapping[str, Any]) -> RemoteStepQueue:
+    def _connect_queue(self, at: Mapping[str, Any]) -> RemoteStepQueue:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
-            # The constructor has died and is restarted, or another rank rewinds the session, or
-            # the step is not kept any more. The first step asks again, and raises the error then: a
+            # The constructor has died and is restarted, another rank rewinds the session, or
+            # the step is no longer kept. The first ``get`` connects again and raises the error: a
             # state may be loaded before.
             return self._remote(at, "")
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteStepQueue:
-        box = RemoteStepQueue(
-            rank=self._asking.rank,
+        queue = RemoteStepQueue(
+            rank=self._control.rank,
             address=address,
             token=self._token(at),
             where=self._where,
@@ -187,58 +185,61 @@ class _Connected:
             prefetch=self._started["prefetch"],
             reconnect_s=self._reconnect_s,
             on_moved=self._moved,
-            beside=self._beside,
+            siblings=self._siblings,
         )
         with _LOCK:
-            _TOGETHER.setdefault(self._asking.address, WeakSet()).add(box)
-        return box
+            _QUEUES.setdefault(self._control.address, WeakSet()).add(queue)
+        return queue
 
-    def _beside(self, box: RemoteStepQueue) -> list[RemoteStepQueue]:
-        """Return the queues that the same thread uses.
+    def _siblings(self, queue: RemoteStepQueue) -> list[RemoteStepQueue]:
+        """Return the other queues of the same thread.
 
-        Another thread may be about to load a state in its queue.
+        A queue of another thread may be about to load a state.
         """
         with _LOCK:
             return [
                 other
-                for other in _TOGETHER.get(self._asking.address, ())
-                if other.taker == box.taker
+                for other in _QUEUES.get(self._control.address, ())
+                if other.caller == queue.caller
             ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
-        """Return the token for the constructor: the session's own, which is never sent, or that
-        of a socket of this machine.
+        """Return the token for the constructor.
+
+        It is the session's own, which is never sent, or that of a socket of this machine.
         """
-        return at["token"] or self._asking.token
+        return at["token"] or self._control.token
 
     def _where(self, generation: int) -> tuple[str, str]:
-        at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
+        at = self._control.ask("where", timeout_s=REASON_S, generation=generation)
         queue = self._client.queue if self._client is not None else None
         # the whole session was rewound, with this client
         if at["generation"] != generation and isinstance(queue, RemoteStepQueue):
             queue.move(at["generation"], at["state"])
         if not at["constructor"]:
-            raise DataStall(f"{HOSTS}* of rank {self._asking.rank} to be started again", 0.0)
+            raise DataStall(
+                f"{WORKER_PREFIX}* of rank {self._control.rank} to be started again", 0.0
+            )
         return at["constructor"], self._token(at)
 
     def _moved(self, state: EncodedState) -> None:
         if self._client is not None:
             self._client.move_to(self._client.queue, state)
 
-    def _why(self) -> str:
-        """Describe the wait. It must not fail: it is called after a fault."""
+    def _waiting_for(self) -> str:
+        """Describe the wait. Never raises: it is called after a fault."""
         assert self._client is not None
         queue = self._client.queue
         trouble = queue.trouble if isinstance(queue, RemoteStepQueue) else ""
         try:
-            words = str(self._asking.ask("why", timeout_s=WHY_S))
+            words = str(self._control.ask("why", timeout_s=REASON_S))
         except OverlordError as fault:
-            words = f"{CONTROL_SERVER} at {self._asking.address} cannot say for what: {fault}"
+            words = f"{CONTROL_SERVER} at {self._control.address} gave no reason: {fault}"
         return f"{trouble}; {words}" if trouble else words
 
-    def _export(self, box: StepQueue, state: State) -> dict[str, Any]:
-        generation = cast(RemoteStepQueue, box).generation
-        saved: dict[str, Any] = self._asking.ask(
+    def _export(self, queue: StepQueue, state: State) -> dict[str, Any]:
+        generation = cast(RemoteStepQueue, queue).generation
+        saved: dict[str, Any] = self._control.ask(
             "export", timeout_s=self._timeout_s, generation=generation, state=state
         )
         return saved
@@ -248,7 +249,7 @@ class _Connected:
         old = cast(RemoteStepQueue, self._client.queue)
         took = (old.generation, old.taken)  # the ack may not have arrived yet
         try:
-            at = self._asking.ask(
+            at = self._control.ask(
                 "rewind",
                 timeout_s=max(self._timeout_s, REWIND_S),
                 state=state,
@@ -260,29 +261,31 @@ class _Connected:
             raise StateMismatch(
                 {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
             ) from fault
-        new = self._inbox(at)
+        new = self._connect_queue(at)
         old.end(
-            OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"),
+            OverlordError(f"rank {self._control.rank}: the client has loaded a state since"),
             drop=True,
         )
         log.info(
-            "rank %d loaded a state and continues with step %d", self._asking.rank, at["state"].step
+            "rank %d loaded a state and continues with step %d",
+            self._control.rank,
+            at["state"].step,
         )
         return new, at["state"]
 
-    def _report(self, box: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
+    def _report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Check the report here: scalars of any library become numbers, and errors are local."""
         from overlord.messages.reports import checked
 
-        rank, generation = self._asking.rank, cast(RemoteStepQueue, box).generation
+        rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation
         try:
             report = checked(rank, step, metrics, next_step)
         except JobError:
             with contextlib.suppress(OverlordError):
-                self._asking.ask("refused", timeout_s=WHY_S)
+                self._control.ask("refused", timeout_s=REASON_S)
             raise
         values = {name: report.metrics.get(name, math.nan) for name in metrics}
-        self._asking.ask(
+        self._control.ask(
             "report",
             timeout_s=self._timeout_s,
             generation=generation,
@@ -298,5 +301,5 @@ class _Connected:
             took = (queue.generation, queue.taken)
         crashed = client is not None and client.failed  # its trainer may connect again
         with contextlib.suppress(OverlordError):  # without a session no rank waits for this one
-            self._asking.ask("crashed" if crashed else "detach", timeout_s=LEAVE_S, took=took)
-        self._asking.close()
+            self._control.ask("crashed" if crashed else "detach", timeout_s=DETACH_S, took=took)
+        self._control.close()

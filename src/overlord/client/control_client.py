@@ -27,7 +27,7 @@ class ControlClient:
         self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"
     ):
         self.address, self.token, self.rank, self._role = address, token, rank, role
-        self._reach_s = timeout_s  # to connect; an answer may take longer
+        self._connect_s = timeout_s  # to connect; an answer may take longer
         self._lock = threading.Lock()
         self._last_id = 0
         self._over: Exception | None = None  # why no further request is answered
@@ -44,7 +44,7 @@ class ControlClient:
             )
         try:
             self._last_id += 1
-            return _opened(
+            return _unwrap(
                 self._answer({"ask": what, "id": self._last_id, **given}, deadline, timeout_s)
             )
         finally:
@@ -52,7 +52,7 @@ class ControlClient:
 
     def _answer(self, request: dict[str, Any], deadline: float, timeout_s: float) -> dict[str, Any]:
         while True:
-            link = self._linked(min(deadline, time.monotonic() + self._reach_s))
+            link = self._linked(min(deadline, time.monotonic() + self._connect_s))
             try:
                 # an answer to a request that timed out, or the error before a close
                 while self._received(link, 0.0) is not TIMEOUT:
@@ -133,7 +133,7 @@ class ControlClient:
         self._drop()
 
 
-def _opened(reply: dict[str, Any]) -> Any:
+def _unwrap(reply: dict[str, Any]) -> Any:
     if isinstance(error := reply.get("error"), BaseException):
         raise error
     return reply.get("value")

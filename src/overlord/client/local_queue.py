@@ -12,9 +12,9 @@ from overlord.messages.client import StepInfo
 
 
 class LaunchedStepQueue:
-    """A ``RemoteStepQueue`` that connects when the first step is asked for.
+    """A ``RemoteStepQueue`` that connects when the first step is requested.
 
-    ``where`` returns address and token of the constructor. ``beside``: the connected queues of all
+    ``where`` returns address and token of the constructor. ``siblings``: connected queues of all
     ranks of this process, which reconnect each other.
     """
 
@@ -26,7 +26,7 @@ class LaunchedStepQueue:
         next_step: int,
         generation: int,
         prefetch: int,
-        beside: list[RemoteStepQueue],
+        siblings: list[RemoteStepQueue],
     ):
         self._rank, self._where, self._next, self._generation, self._prefetch = (
             rank,
@@ -37,15 +37,15 @@ class LaunchedStepQueue:
         )
         self._remote: RemoteStepQueue | None = None
         self._over: BaseException | None = None
-        self._beside = beside
+        self._siblings = siblings
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         if self._over is not None:
             raise self._over
-        return self._linked().get(timeout_s)
+        return self._connected().get(timeout_s)
 
-    def _linked(self) -> RemoteStepQueue:
-        """Connect at the first call. The queue asks for the address: it may change."""
+    def _connected(self) -> RemoteStepQueue:
+        """Connect at the first call. The address is requested then, since it may change."""
         if self._remote is None:
             self._remote = RemoteStepQueue(
                 rank=self._rank,
@@ -55,9 +55,9 @@ class LaunchedStepQueue:
                 next_step=self._next,
                 generation=self._generation,
                 prefetch=self._prefetch,
-                beside=lambda box: list(self._beside),
+                siblings=lambda queue: list(self._siblings),
             )
-            self._beside.append(self._remote)
+            self._siblings.append(self._remote)
             if self._over is not None:  # by another thread meanwhile
                 self._remote.end(self._over)
         return self._remote
@@ -71,14 +71,14 @@ class LaunchedStepQueue:
         if self._remote is not None:
             self._remote.ack(step)
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(f"rank {self._rank} is served by its constructor worker")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         self._over = error
         if self._remote is not None:
             with suppress(ValueError):
-                self._beside.remove(self._remote)
+                self._siblings.remove(self._remote)
             self._remote.end(error, drop=drop)
 
     def __len__(self) -> int:

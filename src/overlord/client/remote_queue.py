@@ -32,15 +32,16 @@ from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection
 
 log = logging.getLogger("overlord")
 
-DIAL_S = 5.0  # for one attempt
+DIAL_S = 5.0  # for one attempt to connect
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
-HOSTS = "constructor-worker/"  # names that only errors of the session have
-FOR_GOOD = (HOSTS, "planner")  # the session names them as lost only if they are not restarted
-SHORT_PAUSE_S = 0.2  # the same while a constructor is restarted, which takes about a second
-GLANCE_S = 0.2  # for an attempt while steps are ready: they wait for it
-BESIDE_S = 0.5  # without a step: then other queues of this process are reconnected
-# without a message: then the session is asked whether the constructor was replaced
-LOOK_S = 5.0
+WORKER_PREFIX = "constructor-worker/"  # only errors of the session have such names
+# the session reports them as lost only if they are not restarted
+NOT_RESTARTED = (WORKER_PREFIX, "planner")
+SHORT_PAUSE_S = 0.2  # between attempts while a constructor is restarted, for about a second
+EARLY_DIAL_S = 0.2  # for an attempt to connect while steps are ready, which it delays
+SIBLINGS_AFTER_S = 0.5  # wait for a step before other queues of this process are reconnected
+# time without a message before the queue checks whether the constructor was replaced
+CHECK_AFTER_S = 5.0
 # steps that a trainer may keep views of, besides those in the queue; further ones are copied
 SPARE_SLOTS = 8
 
@@ -50,12 +51,12 @@ class RemoteStepQueue:
 
     ``where(generation)`` returns address and token of the constructor. The address may change after
     a loss. After a rewind there is none for ranks that have not loaded the state. Without an
-    ``address`` it is asked for with the first step.
+    ``address`` the first ``get`` requests it.
 
     One thread may take the steps of several ranks in turn. When their constructor is lost, the
     first rank without a step blocks, and the others are not called any more. The new constructor
-    would never receive their acks. So a queue that waits also reconnects the queues ``beside`` it,
-    of the same process and session.
+    would never receive their acks. So a queue that waits also reconnects its ``siblings``, the
+    queues of the same process and session.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RemoteStepQueue:
         prefetch: int = 4,
         reconnect_s: float = 60.0,
         on_moved: Callable[[EncodedState], None] = lambda state: None,
-        beside: Callable[[RemoteStepQueue], Iterable[RemoteStepQueue]] = lambda box: (),
+        siblings: Callable[[RemoteStepQueue], Iterable[RemoteStepQueue]] = lambda queue: (),
         open_connection: Callable[..., tuple[Any, Any]] = open_connection,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -82,38 +83,38 @@ class RemoteStepQueue:
         )  # simulations replace these
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
-        self._reconnect_s, self._max_held, self._beside = (
+        self._reconnect_s, self._max_held, self._siblings = (
             reconnect_s,
             prefetch + SPARE_SLOTS,
-            beside,
+            siblings,
         )
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
-        self._slabs = BufferPool()  # for arrays that the trainer expands
+        self._buffers = BufferPool()  # for arrays that the trainer expands
         self.taken = -1
-        # taken by an earlier client of this rank: a restarted constructor may not know it
-        self._before = next_step - 1
+        # acked by an earlier client of this rank: a restarted constructor may not know it
+        self._acked_before = next_step - 1
         self._taking = generation  # generation of the step that was returned last
         self._ended = False
         self._error: BaseException | None = None
         self._lost_at: float | None = None  # when the connection broke; None while it works
         self._fault: BaseException | None = None
-        self._told_lost = logging.NOTSET  # log level of the loss, and of the reconnection
-        self._told_end = False  # by the constructor, which may withdraw it
+        self._loss_level = logging.NOTSET  # log level of the loss, and of the reconnection
+        self._end_received = False  # the constructor ended the stream; it may withdraw that
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # when reconnection began
         self._linked_at = 0.0  # when the last connection was made
         self._retry_at = 0.0  # no attempt before this time
-        self._silent = False  # since the loss the session was asked too, and did not answer
+        self._session_silent = False  # since the loss the session has not answered either
         self._waited_s = 0.0
-        self._heard_at = now()  # when the last message arrived
+        self._received_at = now()  # when the last message arrived
         self._changed = threading.Condition()  # for the reading thread, if there is one
-        self.taker = (0, 0)  # process and thread of the last call
-        self._mine = threading.Lock()  # held by the reader: two readers would swap steps
+        self.caller = (0, 0)  # process and thread of the last ``get``
+        self._read_lock = threading.Lock()  # held by the reader: two readers would swap steps
         self._link: SocketConnection | None = None
         if address:
             self._connect(DIAL_S)
         else:
-            self._lost_at, self._fault = now(), DataStall("the session to say where it is", 0.0)
+            self._lost_at, self._fault = now(), DataStall("the session to send its address", 0.0)
 
     # the client's side
 
@@ -122,38 +123,38 @@ class RemoteStepQueue:
 
         Raise StopIteration, or the error, at the end of the stream.
         """
-        start, self.taker = self._now(), (os.getpid(), threading.get_ident())
+        start, self.caller = self._now(), (os.getpid(), threading.get_ident())
         try:
-            with self._mine:
+            with self._read_lock:
                 return self._get(start + timeout_s)
         finally:
             self._waited_s += self._now() - start
 
-    def look_around(self) -> None:
-        """Reconnect while no step of this rank is asked for and another rank waits.
+    def reconnect_idle(self) -> None:
+        """Reconnect while no step of this rank is requested and another rank waits.
 
         A restarted constructor must know the last step of this rank. Does nothing during ``get``.
         """
-        if self._mine.acquire(blocking=False):
+        if self._read_lock.acquire(blocking=False):
             try:
                 self._drain()
                 if self._link is None and not self._ended:
-                    self._silent = False  # no ready step waits for this
-                    self._look_again()
+                    self._session_silent = False  # no ready step waits for this
+                    self._reconnect_early()
             finally:
-                self._mine.release()
+                self._read_lock.release()
 
     def _get(self, deadline: float) -> tuple[StepInfo, BucketBatch] | None:
         self._drain()
         while True:
             if self._link is None and (self._steps or self._ended):
-                self._look_again()
+                self._reconnect_early()
             if self._steps:
-                told, bucket = self._steps[0]
+                info, bucket = self._steps[0]
                 self._taking = self.generation
-                self._next = told.step + 1  # before popleft: repeated steps are detected by it
+                self._next = info.step + 1  # before popleft: repeated steps are detected by it
                 self._steps.popleft()
-                return told, bucket
+                return info, bucket
             if self._error is not None:
                 raise self._error
             if self._ended:
@@ -161,19 +162,19 @@ class RemoteStepQueue:
             left = deadline - self._now()
             if left <= 0:
                 return None
-            self._wait(min(left, BESIDE_S if self._others() else LOOK_S))
-            self._see_who_is_there()
-            self._look_after_others()
+            self._wait(min(left, SIBLINGS_AFTER_S if self._other_queues() else CHECK_AFTER_S))
+            self._check_replaced()
+            self._reconnect_others()
 
-    def _others(self) -> list[RemoteStepQueue]:
-        return [box for box in self._beside(self) if box is not self]
+    def _other_queues(self) -> list[RemoteStepQueue]:
+        return [queue for queue in self._siblings(self) if queue is not self]
 
-    def _look_after_others(self) -> None:
-        for box in self._others() if not self._steps else ():
+    def _reconnect_others(self) -> None:
+        for queue in self._other_queues() if not self._steps else ():
             with contextlib.suppress(OverlordError):  # raised by its next get
-                box.look_around()
+                queue.reconnect_idle()
 
-    def _see_who_is_there(self) -> None:
+    def _check_replaced(self) -> None:
         """Detect a constructor that was replaced while its connection stayed open.
 
         A constructor that was stopped or partitioned keeps its connection, and sends nothing.
@@ -182,21 +183,21 @@ class RemoteStepQueue:
             (link := self._link) is None
             or self._steps
             or self._ended
-            or self._now() - self._heard_at < LOOK_S
+            or self._now() - self._received_at < CHECK_AFTER_S
         ):
             return
-        self._heard_at = self._now()
+        self._received_at = self._now()
         try:
             address, _ = self._where(self.generation)
         except OverlordError as fault:
-            if isinstance(fault, ActorLost) and fault.name.startswith(FOR_GOOD):
-                self._broke(link, fault)
+            if isinstance(fault, ActorLost) and fault.name.startswith(NOT_RESTARTED):
+                self._connection_lost(link, fault)
             return  # other faults appear on the connection, or at the next call
         if address != self.address:
-            self._broke(link, ActorLost(self._name, "another one was started"))
+            self._connection_lost(link, ActorLost(self._name, "another one was started"))
 
     def ack(self, step: int) -> None:
-        """Send that the trainer has the step. Without a connection it is sent on reconnection."""
+        """Send an ack of the step. Without a connection it is sent on reconnection."""
         self.taken = step
         self._send_ack(step)
 
@@ -208,7 +209,7 @@ class RemoteStepQueue:
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Close the queue locally; ``get`` then raises ``error``."""
         with self._changed:
-            self._ended, self._error, self._told_end = True, error, False
+            self._ended, self._error, self._end_received = True, error, False
             if drop:
                 self._steps.clear()
             self._changed.notify_all()
@@ -219,12 +220,12 @@ class RemoteStepQueue:
 
         Steps in the socket are read first, unless the trainer reads at the moment.
         """
-        if self._mine.acquire(blocking=False):
+        if self._read_lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(OverlordError):
                     self._drain()
             finally:
-                self._mine.release()
+                self._read_lock.release()
         return len(self._steps)
 
     @property
@@ -270,16 +271,16 @@ class RemoteStepQueue:
         try:
             value = link.recv(seconds, looked=looked)
             if value is not TIMEOUT:
-                self._heard_at = self._now()
-                self._take_in(value)
+                self._received_at = self._now()
+                self._handle_message(value)
                 self._reset_pauses()
             return value
         except (ActorLost, FrameError) as fault:
-            self._broke(link, fault)
+            self._connection_lost(link, fault)
             return TIMEOUT
         # Ctrl-C in the middle of a message: a new connection begins at the missing step
         except BaseException as fault:
-            self._broke(link, fault)
+            self._connection_lost(link, fault)
             raise
 
     def _read_on(self, link: SocketConnection) -> None:
@@ -287,10 +288,10 @@ class RemoteStepQueue:
         while self._link is link:
             self._read(link, 1.0)
 
-    def _take_in(self, value: Any) -> None:
+    def _handle_message(self, value: Any) -> None:
         with self._changed:
             if isinstance(value, StepMessage):
-                if value.told.step >= self._wanted:  # else it arrived before the loss
+                if value.info.step >= self._wanted:  # else it arrived before the loss
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = BatchArrays.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
@@ -300,7 +301,7 @@ class RemoteStepQueue:
                         wide,
                         built=built,
                         form=value.form,
-                        slab=self._slabs,
+                        allocate=self._buffers,
                     )
                     if value.encoder_rows is not None:
                         bucket = replace(
@@ -308,33 +309,33 @@ class RemoteStepQueue:
                             encoder=BatchArrays.of_part(value.encoder, value.encoder_rows),
                             per=value.per,
                         )
-                    self._steps.append((value.told, bucket))
+                    self._steps.append((value.info, bucket))
             elif isinstance(value, EndOfStream):
-                self._ended, self._error, self._told_end = True, value.error, True
+                self._ended, self._error, self._end_received = True, value.error, True
             elif isinstance(value, dict) and "moved" in value:
                 self.move(int(value["moved"]), value["after"])
-            elif isinstance(value, dict) and "resumed" in value and self._told_end:
-                self._ended, self._error, self._told_end = False, None, False
+            elif isinstance(value, dict) and "resumed" in value and self._end_received:
+                self._ended, self._error, self._end_received = False, None, False
             self._changed.notify_all()
 
-    def _look_again(self) -> None:
+    def _reconnect_early(self) -> None:
         """Reconnect while steps are ready.
 
-        The session may have been rewound: then these steps are obsolete. Else a restarted
-        constructor must know the last step, or no step is planned beyond those in this process.
+        If the session was rewound, these steps are obsolete. Otherwise a restarted constructor must
+        know the last step, or no step is planned beyond those in this process.
         """
-        if self._silent or self._now() < self._retry_at:
+        if self._session_silent or self._now() < self._retry_at:
             return
         self._retry_at = self._now() + LONGEST_PAUSE_S
         try:
             self.address, self._token = self._where(self.generation)
             if self._link is None and not self._ended:
-                self._connect(GLANCE_S)
+                self._connect(EARLY_DIAL_S)
         except (ActorLost, DataStall) as fault:
             if _is_replaced(fault):
                 self._fault, self._retry_at = fault, self._now() + FIRST_PAUSE_S
             # once for each loss: ready steps must not wait for a session that does not answer
-            self._silent = (
+            self._session_silent = (
                 fault.name == CONTROL_SERVER
                 if isinstance(fault, ActorLost)
                 else CONTROL_SERVER in fault.waiting_for
@@ -345,12 +346,12 @@ class RemoteStepQueue:
     def move(self, generation: int, after: EncodedState) -> None:
         """Continue in a new generation: the whole session was rewound, with this client."""
         self._steps.clear()
-        self._told_end, self._retry_at = False, 0.0
+        self._end_received, self._retry_at = False, 0.0
         # acks of the old generation do not apply to the new one
         self._ended, self._error, self.taken = False, None, -1
         if self._link is None and self._lost_at is None:  # the stream had ended
             self._lost_at = self._now()
-        self.generation, self._next, self._before = generation, after.step, after.step - 1
+        self.generation, self._next, self._acked_before = generation, after.step, after.step - 1
         self._on_moved(after)
 
     # the connection
@@ -373,16 +374,16 @@ class RemoteStepQueue:
         }
         link, _ = self._dial(self.address, self._token, hello, timeout_s=timeout_s)
         link.max_held = self._max_held
-        if self._told_lost and self._lost_at is not None:
+        if self._loss_level and self._lost_at is not None:
             log.log(
-                self._told_lost,
-                "rank %d: %s reconnected after %.1f s",
+                self._loss_level,
+                "rank %d: reconnected to %s after %.1f s",
                 self.rank,
                 self._name,
                 self._now() - self._lost_at,
             )
-        self._told_lost = logging.NOTSET
-        self._link, self._lost_at, self._fault, self._linked_at, self._silent = (
+        self._loss_level = logging.NOTSET
+        self._link, self._lost_at, self._fault, self._linked_at, self._session_silent = (
             link,
             None,
             None,
@@ -390,28 +391,28 @@ class RemoteStepQueue:
             False,
         )
         self._pause_next()  # for the case that this one breaks at once
-        self._send_ack(max(self.taken, self._before))  # acks of the time without a connection
+        self._send_ack(max(self.taken, self._acked_before))  # acks of the time without a connection
         if not link.shares_memory:
             threading.Thread(
                 target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True
             ).start()
 
-    def _broke(self, link: SocketConnection, fault: BaseException) -> None:
+    def _connection_lost(self, link: SocketConnection, fault: BaseException) -> None:
         with self._changed:
             if self._link is not link:
                 return
             self._link = None
             if not self._ended:
                 self._lost_at, self._fault = self._now(), fault
-            # connections that break at once are tried with pauses, and not for ever
+            # a connection that breaks at once keeps its pauses and its deadline
             if self._now() - self._linked_at > LONGEST_PAUSE_S:
                 self._reset_pauses()
             self._changed.notify_all()
         if not self._ended:
-            self._say_lost(fault)
+            self._log_loss(fault)
         link.close()
 
-    def _say_lost(self, fault: BaseException) -> None:
+    def _log_loss(self, fault: BaseException) -> None:
         """Log the loss. An orderly close means a rewind, a reshard or the end: level INFO."""
         level, words = (
             logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
@@ -420,12 +421,12 @@ class RemoteStepQueue:
         if isinstance(fault, ActorLost) and fault.reason.endswith(CLOSES):
             level, words = (
                 logging.INFO,
-                "it closed the connection, as it does when the session is rewound",
+                "connection closed by the session (rewind, reshard or end)",
             )
-        self._told_lost = level
+        self._loss_level = level
         log.log(
             level,
-            "rank %d: %s: %s; reconnecting for %.0f s",
+            "rank %d: connection to %s lost: %s; retrying for %.0f s",
             self.rank,
             self._name,
             words,
@@ -448,7 +449,7 @@ class RemoteStepQueue:
             self.address, self._token = self._where(self.generation)
             self._connect(max(0.1, min(DIAL_S, self._reconnect_s - gone)))
         except (ActorLost, DataStall) as fault:
-            if isinstance(fault, ActorLost) and fault.name.startswith(FOR_GOOD):
+            if isinstance(fault, ActorLost) and fault.name.startswith(NOT_RESTARTED):
                 self.end(fault)
                 return
             self._fault = fault
@@ -460,7 +461,7 @@ class RemoteStepQueue:
             # the session is being rewound, and has the new address soon
             self._fault = ActorLost(self._name, CLOSES)
             self._pause_next(SHORT_PAUSE_S)
-        except OverlordError as over:  # the session was rewound or closed: no step comes
+        except OverlordError as over:  # the session was rewound or closed: no step follows
             self.end(over)
 
     def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:
@@ -468,7 +469,7 @@ class RemoteStepQueue:
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def _reset_pauses(self) -> None:
-        """Reset the pauses: the connection works, so its next loss is a new one."""
+        """Reset the pauses: the connection works again."""
         self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
 
     def _give_up(self, gone: float) -> NoReturn:
@@ -493,4 +494,4 @@ class RemoteStepQueue:
 
 def _is_replaced(fault: Exception) -> bool:
     """Whether the session restarts the constructor."""
-    return isinstance(fault, DataStall) and fault.waiting_for.startswith(HOSTS)
+    return isinstance(fault, DataStall) and fault.waiting_for.startswith(WORKER_PREFIX)

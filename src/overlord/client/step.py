@@ -34,16 +34,16 @@ class Piece(NamedTuple):
 class Microbatch(Mapping[str, np.ndarray]):
     """A mapping of name to read-only array, and ``.samples``."""
 
-    __slots__ = ("_arrays", "_rows", "_served_by", "_told")
+    __slots__ = ("_arrays", "_info", "_rows", "_served_by")
 
     def __init__(
         self,
         arrays: Mapping[str, np.ndarray],
-        told: StepInfo,
+        info: StepInfo,
         rows: np.ndarray,
         served_by: int | None = None,
     ):
-        self._arrays, self._told, self._rows = arrays, told, rows
+        self._arrays, self._info, self._rows = arrays, info, rows
         # the rank that fetches this microbatch for this one; None: this rank received it
         self._served_by = served_by
 
@@ -59,11 +59,11 @@ class Microbatch(Mapping[str, np.ndarray]):
             stage = {**dict.fromkeys(FIRST, "first"), **dict.fromkeys(LAST, "last")}.get(key)
             why = (
                 f" ({key} is for the {stage} pipeline stage)"
-                if stage and self._arrays and self._told.place is not None
+                if stage and self._arrays and self._info.place is not None
                 else ""
             )
             return f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}{why}"
-        along = ", ".join(self._told.broadcast)
+        along = ", ".join(self._info.broadcast)
         return (
             f"{key!r} is not here: rank {self._served_by} fetches this microbatch and the "
             f"trainer broadcasts it (broadcast_at {along}); "
@@ -80,19 +80,19 @@ class Microbatch(Mapping[str, np.ndarray]):
     @property
     def info(self) -> StepInfo:
         """The message that described the step, restricted to the samples of this microbatch."""
-        return self._told.of_rows(self._rows)
+        return self._info.of_rows(self._rows)
 
     @property
     def samples(self) -> list[Piece]:
         """Return the samples in order, made on demand: packing makes no object per sample."""
-        lengths = self._told.tokens[self._rows].tolist()
+        lengths = self._info.tokens[self._rows].tolist()
         if "attention_mask" in self._arrays:  # of the padded layout only
             starts: Sequence[int] = range(len(self._rows))
         elif "cu_seqlens_padded" in self._arrays:
             starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
         else:
             starts = [-1] * len(lengths)
-        ids = [self._told.sample_id(i) for i in self._rows.tolist()]
+        ids = [self._info.sample_id(i) for i in self._rows.tolist()]
         return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
 
     def __repr__(self) -> str:
@@ -110,32 +110,32 @@ def _fetchers(place: ClientPlaceTree, broadcast: tuple[str, ...]) -> np.ndarray:
 class Step:
     """One step of one rank."""
 
-    __slots__ = ("_bucket", "_cut", "_exchanges", "_told", "rank")
+    __slots__ = ("_bucket", "_cut", "_exchanges", "_info", "rank")
 
-    def __init__(self, told: StepInfo, bucket: BucketBatch, rank: int):
-        self._told, self._bucket, self.rank = told, bucket, rank
+    def __init__(self, info: StepInfo, bucket: BucketBatch, rank: int):
+        self._info, self._bucket, self.rank = info, bucket, rank
         self._cut: tuple[Microbatch, ...] | None = None
         self._exchanges: tuple[Microbatch, ...] | None = None
 
     @property
     def step(self) -> int:
-        return self._told.step
+        return self._info.step
 
     @property
     def plan_digest(self) -> str:
-        return self._told.digest
+        return self._info.digest
 
     @property
     def global_valid_tokens(self) -> int:
         """Tokens with a loss, over all ranks: divide summed losses by this."""
-        return self._told.valid_tokens
+        return self._info.valid_tokens
 
     @property
     def served_by(self) -> int:
         """The rank that fetches these microbatches, for itself or for others by a broadcast."""
-        place = self._told.place
+        place = self._info.place
         return (
-            self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
+            self.rank if place is None else int(_fetchers(place, self._info.broadcast)[self.rank])
         )
 
     @property
@@ -146,7 +146,7 @@ class Step:
     @property
     def info(self) -> StepInfo:
         """The message that described this step."""
-        return self._told
+        return self._info
 
     @property
     def bucket(self) -> BucketBatch:
@@ -161,7 +161,7 @@ class Step:
         if self._cut is None:
             b, bounds, served_by = self._bucket, self._bucket.bounds.tolist(), self.served_by
             self._cut = tuple(
-                Microbatch(arrays, self._told, b.samples[bounds[m] : bounds[m + 1]], served_by)
+                Microbatch(arrays, self._info, b.samples[bounds[m] : bounds[m + 1]], served_by)
                 for m, arrays in enumerate(self._with_images(b))
             )
         return self._cut
@@ -186,7 +186,7 @@ class Step:
             wide = self._bucket.encoder
             cut = () if wide is None else wide.cut(0, wide.n)
             self._exchanges = tuple(
-                Microbatch(arrays, self._told, np.zeros(0, np.int64)) for arrays in cut
+                Microbatch(arrays, self._info, np.zeros(0, np.int64)) for arrays in cut
             )
         return self._exchanges
 

@@ -19,7 +19,7 @@ class StepQueue(Protocol):
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None: ...
     def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
     def ack(self, step: int) -> None:
-        """Tell the constructor that the trainer has the step."""
+        """Send an ack to the constructor: the trainer has the step."""
 
     def __len__(self) -> int: ...
 
@@ -36,9 +36,9 @@ class LocalStepQueue:
         self._ended = False
         self._error: BaseException | None = None
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         with self._changed:
-            self._steps.append((told, bucket))
+            self._steps.append((info, bucket))
             self._changed.notify()
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:

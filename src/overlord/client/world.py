@@ -20,8 +20,9 @@ class World(NamedTuple):
 
 
 def process_groups() -> Any:
-    """Return ``torch.distributed`` where this process has initialised it, else None. Never imports
-    torch.
+    """Return ``torch.distributed`` if this process has initialised it, else None.
+
+    It never imports torch.
     """
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
@@ -29,10 +30,9 @@ def process_groups() -> Any:
 
 def world_here(where: str) -> World | None:
     """Return this process's rank and world size; None for a process that belongs to no world.
-    ``where``: the caller, for error texts.
 
-    The process group comes first: launchers that set no ``RANK`` (``mp.spawn``, Lightning)
-    initialise one.
+    ``where``: the caller, for error texts. The process group comes first: launchers that set no
+    ``RANK`` (``mp.spawn``, Lightning) initialise one.
     """
     if (dist := process_groups()) is not None:
         return World(dist.get_rank(), dist.get_world_size(), "the process group")
@@ -52,7 +52,7 @@ def world_here(where: str) -> World | None:
 
 
 def _whole(name: str, where: str) -> int:
-    said = os.environ[name]
-    if not said.isdecimal():
-        raise JobError([f"{name}: expected a whole number, got {said!r}"], where)
-    return int(said)
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise JobError([f"{name}: expected a whole number, got {text!r}"], where)
+    return int(text)

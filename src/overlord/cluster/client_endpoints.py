@@ -78,5 +78,5 @@ class ClientEndpoints:
             next_step=next_step,
             generation=self._session,
             prefetch=self._prefetch,
-            beside=self._queues,
+            siblings=self._queues,
         )

@@ -189,7 +189,7 @@ class ConstructorWorker(Worker):
 
         A coordinator that takes over must be sent the steps that they took since.
         """
-        self.run(self._gathering.back(rollback))
+        self.run(self._gathering.rollback(rollback))
         self._floor, self._rolled_back_to = max(rollback.step, self._floor), rollback.step
         self._delivery.begin_after(self._floor)
         for rank, step in self._taken.items():

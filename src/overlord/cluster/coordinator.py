@@ -62,7 +62,7 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.loader import Announce
-from overlord.planning.events import said_of_all
+from overlord.planning.events import with_every_weight
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.process.pickle_check import sendable
@@ -260,7 +260,7 @@ class Coordinator:
     def _note(self, event: Any) -> None:
         """Keep an event for the next rollback, before a plan made with it takes effect."""
         if isinstance(event, SetMixture):
-            event = said_of_all(event, self.planner.spec.names)
+            event = with_every_weight(event, self.planner.spec.names)
         self.history.applied(event)
 
     def report(self, report: Report) -> bool:

@@ -212,9 +212,9 @@ class LoaderWorker(Worker):
             case LoaderStart():
                 self._open(message)
             case FollowLoader(start=opening):
-                self.commands.queue.extend(self._loading.follow(opening, self._open))
+                self.commands.queue.extend(self._loading.attach_standby(opening, self._open))
             case TakeOverLoader(step=step, start=opening):
-                self.commands.queue.extend(self._loading.stand(opening, self._open, step))
+                self.commands.queue.extend(self._loading.promote(opening, self._open, step))
             case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
@@ -226,7 +226,7 @@ class LoaderWorker(Worker):
             case ConnectConstructor(constructor=constructor, address=address, token=token):
                 self._reach(constructor, address, token)
             case SetBufferBudget(nbytes=nbytes):
-                for hosted in self._loading.hosted.values():
+                for hosted in self._loading.slots.values():
                     hosted.loader.set_budget(nbytes)
             case _:
                 raise TypeError(f"unknown message to a loader worker: {type(message).__name__}")
@@ -236,8 +236,8 @@ class LoaderWorker(Worker):
             case Refill() | Read() | Evaluate():
                 self.commands.queue.extend(self._loading.carry_out(command))
             case Announce(loader=loader, found=found):
-                hosted = self._loading.hosted.get(loader)
-                if hosted is not None and hosted.shadow:
+                hosted = self._loading.slots.get(loader)
+                if hosted is not None and hosted.standby:
                     return  # it announces its samples once it is promoted
                 self._events.put(
                     command,
@@ -250,7 +250,7 @@ class LoaderWorker(Worker):
         if rollback.generation > self._loading.generation:
             self._done = rollback.step
         self._events.hurry()  # all workers wait for the announcements
-        self.commands.queue.extend(self._loading.back(rollback, self._open))
+        self.commands.queue.extend(self._loading.rollback(rollback, self._open))
 
     def _execute_plan(self, routed: LoaderPlan) -> None:
         """Pop and send the samples of a plan; ignore repeated plans and earlier generations."""
@@ -258,7 +258,7 @@ class LoaderWorker(Worker):
         if routed.generation < self._loading.generation:
             return
         pops = dict(zip(routed.loaders.tolist(), routed.pops.tolist(), strict=True))
-        pops, commands = self._loading.pop_shadows(routed.step, pops)
+        pops, commands = self._loading.pop_standbys(routed.step, pops)
         self.commands.queue.extend(commands)
         if routed.step <= self._done or not (pops or routed.to or routed.kept is not None):
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlord.errors import SAID, ActorLost
+from overlord.errors import LAST_OUTPUT, ActorLost
 
 # in the order in which they are started: each connects to those before it
 KINDS = ("planner", "constructor-worker", "loader-worker")
@@ -173,7 +173,7 @@ def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
         f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no "
         "step in between"
     )
-    output = "" if SAID in why else f"{SAID} is in the output of the job: "
+    output = "" if LAST_OUTPUT in why else f"{LAST_OUTPUT} is in the output of the job: "
     remedy = f"{output}mend what ends it; or raise max_restarts, if that passes by itself"
     return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))
 

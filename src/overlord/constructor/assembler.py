@@ -119,8 +119,8 @@ class Assembler:
     def _drop(self, step: int) -> None:
         """Drop a step.
 
-        After the end of the job its place stays: the end may be undone, and no later step may
-        overtake it then.
+        After the end of the job its place stays. The end may be withdrawn, and then no later step
+        may overtake it.
         """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED
@@ -182,8 +182,9 @@ class Assembler:
         return commands
 
     def join_build(self, step: int) -> bool:
-        """Return whether to build this bucket's step together with another bucket's, although its
-        own ranks are not as far yet.
+        """Return whether to build this bucket's step together with that of another bucket.
+
+        The ranks of this bucket may not need the step yet.
         """
         if self._acked and self._steps.get(step) == STAGED:
             self._steps[step] = BUILDING

@@ -1,5 +1,4 @@
-"""All microbatches of a build, concatenated into one array per key, and the rows of each
-microbatch.
+"""All microbatches of a build as one array per key, and the rows of each microbatch.
 
 A local delivery slices views. A delivery to another process sends a few arrays instead of hundreds.
 """
@@ -17,8 +16,9 @@ ONE = -1  # in ``rows``: a microbatch has a scalar, without a dimension
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchArrays:
-    """Concatenated microbatches: rows ``starts[k][m]`` to ``starts[k][m + 1]`` of array k belong to
-    microbatch m.
+    """Concatenated microbatches, one array per key.
+
+    Rows ``starts[k][m]`` to ``starts[k][m + 1]`` of array k belong to microbatch m.
 
     Keys in ``single`` have one scalar per microbatch.
     """
@@ -59,9 +59,7 @@ class BatchArrays:
         )
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the arrays of some microbatches, as views, and the rows of each: int64 [keys,
-        microbatches].
-        """
+        """Return views of some microbatches, and the rows of each: int64 [keys, microbatches]."""
         arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]
@@ -77,7 +75,7 @@ class BatchArrays:
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
         """Return the batch from the output of ``part``.
 
-        Raises ``ValueError`` if arrays and rows do not agree.
+        Raise ``ValueError`` if arrays and rows do not agree.
         """
         if rows.ndim != 2 or len(rows) != len(arrays):
             raise ValueError(f"expected rows of {len(arrays)} arrays, got shape {rows.shape}")

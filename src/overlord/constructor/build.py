@@ -1,4 +1,4 @@
-"""Builds the microbatches of buckets from the documents of a step."""
+"""Build the microbatches of buckets from the documents of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import Expander, build_compact, layout_of, seen
+from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
 from overlord.constructor.images import (
     PixelForm,
     decode_pool,
@@ -69,8 +69,8 @@ class BucketBatch:
     """The microbatches of one bucket in one step, with the rows of the plan in each.
 
     Row i of ``samples`` belongs to microbatch m if ``bounds[m] <= i < bounds[m+1]``. The arrays are
-    microbatches ``first`` and following of ``wide``, or those in ``built``: from a hook, or without
-    arrays for a rank that a broadcast serves.
+    microbatches ``first`` and following of ``wide``, or those in ``built``. A hook makes ``built``;
+    a rank that a broadcast serves has no arrays in it.
     """
 
     samples: np.ndarray  # rows of the plan
@@ -87,7 +87,7 @@ class BucketBatch:
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
-    slab: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
+    allocate: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
 
     def for_rank(self, rank: int) -> BucketBatch:
         """Return the batch for the queue of a rank. Ranks with equal content share one object."""
@@ -108,7 +108,7 @@ class BucketBatch:
         return (
             cuts
             if self.form is None
-            else Expander(self.form, np.diff(self.bounds) == 0, self.slab).microbatches(cuts)
+            else Expander(self.form, np.diff(self.bounds) == 0, self.allocate).microbatches(cuts)
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -144,8 +144,7 @@ def build_groups(
     hooks: Sequence[Hook] = (),
     compact: bool = False,
 ) -> list[BucketBatch]:
-    """Build the batches of some ranks of data-parallel groups, once for all ranks with equal
-    content.
+    """Build the batches of some ranks, once for all ranks with equal content.
 
     The ranks of a group may belong to several buckets of the plan, and get different parts of them,
     as ``rank_views.py`` defines. ``compact``: build a compact form for the receiver to expand, if
@@ -285,7 +284,7 @@ def _build_views(
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
         built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
-        made = {view: seen(*built, view) for view in views}
+        made = {view: for_view(*built, view) for view in views}
         by_view, forms = (
             {view: arrays for view, (arrays, _) in made.items()},
             {view: form for view, (_, form) in made.items()},
@@ -376,9 +375,7 @@ def _with_exclusions(
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows of the plan in these buckets, bounds of the microbatches, and the microbatch
-    number of each row.
-    """
+    """Return the plan rows of these buckets, microbatch bounds, and microbatch of each row."""
     rows, place = _in_slot_order(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
@@ -405,9 +402,7 @@ def _microbatches(
 
 
 def _in_slot_order(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents of these buckets in slot order: rows of the plan, and the microbatch
-    number of each.
-    """
+    """Return the plan rows of these buckets in slot order, and the microbatch of each."""
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))
     order = main.order()

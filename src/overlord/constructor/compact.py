@@ -132,12 +132,12 @@ def layout_of(batch: Batch) -> CompactLayout:
     )
 
 
-def seen(
+def for_view(
     batch: BatchArrays, layout: CompactLayout, view: View
 ) -> tuple[BatchArrays, CompactLayout]:
-    """Return the arrays of a view of compact microbatches, and its layout: some of the keys.
+    """Return the arrays that a view needs of compact microbatches, and their layout.
 
-    The view must not be sliced along cp.
+    The layout has some of the keys. The view must not be sliced along cp.
     """
     layout = layout._replace(keys=tuple(key for key in layout.keys if view.has(key)))
     ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
@@ -182,7 +182,7 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies are pickled as plain arrays: reusable memory stays in this process."""
+        """Pickle as plain arrays: reusable memory stays in this process."""
         return dict, (dict(self),)
 
     def also(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:

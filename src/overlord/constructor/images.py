@@ -1,5 +1,4 @@
-"""Inputs of the image encoder of each rank: pixels, decoded here from the bytes of loaders, and the
-routes of its outputs.
+"""Inputs of the image encoder of each rank: decoded pixels, and the routes of its outputs.
 
 Decoding an image is a thousand times the work of packing its text. It is therefore done late, by
 the process that builds the step of the encoding rank, on all its cores: decoders release the
@@ -69,8 +68,9 @@ class PixelForm:
 
     @staticmethod
     def of(sources: Sequence[Source]) -> PixelForm | None:
-        """Return the format that all sources with images share (the job checks that); None if there
-        are no images.
+        """Return the format that all sources with images share; None if there are no images.
+
+        The job has checked that it is the same.
         """
         specs = [
             t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"
@@ -115,9 +115,9 @@ def decode_pool() -> Executor:
 def _keep_freed_memory() -> None:
     """Make glibc keep freed memory.
 
-    Decoding allocates and frees some megabytes per image. glibc returns them to the system and
-    fetches them again page by page (a fifth of the work), until a block of this size was freed.
-    From then on it keeps twice as much.
+    Decoding allocates and frees some megabytes per image. The C library glibc returns them to the
+    system and fetches them again page by page, a fifth of the work. Once a block of this size was
+    freed, glibc keeps twice as much.
     """
     np.empty(31 * 2**20, np.uint8)
 
@@ -198,9 +198,7 @@ def _decoded(
     decoders: Executor | None,
     stopped: Callable[[], bool],
 ) -> tuple[list[np.ndarray], list[tuple[int, str]]]:
-    """Return the pixels of each rank, views of one allocation, and the images without pixels, with
-    reasons.
-    """
+    """Return the pixels of each rank as views of one allocation, and failed images with reasons."""
     assert staged.items is not None
     sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
     starts = np.concatenate([[0], np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])]).tolist()
@@ -312,8 +310,9 @@ def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> 
 
 
 def placeholders(staged: StepDocuments) -> np.ndarray:
-    """Return the placeholders of images: int64 [n, 4], bucket, microbatch, first placeholder in the
-    microbatch, number.
+    """Return the placeholders of images: int64 [n, 4].
+
+    The columns are bucket, microbatch, first placeholder in the microbatch, and number.
 
     It covers the buckets whose owner, which receives their rows, is among the ranks of the
     encoding: all that are built with it.
@@ -332,8 +331,9 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
 
 
 def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> None:
-    """Exclude the prediction of these tokens from the loss: int64 [n, 3], microbatch, first,
-    number.
+    """Exclude the prediction of these tokens from the loss.
+
+    ``runs``: int64 [n, 3], with microbatch, first token and number of tokens.
 
     The label of a token is at its own place (unshifted), or at the place before it. Before the
     first token of a document there is none to exclude: that place ends another document, or is

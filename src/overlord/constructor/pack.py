@@ -1,4 +1,4 @@
-"""Packs documents into microbatches, in the packed and the padded layout of the batch contract.
+"""Pack documents into microbatches, in the packed and the padded layout of the batch contract.
 
 All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of views
 of them. The cost per microbatch is a few slices, the cost per token a few vector operations
@@ -29,9 +29,9 @@ An empty microbatch is one document of ``multiple`` pad tokens without labels, s
 tokens count as its true length (``cu_seqlens == [0, multiple]``). Attention kernels may not accept
 an empty sequence, or one whose mask is all false.
 
-Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token: 3.3 at 150
-tokens per document (a loop of slice copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). If
-the arrays of the last steps are still held, as prefetch does, it is about 1 more.
+Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token. Documents
+of 150 tokens: 3.3 (a loop of slice copies over documents: 12). Documents of 2000 tokens: 1.8 (the
+loop: 2.3). If the arrays of the last steps are still held, as prefetch does, it is about 1 more.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def build_arrays(
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
 ) -> BatchArrays:
-    """Build all microbatches of one bucket (or of several, one after another) in one step, as
-    read-only arrays.
+    """Build all microbatches of one or several buckets at once, as read-only arrays.
 
     ``allocate`` allocates uninitialized bytes: a pool that reuses memory saves more than the gather
     costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents are
@@ -131,7 +130,7 @@ class Documents(NamedTuple):
 
     start: np.ndarray  # offset in the payload
     content: np.ndarray  # tokens
-    true: np.ndarray  # tokens, or ``multiple`` if there are none
+    true: np.ndarray  # tokens, or ``multiple`` if the document has none
     size: np.ndarray  # tokens with padding
     source: np.ndarray
     first: np.ndarray  # first document of each microbatch, and the number of documents
@@ -253,9 +252,7 @@ def build(
 
 
 def valid_tokens(length: np.ndarray) -> int:
-    """Return the number of tokens with a loss, under either label convention: all but one per
-    document.
-    """
+    """Return the number of tokens with a loss: all but one per document, whatever the labels."""
     return int(np.maximum(np.asarray(length) - 1, 0).sum())
 
 
@@ -338,9 +335,7 @@ def _fill_by_slices(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Fill tokens and positions document by document, for long documents (and for a step without
-    any).
-    """
+    """Fill tokens and positions document by document, for long documents or none at all."""
     base = offset - origin
     count = np.arange(int((base + size).max()))
     for s, n, o, b, p in zip(
@@ -364,9 +359,7 @@ def _fill_targets(
     layout: _Layout,
     convention: str,
 ) -> None:
-    """Fill labels with a (shifted) copy of all tokens, then exclude the few places without a
-    label.
-    """
+    """Fill labels with a (shifted) copy of all tokens, then exclude places without a label."""
     tokens, labels, loss_mask = arrays["tokens"], arrays["labels"], arrays["loss_mask"]
     if convention == "shifted":
         # The last label is excluded below: it ends a document, or is padding.
@@ -399,8 +392,9 @@ def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return 0 and the cumulative lengths of the documents of each microbatch: one more entry each
-    than documents.
+    """Return 0 and the cumulative document lengths of each microbatch.
+
+    A microbatch has one entry more than documents.
     """
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])

@@ -1,4 +1,4 @@
-"""Gathers the payload of planned steps from several loader workers.
+"""Gather the payload of planned steps from several loader workers.
 
 A step is ready when all of it has arrived. Every constructor worker has one gatherer.
 
@@ -63,7 +63,7 @@ class PayloadGatherer:
             )
             return []
         # A restarted worker may not have received the rollback.
-        commands = self.back(Rollback(routed.generation, step - 1))
+        commands = self.rollback(Rollback(routed.generation, step - 1))
         if self._end is not None and step >= self._end:
             return []
         if step in self._expected or (step <= self._planned and step not in self._replanned):
@@ -87,7 +87,7 @@ class PayloadGatherer:
     def payload(self, payload: StepPayload) -> list[Any]:
         """Add payload that passed ``check_payload``.
 
-        It is compared with its plan when both are here.
+        It is compared with its plan when both have arrived.
         """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
@@ -113,8 +113,9 @@ class PayloadGatherer:
         return []
 
     def _is_late(self, step: int, recovery: int) -> bool:
-        """Return whether payload is obsolete: of an earlier recovery, of a complete step, or of no
-        step.
+        """Return whether payload is obsolete.
+
+        It is of an earlier recovery, of a complete step, or of no known step.
         """
         if recovery != self._recovery:
             return recovery < self._recovery
@@ -142,7 +143,7 @@ class PayloadGatherer:
         }
         self._early = {origin: early for origin, early in kept.items() if early}
 
-    def back(self, rollback: Rollback) -> list[Any]:
+    def rollback(self, rollback: Rollback) -> list[Any]:
         """Roll back: later steps are planned again.
 
         Complete steps stay, the others arrive again.
@@ -162,7 +163,7 @@ class PayloadGatherer:
         # In a restarted worker: no step up to this one will be planned.
         self._planned = max(self._planned, rollback.step)
         self._forget_early(lambda r, s: r >= recovery)
-        return self._constructors.back(rollback)
+        return self._constructors.rollback(rollback)
 
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker sends nothing more.
@@ -184,7 +185,7 @@ class PayloadGatherer:
         self._lost_workers.pop(host, None)
 
     def _check_step(self, step: int) -> list[Any]:
-        """Pass the step on if all its payload is here."""
+        """Pass the step to the constructors if all its payload has arrived."""
         if step not in self._expected:  # an earlier step failed, which ended the job
             return []
         routed, arrived = self._expected[step]

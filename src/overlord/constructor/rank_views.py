@@ -1,5 +1,4 @@
-"""The part of a bucket's microbatches that each rank gets: a slice along cp, the keys of its
-pipeline stage, everything, or nothing. Pure.
+"""The arrays that each rank gets of a bucket: a cp slice, its stage's keys, all, or none. Pure.
 
     split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that
                           causal attention costs all ranks the same
@@ -63,11 +62,12 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 
 
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
-    """Return a microbatch in this view, from the whole one or from that of a rank that fetches for
-    several, sliced or not.
+    """Return a microbatch in this view.
 
-    A user's own keys (of a ``constructor_do_plan``) go to every stage. Keys with an entry
-    per token are sliced as tokens are.
+    ``arrays`` is the whole microbatch, or that of a rank that fetches for several, sliced or not.
+
+    A user's own keys (of a ``constructor_do_plan``) go to every stage. Keys with an entry per token
+    are sliced as tokens are.
     """
     kept = {key: array for key, array in arrays.items() if view.has(key)}
     if not view.sliced or not kept:
@@ -177,8 +177,9 @@ def pieces(
     *,
     by_row: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slices of some cp ranks as runs of documents, rank after rank: document, offset in
-    it, and length of each run.
+    """Return the slices of some cp ranks as runs of documents, rank after rank.
+
+    A run is a document, an offset in it, and a length.
 
     Documents of ``size`` tokens are concatenated; those of microbatch m begin with number
     ``first[m]``. ``by_row``: each document is sliced by itself.
@@ -204,12 +205,12 @@ def pieces(
 
 
 def _units(ends: np.ndarray, split: str) -> np.ndarray:
-    """Return the bounds of what is divided evenly: documents, or the microbatch."""
+    """Return the bounds of the units that are divided evenly: documents, or the microbatch."""
     return ends if split == "zigzag" else ends[[0, -1]]
 
 
 def _batch_units(batch: BatchArrays, split: str) -> np.ndarray:
-    """Return the bounds of what is divided evenly, for concatenated microbatches."""
+    """Return the bounds of the evenly divided units, for concatenated microbatches."""
     starts = dict(zip(batch.arrays, batch.starts, strict=True))
     if split != "zigzag":
         return np.array(starts["tokens"])

@@ -1,6 +1,4 @@
-"""Executes the constructors of a process: the steps of their buckets, payload, built microbatches
-and deliveries.
-"""
+"""Execute the constructors of a process: payload, built microbatches and deliveries of steps."""
 
 from __future__ import annotations
 
@@ -44,9 +42,9 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Execute constructor commands of some buckets.
+    """Executes the constructor commands of some buckets: ``carry_out(command) -> commands``.
 
-    ``carry_out(command) -> commands``; results of work are passed to ``run``.
+    Results of work are passed to ``run``.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class ConstructorService:
     # Steps
 
     def plan(self, stage: PlannedStep) -> None:
-        """Add a planned step; its payload is in transit."""
+        """Add a planned step whose payload is in transit."""
         for assembler in self.assemblers.values():
             assembler.handle(stage)
 
@@ -146,8 +144,8 @@ class ConstructorService:
     def finish(self, finish: EndOfJob) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
-    def back(self, rollback: Rollback) -> list[Any]:
-        """Roll back: steps are planned again, and those that are here stay."""
+    def rollback(self, rollback: Rollback) -> list[Any]:
+        """Roll back: the planner plans later steps again, and steps that are here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 
     def carry_out(

@@ -9,8 +9,8 @@ import numpy as np
 
 from overlord.demo.result import COMPARED, DemoResult
 from overlord.drill.tables import STRIKE_HEAD, strike_rows
-from overlord.observe.report import Picture, Report, Sheet
-from overlord.observe.svg import Axes, Line, Panel, Ridge, bars, lines, ridges, series_color
+from overlord.observe.report import HtmlReport, Picture, Sheet
+from overlord.observe.svg import Axes, Panel, PlotLine, Ridge, bars, lines, ridges, series_color
 from overlord.observe.tables import tokens_lost
 
 COLORS = {"vanilla": series_color(5), "packed": series_color(2), "llm_balance": series_color(0)}
@@ -108,7 +108,7 @@ def stand_in_note(f: DemoResult) -> str:
     )
 
 
-def report(f: DemoResult, job_yaml: str) -> Report:
+def report(f: DemoResult, job_yaml: str) -> HtmlReport:
     """Return the HTML report of a demo run."""
     lead = (
         f"{f.steps} steps of {f.samples} samples from {len(f.names)} sources to {f.ranks} "
@@ -124,7 +124,7 @@ def report(f: DemoResult, job_yaml: str) -> Report:
         _length_picture(f),
         *_fault_sheet(f),
     ]
-    return Report(
+    return HtmlReport(
         title="Overlord: one job, planned",
         lead=lead,
         command=f.command,
@@ -135,7 +135,7 @@ def report(f: DemoResult, job_yaml: str) -> Report:
 
 
 def _load_picture(f: DemoResult) -> Picture:
-    k = f.shown
+    k = f.example_step
     mean = float(f.compared["vanilla"].loads[k].sum()) / f.ranks
     bound = float(f.bound[k])
     panels = [
@@ -167,8 +167,10 @@ def _load_picture(f: DemoResult) -> Picture:
 
 def _imbalance_picture(f: DemoResult) -> Picture:
     # The bound comes first, so that a series that equals it is drawn over it.
-    series = [Line(label="bound", color="var(--faint)", y=f.bound, kind="bound")]
-    series += [Line(label=name, color=COLORS[name], y=f.compared[name].bucket) for name in COMPARED]
+    series = [PlotLine(label="bound", color="var(--faint)", y=f.bound, kind="bound")]
+    series += [
+        PlotLine(label=name, color=COLORS[name], y=f.compared[name].bucket) for name in COMPARED
+    ]
     top = max(float(s.y.max()) for s in series)
     return Picture(
         title="Imbalance over the run",
@@ -191,7 +193,7 @@ def _imbalance_picture(f: DemoResult) -> Picture:
 
 def _mix_picture(f: DemoResult) -> Picture:
     series = [
-        Line(
+        PlotLine(
             label=name, color=series_color(i), y=100 * f.realised[:, i], wanted=100 * f.wanted[:, i]
         )
         for i, name in enumerate(f.names)

@@ -36,7 +36,7 @@ class DemoResult:
     command: str
     names: tuple[str, ...]
     ranks: int
-    samples: int  # per step
+    samples: int  # samples per step
     context: int
     changed_at: int | None  # step at which the mixture changed
     lengths: Mapping[str, np.ndarray]  # tokens of every sample drawn, by source
@@ -45,7 +45,7 @@ class DemoResult:
     bound: np.ndarray  # by step: a lower bound of the imbalance of any placement
     compared: Mapping[str, StrategyResult]  # by strategy
     quarantined: Mapping[str, int]
-    on_long: str  # of the job
+    on_long: str  # ``on_long`` of the job
     lost: Mapping[str, int]  # tokens that on_long truncated or dropped, by source
     tokens: int
     tokens_per_s: float
@@ -53,7 +53,7 @@ class DemoResult:
     first_wait_ms: float
     compute_ms: float  # mean time that the stand-in trainer slept
     peak_bytes: int
-    before_bytes: int  # of the process, before the job was launched
+    before_bytes: int  # memory of the process before the job was launched
     drill: DrillReport | None = None  # the same job in several processes, with faults
 
     @property
@@ -62,7 +62,7 @@ class DemoResult:
         return len(self.wanted)
 
     @property
-    def shown(self) -> int:
+    def example_step(self) -> int:
         """The step with the median imbalance without planning: neither best nor worst case."""
         return int(np.argsort(self.compared["vanilla"].bucket, kind="stable")[self.steps // 2])
 

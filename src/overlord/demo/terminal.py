@@ -75,7 +75,7 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
 
 def side_by_side(f: DemoResult, width: int) -> RenderableType:
     """Return bars of the cost per rank in one step, without and with planning."""
-    k = f.shown
+    k = f.example_step
     before, after = (f.compared[n].loads[k].sum(axis=1) for n in ("vanilla", "llm_balance"))
     mean, most = before.sum() / f.ranks, max(before.max(), after.max())
     long = max(8, (width - 32) // 2)

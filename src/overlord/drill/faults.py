@@ -23,7 +23,7 @@ WANTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class DrillFault:
     """One fault of a drill.
 
     ``target`` is the name of a worker, or a role. ``count`` workers of a role are hit, those with
@@ -64,9 +64,9 @@ def _number(name: str) -> int:
     return int(tail) if tail.isdecimal() else 0
 
 
-def parse_faults(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[DrillFault]:
     """Parse ``kill:loader-worker@10,stop:planner@20``; one error lists every mistake."""
-    found, problems = list[Fault](), list[str]()
+    found, problems = list[DrillFault](), list[str]()
     for word in filter(None, (w.strip() for w in text.split(","))):
         match = _FORM.fullmatch(word)
         if match is None:
@@ -91,7 +91,7 @@ def parse_faults(text: str) -> list[Fault]:
                 f"{word!r}: expected at least one step between two strikes, got %0; leave "
                 "it out to strike once"
             )
-        found.append(Fault(action, target, int(match["step"]), count, every))
+        found.append(DrillFault(action, target, int(match["step"]), count, every))
     if not found and not problems:
         problems.append(f"{text!r}: {WANTED}")
     if problems:
@@ -99,7 +99,7 @@ def parse_faults(text: str) -> list[Fault]:
     return found
 
 
-def usual_faults(steps: int, planner: bool) -> list[Fault]:
+def usual_faults(steps: int, planner: bool) -> list[DrillFault]:
     """Return the default faults of a drill: one of each kind, evenly spaced."""
     kinds = [
         (KILL, "loader-worker"),
@@ -108,6 +108,6 @@ def usual_faults(steps: int, planner: bool) -> list[Fault]:
         (STOP, "loader-worker"),
     ]
     return [
-        Fault(action, target, (k + 1) * steps // (len(kinds) + 1))
+        DrillFault(action, target, (k + 1) * steps // (len(kinds) + 1))
         for k, (action, target) in enumerate(kinds)
     ]

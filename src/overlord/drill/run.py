@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import overlord as ov
 from overlord.drill.delivery import Delivered, Difference, compare
-from overlord.drill.faults import KILL, Fault
+from overlord.drill.faults import KILL, DrillFault
 from overlord.errors import JobError
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-SETTLE_S = 30.0  # for workers that were hit last to be replaced
-LOST_AFTER_S = 2.0  # short, so that a drill does not wait long for a stopped worker
+SETTLE_S = 30.0  # seconds for workers that were hit last to be replaced
+LOST_AFTER_S = 2.0  # seconds; short, so that a drill does not wait long for a stopped worker
 POLL_S = 0.05
 Show = Callable[[str, int], None]  # (name of the run, steps taken)
 
@@ -36,17 +36,17 @@ class Drill:
     """The configuration of a drill."""
 
     job: Job
-    faults: Sequence[Fault]
+    faults: Sequence[DrillFault]
     steps: int
     step_s: float = 0.0  # seconds that a trainer computes per step
-    options: Mapping[str, Any] = field(default_factory=dict)  # of launch
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of ``launch``
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
     """One worker that was hit."""
 
-    fault: Fault
+    fault: DrillFault
     name: str
     pid: int
     taken: int  # steps that were taken by then
@@ -62,7 +62,7 @@ class Outcome:
     steps_s: list[float] = field(default_factory=list)  # per step, wait and training
     strikes: list[Strike] = field(default_factory=list)
     # Faults that hit fewer workers than they should, with the reason.
-    missed: list[tuple[Fault, str]] = field(default_factory=list)
+    missed: list[tuple[DrillFault, str]] = field(default_factory=list)
     # A sentence for each worker that was hit and did not recover.
     unrecovered: list[str] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -175,7 +175,7 @@ def _recovered(metrics: Mapping[str, Any]) -> Counter[str]:
     return Counter(row["part"] for row in metrics.get("recoveries", []))
 
 
-def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outcome) -> None:
+def _strike(session: Session, faults: Sequence[DrillFault], taken: int, outcome: Outcome) -> None:
     """Apply all due faults at once, so that no recovery ends before the next fault strikes."""
     metrics = session.metrics()
     running, recovered = _processes(metrics), _recovered(metrics)
@@ -236,7 +236,7 @@ def _continue(strikes: Sequence[Strike]) -> None:
                 os.kill(strike.pid, signal.SIGCONT)
 
 
-def refuse_too_late(faults: Sequence[Fault], steps: int) -> None:
+def refuse_too_late(faults: Sequence[DrillFault], steps: int) -> None:
     """Raise ``JobError`` if a fault would strike after the last step."""
     if late := [fault for fault in faults if fault.step >= steps]:
         raise JobError([f"{fault}: the drill ends after {steps} steps" for fault in late], "faults")

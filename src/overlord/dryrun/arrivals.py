@@ -50,10 +50,10 @@ def _received(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return when each message has been received: a node receives messages one after another.
 
-    The first byte arrives before the last, so an idle node has received a message as soon as it
-    has arrived. Message k of a node is therefore received at the maximum over all j up to k of
-    (arrival of j + cost of the messages after j up to k): a running maximum, over all nodes at
-    once.
+    The first byte arrives before the last, so an idle node has received a message as soon as it has
+    arrived. Let t(j, k) be the arrival of message j plus the cost of the messages after j up to k.
+    Message k of a node is received at the maximum of t(j, k) over all j up to k. One running
+    maximum computes it for all nodes at once.
     """
     busy = free.copy()
     if not len(at):

@@ -1,7 +1,7 @@
 """Measure the constants of the dry run on this machine.
 
-A few rows of every source are read, a small version of the job runs in processes, a process opens
-sources as a worker of a colocated loader does, and connections are opened and used. Times are CPU
+A few rows of every source are read, and a small version of the job runs in processes. A process
+opens sources as a worker of a colocated loader does. Connections are opened and used. Times are CPU
 seconds where two ends share this process or other work shares its cores.
 """
 
@@ -35,18 +35,18 @@ from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
 from overlord.transport.server import Server, open_connection
 
-VERSION = 3  # of the stored file; raise it when a measurement changes
+VERSION = 3  # version of the stored file; raise it when a measurement changes
 PROBE_ROWS = 16  # rows of every source that become samples
 PROBE_TRIES = 64  # reads and evaluations per source, in case filters drop most rows
 SOURCES = 24  # sources that the stand-in jobs open, at most
-STEPS, SAMPLES = 12, 64  # of the small job
+STEPS, SAMPLES = 12, 64  # steps and samples per step of the small job
 # Tokens of a step with images, and its fewest samples: 64 large images take minutes to decode.
 IMAGE_TOKENS, FEWEST = 4096, 4
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
-ID_BYTES = 4  # of a token as it is built for other processes, at most
+ID_BYTES = 4  # bytes of a token as it is built for other processes, at most
 WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
-CHILD_S = 120.0  # for one stand-in job
+CHILD_S = 120.0  # seconds for one stand-in job
 TOKEN = "of a measurement of this machine"
 
 Progress = Callable[[str, int, int], None]
@@ -59,12 +59,12 @@ class Measured:
     constants: Constants
     probes: tuple[Probe, ...]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {
             "version": VERSION,
             "constants": asdict(self.constants),
-            "probes": [probe.plain() for probe in self.probes],
+            "probes": [probe.to_dict() for probe in self.probes],
         }
 
     @staticmethod
@@ -120,7 +120,7 @@ def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Prog
     found = Measured(constants=constants, probes=probes)
     stored.parent.mkdir(parents=True, exist_ok=True)
     new = stored.with_suffix(f".{os.getpid()}.part")
-    new.write_text(json.dumps(found.plain()))
+    new.write_text(json.dumps(found.to_dict()))
     os.replace(new, stored)
     return found
 
@@ -208,13 +208,13 @@ class _StandInProcess:
         self.send(request)
 
     def send(self, value: Any) -> None:
-        """Send a line."""
+        """Send a value as one line of JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Wait for a line; the process is killed after ``CHILD_S``."""
+        """Wait for a line of JSON; the process is killed after ``CHILD_S``."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
@@ -252,7 +252,7 @@ def _colocated(prepared: PreparedJob) -> dict[str, float]:
         )
     half = len(files) // 2
     with _StandInProcess(
-        job="opened",
+        job="open_sources",
         files=files,
         columns=columns,
         counts=[half, len(files)] if half else [len(files)],
@@ -327,7 +327,7 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
         served = session.serve(ranks=[0])
         pids = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
         with _StandInProcess(
-            job="connected", address=str(served.address), token=str(served.token), steps=STEPS
+            job="connect_client", address=str(served.address), token=str(served.token), steps=STEPS
         ) as child:
             client = child.receive()
             began = _cpu_s(pids["constructor-worker/0"])

@@ -42,7 +42,7 @@ class DryRunRequest:
     pp: int = 1
     gpus_per_node: int = 8
     batch: int | None = None  # samples per step; None: the job's number per data-parallel group
-    workers: int = 4  # of a colocated loader, per rank
+    workers: int = 4  # workers of a colocated loader, per rank
     hosts: int | None = None  # loader workers, at least; None: as many as reading needs
     sources_per_host: int = 25
     pace_s: float = 1.0  # seconds that trainers compute per step
@@ -61,14 +61,14 @@ class Cell:
     links: Links
     connecting_s: float
     ran: DryRunResult
-    pace_s: float = 1.0  # of trainers
+    pace_s: float = 1.0  # step time of the trainers
 
     @property
     def times_less(self) -> float:
         """The memory of a colocated loader divided by that of Overlord."""
         return self.colocated.total / self.overlord.total
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         roles = {role: n / self.fleet.nodes for role, n in self.overlord.by_role.items()}
         memory = {
@@ -101,7 +101,7 @@ class Cell:
             "planner_busy_s": ran.planner_s,
             "slowest_source": ran.source,
             "slowest_source_s": ran.source_s,
-            "waits_for": ran.why(self.pace_s),
+            "waits_for": ran.wait_reason(self.pace_s),
         }
 
 
@@ -112,8 +112,8 @@ def constants_of(
     prepared: PreparedJob, *, again: bool, progress: Progress
 ) -> tuple[Measured, Path]:
     """Return the constants of this machine for these files, and the file that stores them."""
-    # The name of the file depends on the sources, their weights (means over sources follow them)
-    # and the context (it bounds a sample), but not on the batch size or the mesh.
+    # The name of the file depends on the sources, their weights and the context. Means over sources
+    # follow the weights, and the context bounds a sample. Batch size and mesh do not matter.
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in prepared.indexes)
     job = prepared.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)
@@ -125,10 +125,10 @@ def constants_of(
     return measured(prepared, stored, again=again, progress=progress), stored
 
 
-def refuse(job: Job, asked: DryRunRequest) -> None:
+def refuse(job: Job, request: DryRunRequest) -> None:
     """Raise the error of a launch at one of these sizes, before anything is measured."""
-    for gpus in asked.gpus:
-        fleet = _shape(job, asked, gpus)
+    for gpus in request.gpus:
+        fleet = _shape(job, request, gpus)
         try:
             replace(
                 job,
@@ -141,29 +141,29 @@ def refuse(job: Job, asked: DryRunRequest) -> None:
 
 
 def fleet_of(
-    job: Job, asked: DryRunRequest, gpus: int, constants: Constants, constructors: bool
+    job: Job, request: DryRunRequest, gpus: int, constants: Constants, constructors: bool
 ) -> ClusterShape:
     """Return the cluster of one size, with as many loader workers as reading needs."""
-    made = replace(_shape(job, asked, gpus), constructors=constructors)
-    samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
-    hosts = asked.hosts or max(
-        1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY)
+    made = replace(_shape(job, request, gpus), constructors=constructors)
+    samples = request.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
+    hosts = request.hosts or max(
+        1, math.ceil(samples * constants.read_s / request.pace_s / THREADS / BUSY)
     )
     return replace(made, batch=samples, hosts=hosts)
 
 
-def _shape(job: Job, asked: DryRunRequest, gpus: int) -> ClusterShape:
+def _shape(job: Job, request: DryRunRequest, gpus: int) -> ClusterShape:
     try:
         return ClusterShape(
             gpus=gpus,
-            tp=asked.tp,
-            cp=asked.cp,
-            pp=asked.pp,
-            gpus_per_node=asked.gpus_per_node,
+            tp=request.tp,
+            cp=request.cp,
+            pp=request.pp,
+            gpus_per_node=request.gpus_per_node,
             sources=len(job.sources),
-            workers=asked.workers,
-            sources_per_host=asked.sources_per_host,
-            broadcast=asked.broadcast,
+            workers=request.workers,
+            sources_per_host=request.sources_per_host,
+            broadcast=request.broadcast,
         )
     except ValueError as problem:
         raise JobError([str(problem)], "simulate") from None
@@ -189,7 +189,7 @@ def placed(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
 
 def simulated(
     job: Job,
-    asked: DryRunRequest,
+    request: DryRunRequest,
     *,
     again: bool = False,
     progress: Progress = lambda what, done, of: None,
@@ -200,7 +200,7 @@ def simulated(
 
     ``clock`` times the planner.
     """
-    refuse(job, asked)
+    refuse(job, request)
     # Endless sources: a large cluster would finish a small corpus at once.
     endless = tuple(replace(source, epochs=None) for source in job.sources)
     prepared = PreparedJob(
@@ -209,10 +209,10 @@ def simulated(
     try:
         found, stored = constants_of(prepared, again=again, progress=progress)
         cells = []
-        for gpus in asked.gpus:
-            for constructors in asked.constructors:
-                fleet = fleet_of(job, asked, gpus, found.constants, constructors)
-                cells.append(_cell(prepared, fleet, found, asked.pace_s, clock, progress))
+        for gpus in request.gpus:
+            for constructors in request.constructors:
+                fleet = fleet_of(job, request, gpus, found.constants, constructors)
+                cells.append(_cell(prepared, fleet, found, request.pace_s, clock, progress))
         return found, stored, cells
     finally:
         prepared.close()

@@ -27,16 +27,16 @@ class Constants:
     planner_bytes: float  # the planner process
     client_bytes: float  # a client in its trainer, without steps
     link_bytes: float  # one end of a connection
-    sample_bytes: float  # of a buffered sample: its token ids
-    sample_tokens: float  # of a sample, on average
-    built_bytes: float  # per token, as constructors build for other processes
-    wide_bytes: float  # per token, as a colocated loader builds
-    read_s: float  # to read and transform a row
-    build_s: float  # to build a token
-    call_s: float  # round trip of a call
-    link_s: float  # of one message on one connection, apart from its bytes
-    connect_s: float  # to open a connection, with its handshake
-    bandwidth: float  # of a connection
+    sample_bytes: float  # bytes of a buffered sample: its token ids
+    sample_tokens: float  # mean tokens of a sample
+    built_bytes: float  # bytes per token, as constructors build for other processes
+    wide_bytes: float  # bytes per token, as a colocated loader builds
+    read_s: float  # seconds to read and transform a row
+    build_s: float  # seconds to build a token
+    call_s: float  # seconds of a round trip of a call
+    link_s: float  # seconds of one message on one connection, apart from its bytes
+    connect_s: float  # seconds to open a connection, with its handshake
+    bandwidth: float  # bytes per second of a connection
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -103,12 +103,12 @@ class ClusterShape:
 
     @property
     def group(self) -> int:
-        """Ranks of a data-parallel group."""
+        """The number of ranks of a data-parallel group."""
         return self.tp * self.cp * self.pp
 
     @property
     def fetching(self) -> int:
-        """Ranks that receive arrays: one per tensor-parallel group, which broadcasts.
+        """The number of ranks that receive arrays: one per tensor-parallel group, which broadcasts.
 
         Only the first and the last pipeline stage receive arrays.
         """
@@ -116,7 +116,7 @@ class ClusterShape:
 
     @property
     def remote(self) -> int:
-        """Fetching ranks on another node than the constructor of their group.
+        """The number of fetching ranks on another node than the constructor of their group.
 
         They receive a copy, while the others map shared memory.
         """

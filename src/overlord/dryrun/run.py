@@ -39,8 +39,8 @@ from overlord.scaling.loader_placement import place_loaders
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
 
-THREADS = 8  # of a loader worker, which read concurrently
-# Target utilisation of a loader, or of the threads of a worker, at the trainers' speed: the rest is
+THREADS = 8  # threads of a loader worker that read concurrently
+# Target utilisation of a loader, or of the threads of a worker, at the trainers' speed. The rest is
 # a reserve for steps that cost more.
 BUSY = 0.7
 MAX_EVENTS = 5_000_000
@@ -54,10 +54,10 @@ class StepTimes:
     began: float = 0.0  # when the planner began to plan it
     plan_s: float = 0.0
     route_s: float = 0.0
-    nbytes: int = 0  # of payload
+    nbytes: int = 0  # bytes of payload
     has: int = 0  # ranks that have received it
     last: float = 0.0  # when the last rank received it
-    waited_s: float = 0.0  # that trainers waited for it
+    waited_s: float = 0.0  # seconds that trainers waited for it
 
     @property
     def latency_s(self) -> float:
@@ -67,17 +67,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """The steady steps of a run."""
+    """The measured steps of a run, without the first ones."""
 
     steps: tuple[StepTimes, ...]
     loader_hosts: int
-    seconds: float  # of virtual time, over all steps
+    seconds: float  # seconds of virtual time, over all steps
     planner_s: float = 0.0  # time per step in which the planner receives, plans, routes and sends
     source: str = ""  # the source whose loaders are busiest
     source_s: float = 0.0  # time per step in which each of its loaders is busy
     source_loaders: int = 1
 
-    def why(self, pace_s: float) -> str:
+    def wait_reason(self, pace_s: float) -> str:
         """Describe what trainers wait for at this speed; empty if they hardly wait."""
         if self.most("waited_s") < LEAST_WAIT * pace_s:
             return ""
@@ -108,13 +108,13 @@ def loaders_of(
 
     A source cannot have more loaders than chunks that it reads at a time.
     """
-    asked, job = {}, prepared.job
+    loaders, job = {}, prepared.job
     for load, probe, order in zip(loads_of(prepared), probes, prepared.orders, strict=True):
         most = min(job.shuffle_chunks if order.shuffle else 1, order.n_chunks)
-        asked[load.name] = max(
+        loaders[load.name] = max(
             1, min(most, math.ceil(load.share * batch * probe.row_s / pace_s / BUSY))
         )
-    return asked
+    return loaders
 
 
 class DryRun:
@@ -237,7 +237,7 @@ class DryRun:
         for assembler in self._assemblers:
             for rank in assembler.ranks:
                 assembler.handle(Attach(rank))
-        self._tell([Attach(rank) for rank in range(self._fleet.gpus)])
+        self._handle([Attach(rank) for rank in range(self._fleet.gpus)])
         reported = -1
         for _ in range(MAX_EVENTS):
             if self._trained + 1 >= steps or self._ended:
@@ -270,7 +270,7 @@ class DryRun:
 
     # planner
 
-    def _tell(self, events: Sequence[Any]) -> None:
+    def _handle(self, events: Sequence[Any]) -> None:
         """Pass events to the planner; virtual time advances by the measured time."""
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
@@ -370,7 +370,7 @@ class DryRun:
                 case Evaluate():
                     found, seconds = self._readers[number].evaluate(command)  # type: ignore[assignment]
                 case _:
-                    self._at(self.now + self._c.call_s / 2, partial(self._tell, [command]))
+                    self._at(self.now + self._c.call_s / 2, partial(self._handle, [command]))
                     continue
             free = self._threads[self._host_of[number]]
             end = max(self.now, heapq.heappop(free)) + seconds
@@ -415,7 +415,7 @@ class DryRun:
     def _built_by_ranks(self, stage: PlannedStep, step: StepTimes, last: np.ndarray) -> None:
         """Build a step without constructors: every fetching rank builds for its group.
 
-        The other ranks only receive the message that the step exists.
+        The other ranks only receive the description of the step.
         """
         tokens = np.bincount(
             self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp
@@ -454,7 +454,7 @@ class DryRun:
                 pending += assembler.handle(Consumed(rank, number))
         for c, commands in by_host.items():
             self._build(c, commands)
-        self._at(self.now + self._c.call_s / 2, partial(self._tell, taken))
+        self._at(self.now + self._c.call_s / 2, partial(self._handle, taken))
         self._at(self.now + self._pace_s, self._train)
 
 

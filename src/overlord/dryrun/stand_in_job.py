@@ -18,7 +18,9 @@ BATCH_ROWS = 64  # rows that a worker decodes at a time
 HELD_BYTES = 2**20  # bytes that are read at once of a file in another format than Parquet
 
 
-def opened(files: list[list[str]], columns: list[list[str] | None], counts: list[int]) -> None:
+def open_sources(
+    files: list[list[str]], columns: list[list[str] | None], counts: list[int]
+) -> None:
     """Fork a worker as torch's DataLoader does; it opens all sources and reads a batch of each.
 
     Answer the memory that it adds without open sources, and with each number of ``counts`` open.
@@ -59,7 +61,7 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
     return file, batches, next(batches, None)
 
 
-def connected(address: str, token: str, steps: int) -> None:
+def connect_client(address: str, token: str, steps: int) -> None:
     """Connect a client and answer the memory that it adds to its process, without steps.
 
     After the next line of input, take ``steps`` steps and answer their tokens and bytes.
@@ -87,7 +89,10 @@ def _answer(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-JOBS: dict[str, Callable[..., None]] = {"opened": opened, "connected": connected}
+JOBS: dict[str, Callable[..., None]] = {
+    "open_sources": open_sources,
+    "connect_client": connect_client,
+}
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ ROW_BYTES = 2048  # assumed size of a row, for files with an unknown number of r
 class Probe:
     """Time, size and metadata of a few rows of one source."""
 
-    row_s: float  # to read and transform one row
-    sample_bytes: float  # of the token ids of a buffered sample
+    row_s: float  # seconds to read and transform one row
+    sample_bytes: float  # bytes of the token ids of a buffered sample
     # By column, a value for every sample, or a list if a sample has several.
     meta: Mapping[str, Sequence[Any]]
 
@@ -33,7 +33,7 @@ class Probe:
         """The mean number of tokens of a sample."""
         return float(np.mean(self.meta["tokens"]))
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {
             "row_s": self.row_s,

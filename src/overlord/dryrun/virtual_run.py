@@ -30,7 +30,7 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.reports import checked
-from overlord.planning.events import EventLog, said_of_all
+from overlord.planning.events import EventLog, with_every_weight
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
@@ -212,7 +212,9 @@ class _Simulation:
             )
             return
         self._runtime.event(
-            said_of_all(event, self._prepared.job.names) if isinstance(event, SetMixture) else event
+            with_every_weight(event, self._prepared.job.names)
+            if isinstance(event, SetMixture)
+            else event
         )
 
     def run(self, max_events: int) -> None:

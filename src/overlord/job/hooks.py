@@ -1,5 +1,6 @@
-"""Hooks: user functions that replace a step of the planner, the loaders or the constructors (the
-Overlord paper, section 4.2).
+"""Hooks: user functions that replace a step of the planner, the loaders or the constructors.
+
+They are those of the Overlord paper, section 4.2.
 
     Job(strategy=ov.plan_raw(fn))             planner: assigns samples, from raw arrays
     session.summary_buffer()                  planner: the samples it has, for experiments
@@ -24,7 +25,7 @@ from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import IDS, Ragged, SampleId
-from overlord.user_code import checked_function, name_of, told
+from overlord.user_code import checked_function, describe_error, name_of
 
 if TYPE_CHECKING:
     from overlord.batch import Batch
@@ -61,12 +62,15 @@ class Hook:
             raise
         # user code: every error ends the job at this step and names the hook
         except (Exception, SystemExit, GeneratorExit) as e:
-            raise PlanError(f"{self.__name__} raised {told(e)}", step, "correct the hook") from e
+            raise PlanError(
+                f"{self.__name__} raised {describe_error(e)}", step, "correct the hook"
+            ) from e
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
-    """Replace the tokens that loaders send: ``fn(samples: Popped) -> Ragged`` of the same row
-    lengths.
+    """Replace the tokens that loaders send, by ``fn(samples: Popped) -> Ragged``.
+
+    The rows of the result have the same lengths.
 
     The function is called once per step and source. It gets all samples of the source in the step,
     in the plan's order, whichever loaders read them. So the stream does not depend on the number of
@@ -76,15 +80,16 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
         def hide_digits(samples):
             if samples.source != "web":
                 return samples.tokens
-            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values),
-            samples.tokens.offsets)
+            values = samples.tokens.values
+            return ov.Ragged(np.where(values < 10, 0, values), samples.tokens.offsets)
     """
     return Hook(kind=LOADER, fn=checked_function(fn, LOADER, ("samples",)))
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
-    """Build the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per
-    planned microbatch.
+    """Build the microbatches of one bucket, by ``fn(assembly: Assembly) -> list of dicts``.
+
+    The list has one dict per planned microbatch.
 
     The function is called once per step and bucket (with buckets along PP or TP, once for each
     data-parallel group). Its result is sliced for ranks as the package's own arrays are. Additional
@@ -108,8 +113,9 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Popped:
-    """The samples of one source in one step: ids and tokens, row by row, in the plan's order. It is
-    the order of the stream, unless look-ahead chooses samples.
+    """The samples of one source in one step: ids and tokens, row by row, in the plan's order.
+
+    It is the order of the stream, unless look-ahead chooses samples.
     """
 
     step: int
@@ -130,9 +136,10 @@ class Popped:
         )
 
     def chance(self, purpose: str = "") -> np.ndarray:
-        """Return a number from 0 to below 1 for every token of ``tokens.values``. It depends on the
-        job's seed, the sample's id and the token's position, so it is the same in every run. Each
-        purpose has its own numbers.
+        """Return a number from 0 to below 1 for every token of ``tokens.values``.
+
+        It depends on the job's seed, the sample's id and the token's position, so it is the same in
+        every run. Each purpose has its own numbers.
         """
         lengths = self.tokens.lengths
         each = keyed_hash(
@@ -168,9 +175,7 @@ class Assembly:
         return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
 
     def default(self) -> list[dict[str, np.ndarray]]:
-        """Return the microbatches that the package would build, one dict each; the arrays are
-        read-only.
-        """
+        """Return the microbatches that the package would build, as dicts of read-only arrays."""
         return [dict(microbatch) for microbatch in self.build()]
 
 
@@ -184,9 +189,7 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """Return the step's payload after the loader hooks: the document number of each sample, and the
-    documents.
-    """
+    """Return the step's payload after the loader hooks: document of each sample, and documents."""
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
     pieces = []
@@ -203,29 +206,29 @@ def popped_by(
     return found, Ragged.concat(pieces)
 
 
-def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
+def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
     """Return the result of a loader hook as rows of its own, or raise if it cannot be used."""
     problem = ""
-    if not isinstance(said, Ragged) or not all(
-        _is_flat_and_whole(array) for array in (said.values, said.offsets)
+    if not isinstance(result, Ragged) or not all(
+        _is_flat_and_whole(array) for array in (result.values, result.offsets)
     ):
-        shown = np.asarray(said.values) if isinstance(said, Ragged) else None
+        shown = np.asarray(result.values) if isinstance(result, Ragged) else None
         kind = (
-            type(said).__name__
+            type(result).__name__
             if shown is None
             else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
         )
         problem = f"expected a Ragged of token ids, got {kind}"
-    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[
+    elif not np.array_equal(result.lengths, before.lengths) or not 0 <= result.offsets[
         0
-    ] <= said.offsets[-1] <= len(said.values):
+    ] <= result.offsets[-1] <= len(result.values):
         problem = (
-            f"expected {len(before)} rows of the lengths it was given, got {len(said)} rows "
-            f"of {int(said.lengths.sum())} tokens"
+            f"expected {len(before)} rows of the lengths it was given, got {len(result)} rows "
+            f"of {int(result.lengths.sum())} tokens"
         )
     else:
-        said = Ragged(said.compact().values, before.offsets)
-        if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
+        result = Ragged(result.compact().values, before.offsets)
+        if len(result.values) and not 0 <= result.values.min() <= result.values.max() < 2**31:
             problem = "a token id is below 0 or above 2^31 - 1"
     if problem:
         raise PlanError(
@@ -233,7 +236,7 @@ def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
             step,
             "lengths are planned already; change ids, not their number",
         )
-    return said
+    return result
 
 
 def _is_flat_and_whole(array: Any) -> bool:
@@ -252,18 +255,18 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
     return lambda: _contract(hook, hook(assembly, assembly.step), assembly)
 
 
-def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """Return the result of a constructor hook, read-only, or raise with the rule of the batch
-    contract that it breaks.
-    """
+def _contract(hook: Hook, result: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
+    """Return the result of a constructor hook, read-only, or raise with the broken rule."""
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
-    if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
-        found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
+    if not isinstance(result, (list, tuple)) or len(result) != len(assembly.rows):
+        found = (
+            f"{len(result)} of them" if isinstance(result, (list, tuple)) else type(result).__name__
+        )
         problem = f"expected a list of {len(assembly.rows)} microbatches, got {found}"
     else:
-        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
+        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(result))
         problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
     if problem:
         raise PlanError(
@@ -271,7 +274,7 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
             assembly.step,
             "start from assembly.default()",
         )
-    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in said]
+    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in result]
 
 
 def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
@@ -299,8 +302,9 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
 
 
 def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
-    """Return the first problem of the document bounds. Kernels and slices read memory by them, so
-    every document must end within the tokens.
+    """Return the first problem of the document bounds.
+
+    Kernels and slices read memory by them, so every document must end within the tokens.
     """
     tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
     for key in ("cu_seqlens", "cu_seqlens_padded"):

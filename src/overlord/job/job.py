@@ -105,9 +105,9 @@ class Source:
     @classmethod
     def from_dataset(cls, name: str, dataset: Any, **fields: Any) -> Source:
         """Return a source of a map-style sequence of dicts, such as a list."""
-        from overlord.sources.python_objects import held  # imports Arrow
+        from overlord.sources.python_objects import as_dataset  # imports Arrow
 
-        return cls(name, held(name, dataset), **fields)
+        return cls(name, as_dataset(name, dataset), **fields)
 
     @classmethod
     def from_factory(
@@ -119,8 +119,9 @@ class Source:
         fingerprint: str | None = None,
         **fields: Any,
     ) -> Source:
-        """Return a source of a function that returns a fresh iterator over the same rows at every
-        call: ``fn(shard)``, or ``fn()`` with one shard.
+        """Return a source of ``fn(shard)``, or of ``fn()`` with one shard.
+
+        The function returns a fresh iterator over the same rows at every call.
         """
         from overlord.sources.python_objects import Factory  # imports Arrow
 
@@ -220,8 +221,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that determines the stream of steps. States are compared by a fingerprint of it;
-    ``name``, ``place``, ``sync`` and ``journal`` are not in the fingerprint.
+    """Everything that determines the stream of steps.
+
+    States are compared by a fingerprint of it; ``name``, ``place``, ``sync`` and ``journal`` are
+    not in the fingerprint.
 
     Arguments
     ---------
@@ -306,8 +309,9 @@ class Job:
 
     @staticmethod
     def from_yaml(path: str | PathLike[str]) -> Job:
-        """Read a job from one YAML file with the same names. Relative paths are relative to the
-        file.
+        """Read a job from one YAML file with the same names.
+
+        Relative paths are relative to the file.
         """
         job: Job = late_binding.call("read_job", path)
         return job
@@ -447,8 +451,9 @@ class Job:
         return found
 
     def _look_ahead_problems(self) -> list[str]:
-        """Check that a schedule which chooses samples has several to choose from. The choice is by
-        count, so it excludes batches in tokens.
+        """Check that a schedule which chooses samples has several to choose from.
+
+        The choice is by count, so it excludes batches in tokens.
         """
         found = []
         if (
@@ -457,13 +462,12 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                'overflow: "defer" goes with a batch in samples only; a batch in tokens '
+                'overflow: "defer" needs a batch in samples; a batch in tokens '
                 "can be made small enough to fit"
             )
         if self.overflow == "defer" and self.look_ahead != 1:
             found.append(
-                'overflow: "defer" goes with look_ahead=1; look-ahead chooses what a '
-                "step takes already"
+                'overflow: "defer" needs look_ahead=1; look-ahead chooses what a step takes already'
             )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
             what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
@@ -478,15 +482,13 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                f"look_ahead: {self.look_ahead} goes with a batch in samples only; give "
+                f"look_ahead: {self.look_ahead} needs a batch in samples; give "
                 "batch.samples, or set look_ahead=1"
             )
         return found
 
     def _image_problems(self) -> list[str]:
-        """Check that the images of all sources have one form, since one encoder gets them, and that
-        some rank has whole microbatches.
-        """
+        """Check that all images have one form, and that some rank has whole microbatches."""
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
             if isinstance(self.sources, tuple)
@@ -497,10 +499,10 @@ class Job:
         ]
         found = []
         for name in ("patch", "merge", "dtype"):
-            said = {getattr(spec, name): source for source, spec in reversed(specs)}
-            if len(said) > 1:
+            values = {getattr(spec, name): source for source, spec in reversed(specs)}
+            if len(values) > 1:
                 words = ", ".join(
-                    f"{value!r} in {source!r}" for value, source in reversed(said.items())
+                    f"{value!r} in {source!r}" for value, source in reversed(values.items())
                 )
                 found.append(
                     f"sources: expected the same {name} for the images of all sources, since "
@@ -544,11 +546,12 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Return the names in a schedule that are not sources, as problems. A schedule that does not
-    list its sources is checked when it returns weights.
+    """Return the names in a schedule that are not sources, as problems.
+
+    A schedule that does not list its sources is checked when it returns weights.
     """
-    said, known = getattr(mixture, "sources", ()), tuple(names)
-    listed = said if isinstance(said, (tuple, list)) else ()
+    named, known = getattr(mixture, "sources", ()), tuple(names)
+    listed = named if isinstance(named, (tuple, list)) else ()
     return [
         f"mixture: unknown source {name!r}{did_you_mean(name, known)}"
         for name in listed

@@ -15,7 +15,7 @@ from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.planning.schedule import BUILT_IN, Registered, factories, make
 from overlord.planning.schedule.base import Base, Constant, Feedback, is_real
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 
 def is_schedule(plain: Any) -> bool:
@@ -89,7 +89,7 @@ def _made(
             if not problem.startswith(tuple(f"{name}:" for name in missing))
         ]
     except Exception as fault:  # a registered factory is the user's code
-        problems.append(f"{at}: {kind} raised {told(fault)}")
+        problems.append(f"{at}: {kind} raised {describe_error(fault)}")
     return failed
 
 
@@ -110,12 +110,12 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
     if isinstance(mixture, (str, bool, int, float, type(None))):
         return mixture
     problems.append(
-        f"{at}: {shown(mixture)} is code; a file can name only what has a name "
+        f"{at}: {short_repr(mixture)} is code; a file can name only what has a name "
         "(ov.register_schedule)"
     )
     return None
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value, at most 80 characters."""
     return text if len(text := repr(value)) <= 80 else text[:77] + "..."

@@ -132,7 +132,7 @@ class _Reader:
         if not isinstance(plain, dict):
             if not self.problems:
                 self.problems.append(
-                    f"expected a mapping with name, sources and batch, got {_shown(plain)}"
+                    f"expected a mapping with name, sources and batch, got {_short_repr(plain)}"
                 )
             return None
         known = self._known(plain, Job, "")
@@ -207,7 +207,7 @@ class _Reader:
         ``given``: fields that are already read.
         """
         if not isinstance(plain, dict):
-            self.problems.append(f"{at}: expected a mapping, got {_shown(plain)}")
+            self.problems.append(f"{at}: expected a mapping, got {_short_repr(plain)}")
             return None
         before = len(self.problems)
         values = self._known({**plain, **given}, cls, at)
@@ -231,7 +231,7 @@ class _Reader:
             example = "as in {web: {uri: 'data/web/*.parquet'}}"
             self.problems.append(
                 "sources: expected a list or a mapping with at least one source, got "
-                f"{_shown(plain)}; name one, {example}"
+                f"{_short_repr(plain)}; name one, {example}"
             )
             return []
         return [self._source(at, name, entry) for at, name, entry in entries]
@@ -246,7 +246,9 @@ class _Reader:
                 if isinstance(plain.get(key), list):
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
                 elif key in plain:
-                    self.problems.append(f"{at}.{key}: expected a list, got {_shown(plain[key])}")
+                    self.problems.append(
+                        f"{at}.{key}: expected a list, got {_short_repr(plain[key])}"
+                    )
                     given[key] = ()
             if "path" in plain:  # a usual mistake: report it, and check the value as uri
                 self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
@@ -270,7 +272,9 @@ class _Reader:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
             return [self._path(p) for p in path]
-        self.problems.append(f"{at}.uri: expected a path or a list of paths, got {_shown(path)}")
+        self.problems.append(
+            f"{at}.uri: expected a path or a list of paths, got {_short_repr(path)}"
+        )
         return "?"
 
     def _path(self, path: str) -> str:
@@ -294,7 +298,7 @@ class _Reader:
         if not isinstance(plain, dict) or len(plain) != 1:
             self.problems.append(
                 f"{at}: expected one of {', '.join(_TRANSFORMS)} with its fields, got "
-                f"{_shown(plain)}"
+                f"{_short_repr(plain)}"
             )
             return None
         kind, body = next(iter(plain.items()))
@@ -312,7 +316,7 @@ class _Reader:
                 "images": "placeholder",
             }.get(kind, "fn")
             self.problems.append(
-                f"{at}: expected its fields, as in {{{first}: ...}}, got {_shown(body)}"
+                f"{at}: expected its fields, as in {{{first}: ...}}, got {_short_repr(body)}"
             )
             return None
         given: dict[str, Any] = {}
@@ -329,7 +333,7 @@ class _Reader:
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
-            self.problems.append(f"{at}: expected a list of columns, got {_shown(body)}")
+            self.problems.append(f"{at}: expected a list of columns, got {_short_repr(body)}")
             return None
         try:
             return Select(*body)
@@ -355,7 +359,7 @@ class _Reader:
             return _functions[name]
         known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
         self.problems.append(
-            f"{at}: no function is registered as {_shown(name)} ({known}); {REGISTER}"
+            f"{at}: no function is registered as {_short_repr(name)} ({known}); {REGISTER}"
         )
         return _missing
 
@@ -392,7 +396,7 @@ def _yaml_error(fault: Exception) -> str:
     return f"{text} (line {mark.line + 1}, column {mark.column + 1})"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -430,7 +434,7 @@ class _Writer:
                 value = _anywhere(value)
             elif callable(value) or name == "hooks":
                 self.problems.append(
-                    f"{name}: {_shown(value)} is code; a file can name only what has a name"
+                    f"{name}: {_short_repr(value)} is code; a file can name only what has a name"
                 )
             plain[name] = value
         return plain
@@ -444,7 +448,7 @@ class _Writer:
             plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
             self.problems.append(
-                f"{at}.uri: {_shown(source.uri)} is an object of this program, not files"
+                f"{at}.uri: {_short_repr(source.uri)} is an object of this program, not files"
             )
         if "weight" in plain:
             plain["weight"] = (
@@ -458,7 +462,7 @@ class _Writer:
 
     def _transform(self, t: Any, at: str) -> dict[str, Any]:
         if type(t) not in _TRANSFORMS.values():
-            self.problems.append(f"{at}: {_shown(t)} has no name in a job file")
+            self.problems.append(f"{at}: {_short_repr(t)} has no name in a job file")
             return {}
         if isinstance(t, Select):
             return {"select": list(t.columns)}

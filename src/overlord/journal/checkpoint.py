@@ -17,7 +17,7 @@ import numpy as np
 
 from overlord.journal.checkpoint_codec import packed, unpacked
 from overlord.messages.control import Cursor, PlannedStep, Report, StreamState
-from overlord.planning.events import Event, widened
+from overlord.planning.events import Event, with_added_sources
 from overlord.planning.state_json import (
     event_in,
     event_out,
@@ -168,7 +168,7 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
     Numbers are written as differences, which are small.
     """
     n, full = len(after.active), before is None
-    before = _empty(n, tuple(after.counts)) if before is None else widened(before, n)
+    before = _empty(n, tuple(after.counts)) if before is None else with_added_sources(before, n)
     body: Body = {"step": after.step, "sources": n, "mix": [after.mix_step, after.mix_epoch]}
     if full or tuple(after.counts) != tuple(before.counts):
         body["counts"] = list(after.counts)
@@ -201,7 +201,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
     Raise ValueError, TypeError or KeyError if the body does not fit.
     """
     n = _whole(body["sources"], MOST_SOURCES)
-    before = _empty(n, ()) if before is None else widened(before, n)
+    before = _empty(n, ()) if before is None else with_added_sources(before, n)
     if len(before.active) != n:
         raise ValueError(f"expected {len(before.active)} sources, got {n}")
     counts = (

@@ -14,7 +14,7 @@ from typing import TypeVar
 from overlord.errors import JournalError
 from overlord.journal.segment import SUFFIX, ordinal_of
 from overlord.journal.storage import NameTaken
-from overlord.sources.base import File, Unreachable
+from overlord.sources.base import File, StorageUnreachable
 from overlord.sources.object_store import RemoteStore
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class ObjectStoreStorage:
         file = self._files[name]
         try:
             return bytes(self._remote.read(file, 0, file.size)) if file.size else b""
-        except Unreachable as error:
+        except StorageUnreachable as error:
             fault = error
         if fault.kind == "gone":
             raise FileNotFoundError(f"{self.shown}/{name}")
@@ -128,10 +128,10 @@ class ObjectStoreStorage:
         """Execute a request; raise ``JournalError`` if the store refuses it."""
         try:
             return ask()
-        except Unreachable as error:
+        except StorageUnreachable as error:
             raise self._refused(name, error) from None
 
-    def _refused(self, name: str, error: Unreachable) -> JournalError:
+    def _refused(self, name: str, error: StorageUnreachable) -> JournalError:
         remedy = (
             "Overlord never changes a segment: find and stop what does"
             if error.kind == "changed"

@@ -10,7 +10,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from overlord.errors import JournalError
-from overlord.uris import OBJECT_STORES, SCHEME, shown_uri, uri_problems
+from overlord.uris import OBJECT_STORES, SCHEME, masked_uri, uri_problems
 
 _FULL = (
     "free some space and append again, or resume when there is some: all that was "
@@ -114,7 +114,7 @@ def storage_of(uri: str | os.PathLike[str]) -> JournalStorage:
         return ObjectStoreStorage(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
     raise JournalError(
-        shown_uri(text), f"expected a directory, or a URI with one of {known}, got {scheme}://"
+        masked_uri(text), f"expected a directory, or a URI with one of {known}, got {scheme}://"
     )
 
 

@@ -1,5 +1,4 @@
-"""The core of a source loader: it decides what to read next and how far ahead, and what a plan
-pops. Pure.
+"""The core of a source loader: what to read next, how far ahead, and what a plan pops. Pure.
 
 There is one per source and shard of its chunks. It visits its chunks window by window and requests
 reads and evaluations from its worker. Rows are not evaluated before they are needed, so start-up
@@ -108,13 +107,13 @@ class Loader:
 
     @property
     def front(self) -> int:
-        """Return the number of samples popped since it was opened."""
+        """Return the number of samples popped since the loader was opened."""
         return self.announced - self.ready
 
     def rollback(self, cursor: Cursor, generation: int) -> list[Command] | None:
         """Move to the cursor and return the announcements that a loader opened there would make.
 
-        Work in progress continues. Returns None, without a change, if the replay buffer does not
+        Work in progress continues. Return None, without a change, if the replay buffer does not
         reach back far enough. Afterwards ``ready`` gives the front of the sample buffer.
         """
         target = ReplayCursor.of(cursor, self._order)
@@ -209,9 +208,9 @@ class Loader:
         return self._record(announcement)
 
     def _record(self, announcement: Announce) -> list[Command]:
-        """Record an announcement, and return it without samples before the rollback target.
+        """Record an announcement, and return it without the samples before the rollback target.
 
-        They are already popped.
+        Those samples are already popped.
         """
         if self.replay_buffer is not None:
             self.replay_buffer.add(announcement)
@@ -234,7 +233,7 @@ class Loader:
     def _next_group(self) -> None:
         """Move to the next group.
 
-        A group without own chunks is announced as complete in its turn.
+        A group of which this loader owns no chunk is announced as complete in its turn.
         """
         at = next(self._groups, None)
         if at is None:
@@ -297,16 +296,16 @@ class Loader:
         return max(1, min(worth, self._block_limit, int(room)))
 
     def set_budget(self, nbytes: int) -> None:
-        """Set the bytes it may hold ready: all sources share one budget."""
+        """Set the bytes that the loader may hold ready: all sources share one budget."""
         self._budget = nbytes
 
     @property
     def full(self) -> bool:
-        """Return whether it holds as many samples as requested, or all there are."""
+        """Return whether the loader holds as many samples as requested, or all there are."""
         return self._done or not self._needs_work()
 
     def was_short(self, samples: int) -> bool:
-        """Return whether a draw was waiting when ``samples`` were announced."""
+        """Return whether a draw waited for samples when ``samples`` were announced."""
         return self.ready - samples < self._must_have
 
     @property
@@ -316,7 +315,7 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Return the position of the loader, for tests and users.
 
-        Its content is rebuilt from the cursor, not saved.
+        Samples are not part of it: they are read again from the cursor.
         """
         return {
             "epoch": self._epoch,

@@ -1,5 +1,6 @@
-"""The order of the chunks and rows of a source, as pure functions (``docs/stream.md``, "One
-source").
+"""The order of the chunks and rows of a source, as pure functions.
+
+``docs/stream.md``, "One source", specifies it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,7 @@ class SourceOrder:
         )
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
-        """Return the chunks of a group that loader ``loader`` of ``loaders`` reads: every
-        loaders-th place of the order.
-        """
+        """Return the chunks of a group that one loader reads: every ``loaders``-th chunk."""
         places = np.arange(
             group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
         )

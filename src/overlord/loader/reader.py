@@ -1,4 +1,4 @@
-"""The impure half of a loader: it reads windows of chunks, runs transforms and measures their cost.
+"""The input and output of a loader: reads windows of chunks, runs transforms, measures their cost.
 
 A reader executes one command at a time, which the core guarantees, so it needs no locks.
 """
@@ -36,24 +36,20 @@ from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 READS = 64  # number of recent reads whose duration is kept
 
 
 class Stages(Protocol):
-    """The transforms of a source, in this process (`Pipeline`) or in another
-    (`TransformWorker`).
-    """
+    """The transforms of a source, run here (`Pipeline`) or in a process (`TransformWorker`)."""
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows: ...
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
 def core_s(stages: Stages) -> float:
-    """Return the CPU seconds of the calling thread so far, here and in the process of a
-    ``TransformWorker``.
-    """
+    """Return the CPU seconds of the calling thread so far, with those of a ``TransformWorker``."""
     child_s: float = getattr(stages, "core_s", float)()
     return time.thread_time() + child_s
 
@@ -175,9 +171,7 @@ class SourceReader:
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """Return this reader if evaluation may wait, which only happens for another process, else
-        None.
-        """
+        """Return this reader if evaluation may wait for another process, else None."""
         return self if getattr(self.stages, "separate_process", False) else None
 
     @property
@@ -189,12 +183,12 @@ class SourceReader:
 
     @property
     def many(self) -> bool:
-        """Return whether reads wait for responses rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a core."""
         return bool(getattr(self.chunks, "is_remote", False))
 
     @property
     def activity(self) -> str:
-        """Return a description of what it waits for, once that takes long."""
+        """Describe a read that takes long; empty for a fast one."""
         text: str = getattr(self.chunks, "activity", str)()
         if (
             text
@@ -212,7 +206,7 @@ class SourceReader:
         )
         try:
             yield
-        except DataStall as stall:  # of a process that was given up: it does not know files
+        except DataStall as stall:  # a transform process was given up; it has no names of files
             raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None
@@ -231,7 +225,7 @@ class SourceReader:
         return manager
 
     def overdue(self) -> Exception | None:
-        """Return an error if the read in progress has hung past its deadline.
+        """Return an error if the read in progress has exceeded its deadline.
 
         Its result will be dropped.
         """
@@ -251,7 +245,9 @@ class SourceReader:
         except (OverlordError, MemoryError, WouldBlock):
             raise
         except Exception as error:  # an unexpected error must name its source
-            raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
+            raise SourceError(
+                self.order.name, f"reading failed: {describe_error(error)}"
+            ) from error
         with self._lock:
             if self._read_id is not ticket:
                 raise StorageError(self.order.name, "a read that was given up has ended")

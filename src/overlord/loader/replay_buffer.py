@@ -1,5 +1,4 @@
-"""Announcements of a loader, retained so that they can be repeated from any place after the last
-acknowledged sample. Pure.
+"""Retain announcements of a loader, to repeat them from any unacknowledged place. Pure.
 
 After a rollback in memory a loader must announce exactly what a loader opened at the same cursor
 would announce. They are the window of the cursor without samples before it, but with all rows that
@@ -67,9 +66,7 @@ class ReplayCursor:
         return None
 
     def _remaining(self, block: SampleBlock) -> SampleBlock:
-        """Return the samples after the cursor, and the failures that a read from the cursor on
-        would find.
-        """
+        """Return the samples after the cursor, and the failures that a read there would find."""
         n, bad = (
             len(block) - int(self._after(block).sum()),
             int(self._before(block.bad_key, block.bad_file, block.bad_row).sum()),
@@ -158,8 +155,9 @@ class ReplayBuffer:
         return announcement
 
     def _drop_oldest_window(self) -> None:
-        """Drop the oldest window although it may be needed; whole, so that the buffer begins with a
-        complete one.
+        """Drop the oldest window although it may be needed.
+
+        It is dropped as a whole, so that the buffer begins with a complete window.
         """
         while True:
             announcement = self._drop_oldest()
@@ -169,8 +167,7 @@ class ReplayBuffer:
         self._last_of_group = announcement if announcement.last else None
 
     def replay_from(self, start: ReplayCursor) -> tuple[int, list[Announce]] | None:
-        """Return the number of samples before a place, and what a loader opened there would have
-        announced.
+        """Return the number of samples before a place, and the announcements that follow it.
 
         Returns None if the buffer does not reach back that far.
         """

@@ -1,4 +1,4 @@
-"""Executes the loaders of a process: logical loaders, their readers and their samples."""
+"""Execute the loaders of a process: logical loaders, their readers and their samples."""
 
 from __future__ import annotations
 
@@ -49,21 +49,19 @@ class LoaderSlot:
     reader: SourceReader
     buffer: SampleBuffer
     queue: ReaderQueue = field(default_factory=ReaderQueue)
-    shadow: bool = False
+    standby: bool = False
     # Unacknowledged steps, and the front of the loader after each.
     popped: deque[tuple[int, int]] = field(default_factory=deque)
     last: int = -1  # the last step it served, or rolled back to
 
     @property
     def activity(self) -> str:
-        """Return a description of its activity: a slow read or user code, else the state of the
-        loader.
-        """
+        """Describe the activity: a slow read or user code, else the state of the loader."""
         return getattr(self.reader, "activity", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
-        """Return all bytes held for it."""
+        """Return all bytes that the loader holds."""
         return self.buffer.nbytes + self.buffer.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
@@ -72,7 +70,7 @@ class LoaderSlot:
         A standby pops as many as it has, and the others as soon as they are read.
         """
         commands = self.loader.handle(Pop(step, n))
-        pieces = self.buffer.pop(min(n, self.buffer.rows) if self.shadow else n)
+        pieces = self.buffer.pop(min(n, self.buffer.rows) if self.standby else n)
         self.last = step
         if self.loader.replay_buffer is not None:
             self.popped.append((step, self.loader.front))
@@ -88,15 +86,14 @@ class LoaderSlot:
             self.sync_buffer()
 
     def rollback(self, opening: LoaderStart, step: int) -> list[Any] | None:
-        """Roll back to the position after a step; None if the replay buffer does not reach back
-        that far.
+        """Roll back to the position after a step; None if the replay buffer does not reach so far.
 
         A standby that failed to read reads again when it takes over: the failure was not announced,
         and may be long ago.
         """
         commands = (
             None
-            if self.shadow and self.loader.failed
+            if self.standby and self.loader.failed
             else self.loader.rollback(opening.cursor, opening.generation)
         )
         if commands is None:
@@ -109,9 +106,7 @@ class LoaderSlot:
         return commands
 
     def sync_buffer(self) -> None:
-        """Move the sample buffer to the position of the loader: its front, and the retained rows
-        before it.
-        """
+        """Move the sample buffer, with its retained rows, to the position of the loader."""
         assert self.loader.replay_buffer is not None
         # Below 0: samples that are popped as soon as they are read.
         ready = max(0, self.loader.ready)
@@ -125,10 +120,10 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Execute loader commands.
+    """Executes loader commands: ``carry_out(command) -> commands``.
 
-    ``carry_out(command) -> commands``; results of work are passed to ``run``. With ``keeps`` it can
-    roll back over unacknowledged steps. Without it nothing is retained.
+    Results of work are passed to ``run``. With ``keeps`` it can roll back over unacknowledged
+    steps. Without it nothing is retained.
     """
 
     def __init__(
@@ -138,21 +133,21 @@ class LoaderService:
         self.generation, self._step = 0, -1  # of the last Rollback: its generation and step
         # The last steps acknowledged by all ranks, and released.
         self._acked, self._released = (-1, -RELEASED_TOGETHER)
-        self.hosted: dict[int, LoaderSlot] = {}  # by number of the loader, ascending
+        self.slots: dict[int, LoaderSlot] = {}  # by number of the loader, ascending
         self.held = NOTHING  # samples that look-ahead skipped
         self._held_by = np.zeros(0, np.int64)  # the loader that read each of them
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
         """Add or replace a loader; results of the previous one's work are dropped."""
-        self.hosted[loader.number] = self._slot(loader, reader, ReaderQueue())
-        if loader.number != max(self.hosted):
-            self.hosted = dict(sorted(self.hosted.items()))
+        self.slots[loader.number] = self._slot(loader, reader, ReaderQueue())
+        if loader.number != max(self.slots):
+            self.slots = dict(sorted(self.slots.items()))
 
     def reopen(self, command: RestartLoader) -> None:
         """Restart a loader at a cursor: its samples and the results of its work are dropped."""
-        old = self.hosted[command.loader]
+        old = self.slots[command.loader]
         old.queue.pending = None
-        self.hosted[command.loader] = self._slot(
+        self.slots[command.loader] = self._slot(
             old.loader.restarted(command.cursor, command.generation), old.reader, old.queue
         )
 
@@ -162,7 +157,7 @@ class LoaderService:
         return LoaderSlot(loader, reader, SampleBuffer(keeps=self._keeps), queue)
 
     def close(self, number: int) -> None:
-        self.hosted.pop(number, None)
+        self.slots.pop(number, None)
 
     def forget(self, loaders: Iterable[int]) -> None:
         """Drop held-over samples of these loaders."""
@@ -175,7 +170,7 @@ class LoaderService:
     def acked(self, step: int) -> None:
         """Record that every rank acknowledged the steps up to ``step``.
 
-        Release a few steps at a time.
+        Samples are released a few steps at a time.
         """
         self._acked = max(step, self._acked)
         if self._acked >= self._released + RELEASED_TOGETHER:
@@ -183,10 +178,10 @@ class LoaderService:
 
     def _release(self) -> None:
         self._released = self._acked
-        for hosted in self.hosted.values():
-            hosted.acked(self._acked)
+        for slot in self.slots.values():
+            slot.acked(self._acked)
 
-    def back(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
+    def rollback(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Roll the named loaders back to a step.
 
         A loader whose replay buffer does not reach back that far is reopened. Idempotent. Returns
@@ -205,58 +200,54 @@ class LoaderService:
             self.held, self._held_by = (NOTHING, np.zeros(0, np.int64))
         commands: list[Any] = []
         for opening in rollback.openings:
-            hosted = self.hosted.get(opening.loader)
-            if hosted is None or hosted.shadow or hosted.loader.generation < opening.generation:
+            slot = self.slots.get(opening.loader)
+            if slot is None or slot.standby or slot.loader.generation < opening.generation:
                 commands += self._move(
-                    opening, open, rollback.step, shadow=False, afresh=rollback.afresh
+                    opening, open, rollback.step, standby=False, afresh=rollback.afresh
                 )
         return commands
 
-    def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
+    def attach_standby(
+        self, opening: LoaderStart, open: Callable[[LoaderStart], None]
+    ) -> list[Any]:
         """Make this loader a standby, starting at a position of its stream.
 
-        Move an existing one there.
+        An existing loader moves to that position.
         """
-        hosted = self.hosted.get(opening.loader)
-        if hosted is not None and hosted.loader.generation >= opening.generation:
+        slot = self.slots.get(opening.loader)
+        if slot is not None and slot.loader.generation >= opening.generation:
             return []
         # Its source was restarted.
-        step = (
-            self._step
-            if hosted is None or hosted.loader.generation < self.generation
-            else hosted.last
-        )
-        return self._move(opening, open, step, shadow=True)
+        step = self._step if slot is None or slot.loader.generation < self.generation else slot.last
+        return self._move(opening, open, step, standby=True)
 
-    def stand(
+    def promote(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
     ) -> list[Any]:
         """Make this loader a primary, starting at a position after a step.
 
-        Samples it holds are kept; otherwise it is opened there.
+        Samples that the loader holds stay valid; without them it is opened there.
         """
-        return self._move(opening, open, step, shadow=False)
+        return self._move(opening, open, step, standby=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
-        """Return whether all these loaders hold as many samples as requested; None: not yet; False:
-        one failed to read.
-        """
-        here = [self.hosted[number].loader for number in loaders if number in self.hosted]
+        """Return True if all these loaders hold enough samples, False if one failed, else None."""
+        here = [self.slots[number].loader for number in loaders if number in self.slots]
         if any(loader.failed for loader in here):
             return False
         return True if all(loader.full for loader in here) else None
 
-    def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
+    def pop_standbys(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
         """Pop and drop the samples of a step from standby loaders.
 
         Return the other pops, and the resulting commands.
         """
         commands: list[Any] = []
-        for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
+        for slot in (h for number in pops if (h := self.slots[number]).standby):
             # Otherwise its rollback has not arrived yet.
-            if step > hosted.last and hosted.loader.generation >= self.generation:
-                commands += hosted.pop(step, pops[hosted.loader.number])[1]
-        return {number: n for number, n in pops.items() if not self.hosted[number].shadow}, commands
+            if step > slot.last and slot.loader.generation >= self.generation:
+                commands += slot.pop(step, pops[slot.loader.number])[1]
+        return {number: n for number, n in pops.items() if not self.slots[number].standby}, commands
 
     def _move(
         self,
@@ -264,53 +255,53 @@ class LoaderService:
         open: Callable[[LoaderStart], None],
         step: int,
         *,
-        shadow: bool,
+        standby: bool,
         afresh: bool = False,
     ) -> list[Any]:
         """Move a loader to its position after a step.
 
-        ``open`` reopens it if memory does not suffice.
+        ``open`` opens it again if the retained samples do not suffice.
         """
-        hosted = self.hosted.get(opening.loader)
-        commands = None if hosted is None or afresh else hosted.rollback(opening, step)
+        slot = self.slots.get(opening.loader)
+        commands = None if slot is None or afresh else slot.rollback(opening, step)
         if commands is None:
             open(opening)
-        self.hosted[opening.loader].shadow = shadow
+        self.slots[opening.loader].standby = standby
         return commands or []
 
     # Commands
 
     def carry_out(self, command: Refill | Read | Evaluate) -> Sequence[Any]:
-        hosted = self.hosted.get(command.loader)
-        if hosted is None:  # the loader was moved while the command was in transit
+        slot = self.slots.get(command.loader)
+        if slot is None:  # the loader was moved while the command was in transit
             return ()
-        if not isinstance(command, Refill) and command.generation != hosted.loader.life:
+        if not isinstance(command, Refill) and command.generation != slot.loader.life:
             return ()  # requested by a loader that has restarted since
         match command:
             case Refill():
-                return hosted.loader.handle(command)
+                return slot.loader.handle(command)
             case Read():
-                self._submit("read", hosted, lambda: hosted.reader.read(command), command.urgent)
+                self._submit("read", slot, lambda: slot.reader.read(command), command.urgent)
             case Evaluate():
                 self._submit(
                     "evaluate",
-                    hosted,
-                    lambda: hosted.reader.evaluate(command),
+                    slot,
+                    lambda: slot.reader.evaluate(command),
                     command.urgent,
                     command.rows,
                 )
         return ()
 
     def _submit(
-        self, what: str, hosted: LoaderSlot, work: Callable[[], Any], urgent: bool, size: int = 1
+        self, what: str, slot: LoaderSlot, work: Callable[[], Any], urgent: bool, size: int = 1
     ) -> None:
-        queue, name = hosted.queue, f"{what} {hosted.reader.order.name}"
-        waits = getattr(hosted.reader, "waits" if what == "read" else "evaluation_waits", None)
+        queue, name = slot.queue, f"{what} {slot.reader.order.name}"
+        waits = getattr(slot.reader, "waits" if what == "read" else "evaluation_waits", None)
 
         def go() -> None:
             queue.in_use = True
             self._executor.submit(
-                name, work, self._read_done(hosted), size=size, urgent=urgent, waits=waits
+                name, work, self._read_done(slot), size=size, urgent=urgent, waits=waits
             )
 
         if queue.in_use:
@@ -318,27 +309,27 @@ class LoaderService:
         else:
             go()
 
-    def _read_done(self, hosted: LoaderSlot) -> Done:
+    def _read_done(self, slot: LoaderSlot) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
-            hosted.queue.in_use = False
-            if (pending := hosted.queue.pending) is not None:
-                hosted.queue.pending = None
+            slot.queue.in_use = False
+            if (pending := slot.queue.pending) is not None:
+                slot.queue.pending = None
                 pending()
-            if self.hosted.get(hosted.loader.number) is not hosted:
+            if self.slots.get(slot.loader.number) is not slot:
                 return
             if error is not None:
                 self._run(
-                    hosted.loader.handle(ReadFailed(as_exception(error, hosted.reader.order.name)))
+                    slot.loader.handle(ReadFailed(as_exception(error, slot.reader.order.name)))
                 )
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
-                hosted.buffer.put(payload)
-                commands = hosted.loader.handle(evaluated)
+                slot.buffer.put(payload)
+                commands = slot.loader.handle(evaluated)
                 if self._keeps:
-                    hosted.sync_buffer()
+                    slot.sync_buffer()
                 self._run(commands)
             else:
-                self._run(hosted.loader.handle(outcome))
+                self._run(slot.loader.handle(outcome))
 
         return done
 
@@ -353,7 +344,7 @@ class LoaderService:
         pieces: list[Content] = []
         commands: list[Any] = []
         for number, n in pops.items():
-            popped, more = self.hosted[number].pop(step, n)
+            popped, more = self.slots[number].pop(step, n)
             pieces += popped
             commands += more
         if kept is None:
@@ -375,32 +366,30 @@ class LoaderService:
         """Return descriptions of active loaders."""
         every = (
             (f"loader/{h.reader.order.name}/{number}", h.activity)
-            for number, h in self.hosted.items()
-            if not h.shadow
+            for number, h in self.slots.items()
+            if not h.standby
         )
         return [
             f"{name} is {activity}" for name, activity in every if activity not in ("idle", "done")
         ]
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes that loaders hold: ready, retained until acknowledged, raw rows, held
-        over; and all of standbys.
-        """
-        primary = [h for h in self.hosted.values() if not h.shadow]
+        """Return the held bytes: ready, retained, raw rows, held over, and those of standbys."""
+        primary = [h for h in self.slots.values() if not h.standby]
         return {
             "ready": sum(h.buffer.nbytes for h in primary),
             "windows": sum(h.reader.stats.raw_bytes for h in primary),
             "held": self.held.nbytes,
             "kept": sum(h.buffer.kept_bytes for h in primary),
-            "shadows": sum(h.nbytes for h in self.hosted.values() if h.shadow),
+            "shadows": sum(h.nbytes for h in self.slots.values() if h.standby),
         }
 
     def work(self) -> list[LoaderWork]:
         """Return the work and read latency of each loader, in short.
 
-        The autoscaler polls it all the time.
+        The autoscaler polls it often, so it is cheap.
         """
-        stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
+        stats = ((number, h.standby, h.reader.stats) for number, h in self.slots.items())
         return [
             LoaderWork(number, standby, *s.work, s.samples, *s.latency)
             for number, standby, s in stats
@@ -416,7 +405,7 @@ class LoaderService:
                 "ready": h.loader.ready,
                 "ready_bytes": h.buffer.nbytes,
                 "kept_bytes": h.buffer.kept_bytes,
-                "shadow": h.shadow,
+                "shadow": h.standby,
                 "window_bytes": h.reader.stats.raw_bytes,
                 "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
                 "read_s": h.reader.stats.read_s,
@@ -432,15 +421,15 @@ class LoaderService:
                 "worker_pid": (pid := getattr(h.reader.stages, "pid", None)),
                 "worker_pss": pss_bytes(pid) if pid else 0,
             }
-            for number, h in self.hosted.items()
+            for number, h in self.slots.items()
         ]
 
     def check(self) -> None:
-        for hosted in self.hosted.values():
-            hosted.loader.check()
-            assert hosted.buffer.rows == max(0, hosted.loader.ready), (
-                hosted.buffer.rows,
-                hosted.loader.state(),
+        for slot in self.slots.values():
+            slot.loader.check()
+            assert slot.buffer.rows == max(0, slot.loader.ready), (
+                slot.buffer.rows,
+                slot.loader.state(),
             )
-            assert hosted.shadow or hosted.loader.ready >= 0, hosted.loader.state()
+            assert slot.standby or slot.loader.ready >= 0, slot.loader.state()
         assert len(self.held) == len(self._held_by)

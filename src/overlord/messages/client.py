@@ -23,8 +23,10 @@ from overlord.sample import SampleId
 
 
 def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
-    """Return the fields of StepInfo that map samples to ranks: broadcast axes with more than one
-    rank, the axis of the buckets, and the mesh where it matters.
+    """Return the fields of StepInfo that map samples to ranks.
+
+    They are broadcast axes with more than one rank, the axis of the buckets, and the mesh where it
+    matters.
     """
     main, place = plan.main, plan.place
     if place is None:
@@ -39,7 +41,7 @@ def _needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInfo:
-    """Everything of a step but its arrays: one row per sample, and the state after the step."""
+    """The description of a step without its arrays: samples, and the state after the step."""
 
     step: int
     digest: str
@@ -51,7 +53,7 @@ class StepInfo:
     after: StreamState | EncodedState
     # axes along which the trainer broadcasts, with more than one rank
     broadcast: tuple[str, ...] = ()
-    axis: str = "DP"  # of the plan's buckets
+    axis: str = "DP"  # axis of the plan's buckets
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
 
@@ -70,7 +72,7 @@ class StepInfo:
         )
 
     def without_broadcast(self) -> StepInfo:
-        """Return it without broadcasts: every rank fetches its own arrays."""
+        """Return this StepInfo without broadcasts: every rank fetches its own arrays."""
         return replace(
             self,
             broadcast=(),
@@ -78,7 +80,7 @@ class StepInfo:
         )
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
-        """Return it with these samples only, as the clients of one bucket need it."""
+        """Return this StepInfo with some samples only, as the clients of one bucket need it."""
         return replace(self, table=self.table[rows])
 
     def __len__(self) -> int:
@@ -105,18 +107,20 @@ class CompactLayout(NamedTuple):
     """Description of compact microbatches, for expansion (``constructor/compact.py``)."""
 
     keys: tuple[str, ...]  # arrays to compute, each with an entry for every token
-    labels: str  # as in Batch
-    context: int  # of the padded layout; 0: packed
+    labels: str  # label convention, as in Batch
+    context: int  # row length of the padded layout; 0: packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessage:
-    """A step for the client of one rank. Its microbatches are concatenated
-    (``constructor/batch_arrays.py``), or separate if their arrays do not fit together. Rows
-    ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``told`` belong to microbatch m.
+    """A step for the client of one rank.
+
+    Its microbatches are concatenated (``constructor/batch_arrays.py``), or separate if their arrays
+    do not fit together. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``info`` belong
+    to microbatch m.
     """
 
-    told: StepInfo
+    info: StepInfo
     bounds: np.ndarray
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
@@ -125,20 +129,21 @@ class StepMessage:
     encoder: Mapping[str, np.ndarray] = field(default_factory=dict)
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
-    form: CompactLayout | None = None  # of ``wide``, where it is compact
+    form: CompactLayout | None = None  # layout of ``wide``, where it is compact
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """No step follows those already sent."""
+    """The end of a rank's stream: no step follows those already sent."""
 
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepAck:
-    """The client has given this step, and all before it, to the trainer."""
+    """The trainer has received this step and all steps before it."""
 
     step: int
     waited_s: float = 0.0  # total seconds that the trainer has waited for steps
-    generation: int | None = None  # of the session, if one connection carries steps of several
+    # generation of the session, if one connection carries steps of several
+    generation: int | None = None

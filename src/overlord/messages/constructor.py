@@ -21,12 +21,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeFailures:
-    """Images that could not be decoded; their pixels are zero. The planner only records them: they
-    do not change the stream.
+    """Images that could not be decoded; their pixels are zero.
+
+    The planner only records them: they do not change the stream.
     """
 
     step: int
-    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of each one's sample
+    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of the sample of each image
     reasons: tuple[str, ...]
 
 

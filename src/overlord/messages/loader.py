@@ -24,8 +24,9 @@ from overlord.sample import Column, Ragged
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read one window of a group: slice ``window`` of each of these chunks. Rows up to ``after``
-    are drawn already.
+    """Read one window of a group: slice ``window`` of each of these chunks.
+
+    Rows up to ``after`` are drawn already.
     """
 
     loader: int
@@ -40,14 +41,12 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class WindowReady:
-    """A window is in memory: ``rows`` raw rows can be evaluated; ``over`` lists chunks that end
-    with it.
-    """
+    """A window of ``rows`` raw rows is in memory; ``over`` lists the chunks that end with it."""
 
     rows: int
     over: tuple[int, ...]
     nbytes: int = 0
-    dropped: int = 0  # by filters, if no row is left to carry the count
+    dropped: int = 0  # rows dropped by filters, if no row is left to carry the count
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +61,12 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongDocuments:
-    """Documents that lost tokens to ``Job.on_long``, in stream order: truncated ("truncate"), or
-    without a sample ("drop").
-    """
+    """Documents that ``Job.on_long`` truncated or dropped, in stream order."""
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
     row: np.ndarray
-    lost: np.ndarray  # int64: tokens
+    lost: np.ndarray  # int64: number of lost tokens
 
     def __len__(self) -> int:
         return len(self.key)
@@ -85,16 +82,14 @@ class LongDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBlock:
-    """Samples in stream order, as columns, and the rows without a sample: quarantined, dropped,
-    long.
-    """
+    """Samples in stream order as columns, and the quarantined, dropped and long rows."""
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
     row: np.ndarray
     part: np.ndarray
     meta: Mapping[str, Column]
-    bad_key: np.ndarray  # the same for quarantined rows
+    bad_key: np.ndarray  # uint64: keys of quarantined rows
     bad_file: np.ndarray
     bad_row: np.ndarray
     bad_reason: tuple[str, ...]
@@ -106,7 +101,7 @@ class SampleBlock:
 
     @staticmethod
     def nothing(dropped: int) -> SampleBlock:
-        """Return the block of a window all of whose rows a filter dropped."""
+        """Return the block of a window whose rows were all dropped by filters."""
         none = np.zeros(0, np.int64)
         keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
         return SampleBlock(
@@ -141,9 +136,9 @@ class Announce:
     window: int
     found: SampleBlock | None
     closes: bool = False  # this loader has no more rows of the window
-    last: bool = False  # and none of the group
+    last: bool = False  # this loader has no more rows of the group
     error: Exception | None = None
-    generation: int = 0  # of the loader; announcements of older generations are ignored
+    generation: int = 0  # generation of the loader; announcements of older ones are ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

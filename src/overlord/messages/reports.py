@@ -1,6 +1,4 @@
-"""Validation of the metrics that a trainer reports. The client and the planner apply the same
-checks.
-"""
+"""Validation of the metrics that a trainer reports, for the client and the planner."""
 
 from __future__ import annotations
 
@@ -14,18 +12,17 @@ import numpy as np
 from overlord.errors import JobError
 from overlord.messages.control import Report
 
-MAX_METRICS = 4096  # of one report: losses and tokens of two thousand sources
-MAX_NAME = 200  # characters
-LARGEST = 1e100  # of a value: a product of two values and a sum over all ranks stay finite
+MAX_METRICS = 4096  # limit of one report: losses and tokens of two thousand sources
+MAX_NAME = 200  # characters of a metric name
+LARGEST = 1e100  # limit of a value: a product of two values and a sum over all ranks stay finite
 SHOWN = 5  # problems that one error lists
 
 
 def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
-    """Return a valid report, or raise with every problem. ``next_step``: the first step that the
-    rank has not taken.
+    """Return a valid report, or raise with every problem.
 
-    A value that is infinite or NaN is left out: a run that diverges must not end because of its
-    report.
+    ``next_step``: the first step that the rank has not taken. A value that is infinite or NaN is
+    left out: a run that diverges must not end because of its report.
     """
     where = f"report of rank {rank}"
     try:
@@ -33,12 +30,9 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     except TypeError:
         raise JobError([f"expected the number of a step, got {step!r}"], where) from None
     if not 0 <= number < next_step:
-        handed = (
-            f"the last one handed out is {next_step - 1}"
-            if next_step
-            else "none was handed out yet"
-        )
-        raise JobError([f"step {number} was not handed to this rank; {handed}"], where)
+        taken = f"steps up to {next_step - 1} are taken" if next_step else "no step is taken yet"
+        problem = f"expected a step that this rank has taken, got step {number}; {taken}"
+        raise JobError([problem], where)
     if not isinstance(metrics, Mapping):
         raise JobError([f"expected a mapping of metric name to number, got {metrics!r}"], where)
     if len(metrics) > MAX_METRICS:

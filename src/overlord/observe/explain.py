@@ -35,12 +35,12 @@ class Known:
     """Everything that explanations need of a session, at one moment."""
 
     job: Job
-    names: tuple[str, ...]  # of sources: the job's, then those that were added during the run
+    names: tuple[str, ...]  # names of sources: the job's, then those added during the run
     indexes: Sequence[Index]
     orders: Sequence[SourceOrder]
     stages: Sequence[PlannedStep]  # planned steps that are retained, oldest first
     quarantine: Sequence[Quarantined]
-    state: StreamState  # after the last planned step
+    state: StreamState  # state after the last planned step
     start: int  # the first step of this session
     loaders: tuple[str, ...] = ()
 
@@ -137,8 +137,8 @@ class ModulePlacement:
     slowest_over_mean: float
     slowest_items: int
     dearest: tuple[ExpensiveItem, ...]  # the most expensive items of the slowest bucket
-    peak_tokens: int  # in the fullest microbatch
-    peak_at: tuple[int, int]  # its bucket and number
+    peak_tokens: int  # tokens in the fullest microbatch
+    peak_at: tuple[int, int]  # bucket and number of the fullest microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class SampleExplanation(Explanation):
     row: int
     row_unit: str  # row, or byte
     step: int | None = None
-    position: int | None = None  # in the order of the draw, from 0
+    position: int | None = None  # position in the order of the draw, from 0
     of_samples: int | None = None
     substep: int | None = None
     tokens: int | None = None

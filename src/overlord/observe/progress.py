@@ -28,7 +28,7 @@ class Taken:
 
     plan: LoadingPlan
     steps: tuple[Step, ...]  # one per watched rank
-    wait_s: float  # until the last of them received it
+    wait_s: float  # seconds until the last of these ranks received it
 
     @property
     def tokens(self) -> int:

@@ -74,7 +74,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HtmlReport:
     """The content of the page. Each plot and table names the command that made it."""
 
     title: str
@@ -85,7 +85,7 @@ class Report:
     attached: Sequence[tuple[str, str]] = field(default=())  # (name, text), collapsed at first
 
     def to_html(self) -> str:
-        """Return the page."""
+        """Return the report as one HTML page."""
         tiles = "".join(
             f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
             for number, label in self.tiles

@@ -22,7 +22,7 @@ LABEL_GAP = 15  # pixels between two labels at the end of lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Line:
+class PlotLine:
     """One series over x. ``wanted`` is a dashed line under it, in the same colour."""
 
     label: str
@@ -71,7 +71,7 @@ class Axes:
 
 def lines(
     x: np.ndarray,
-    series: Sequence[Line],
+    series: Sequence[PlotLine],
     axes: Axes,
     *,
     about: str,
@@ -234,7 +234,7 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 
 
 def _end_labels(
-    series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float
+    series: Sequence[PlotLine], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
     """Draw names at the ends of lines, pushed apart where they would overlap.
 

@@ -38,7 +38,7 @@ DAMAGE = (
 
 
 def write(plan: LoadingPlan) -> bytes:
-    """Return a JSON header, then raw little-endian columns."""
+    """Encode a plan as a JSON header and raw little-endian columns."""
     columns: list[np.ndarray] = []
 
     def put(array: np.ndarray | None) -> list[Any] | None:
@@ -63,8 +63,9 @@ def write(plan: LoadingPlan) -> bytes:
 
 
 def read(data: bytes) -> LoadingPlan:
-    """Return the validated plan of bytes that ``write`` made. Every problem of the bytes is a
-    ``PlanError``.
+    """Return the validated plan of bytes that ``write`` made.
+
+    Every problem of the bytes is a ``PlanError``.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise PlanError(f"expected the bytes of a plan, got {type(data).__name__}")

@@ -1,6 +1,4 @@
-"""Delivery of a plan: the ranks that fetch, the ranks served by a broadcast, and the bytes for
-each. Pure.
-"""
+"""Delivery of a plan: fetching ranks, ranks served by a broadcast, and bytes for each. Pure."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
 
 
 def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens (with padding) and documents of every bucket, over all its microbatches. An
-    empty microbatch is one document of padding.
+    """Return the tokens (with padding) and documents of every bucket, over all its microbatches.
+
+    An empty microbatch is one document of padding.
     """
     shape = (main.n_buckets, main.n_microbatches)
     counts = np.bincount(main.bins(), minlength=main.n_buckets * main.n_microbatches).reshape(shape)

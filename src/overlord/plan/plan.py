@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
     from overlord.plan.routes import Routes
 
-MODULES = ("backbone", "encoder")  # that constructors deliver
+MODULES = ("backbone", "encoder")  # modules that constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
-OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
+OPTIONAL_COLUMNS = ("memory", "out", "offset")  # columns of items; None where absent
 # microbatches over all buckets: far above any mesh, far below what would exhaust memory
 MAX_BINS = 2**26
 # factor on a memory capacity: sums of floats depend on the order of addition
@@ -44,11 +44,12 @@ def check_modules(names: Iterable[str], step: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """The placement of the items of one module (backbone, encoder). Item i belongs to sample
-    ``sample[i]`` of the plan.
+    """The placement of the items of one module (backbone, encoder).
+
+    Item i belongs to sample ``sample[i]`` of the plan.
     """
 
-    axis: str  # of the buckets: "DP", "CP", "WORLD", "PP", "TP"
+    axis: str  # axis of the buckets: "DP", "CP", "WORLD", "PP", "TP"
     n_buckets: int
     n_microbatches: int
     sample: np.ndarray  # int64: row of the plan's sample columns
@@ -57,19 +58,20 @@ class Assignment:
     slot: np.ndarray  # int32: position in the microbatch
     size: np.ndarray  # int64: tokens that count against the capacity, with document padding
     cost: np.ndarray  # float64
-    capacity: int = 0  # tokens of one microbatch; 0: none
+    capacity: int = 0  # tokens of one microbatch; 0: no limit
     # axes along which the trainer broadcasts: one rank of each group fetches
     broadcast: tuple[str, ...] = ()
     # float64: share of memory_capacity of each item; None: only tokens count
     memory: np.ndarray | None = None
-    memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
+    memory_capacity: float = 0.0  # memory of one microbatch, in the unit of ``memory``; 0: no limit
     # int64: number of backbone tokens that an encoder's item becomes
     out: np.ndarray | None = None
-    offset: np.ndarray | None = None  # int64: position of the first of them in its sample
+    offset: np.ndarray | None = None  # int64: position of the first of these tokens in its sample
 
     def order(self) -> np.ndarray:
-        """Return items by (bucket, microbatch, slot), the order of a constructor. Slots are dense,
-        so no sort is needed.
+        """Return items by (bucket, microbatch, slot), the order of a constructor.
+
+        Slots are dense, so no sort is needed.
         """
         bins = self.bins()
         counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
@@ -83,16 +85,18 @@ class Assignment:
 
 
 def _is_whole(column: np.ndarray) -> bool:
-    """Return whether a column holds integers. uint64 is rejected: numpy promotes uint64 with int64
-    to float64.
+    """Return whether a column holds integers.
+
+    uint64 is rejected: numpy promotes uint64 with int64 to float64.
     """
     return column.dtype.kind in "iu" and np.can_cast(column.dtype, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadingPlan:
-    """The plan of one step. Sample columns are in the order of the draw; ``modules["backbone"]``
-    places them.
+    """The plan of one step.
+
+    Sample columns are in the order of the draw; ``modules["backbone"]`` places them.
     """
 
     step: int
@@ -150,8 +154,10 @@ class LoadingPlan:
         )
 
     def validate(self) -> LoadingPlan:
-        """Check that every sample has exactly one slot of the backbone, slots are dense, capacities
-        hold and every rank is served. Return the plan itself.
+        """Raise ``PlanError`` for an invalid plan; otherwise return the plan itself.
+
+        Every sample has exactly one slot of the backbone, slots are dense, capacities hold, and
+        every rank is served.
         """
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
@@ -245,8 +251,10 @@ class LoadingPlan:
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
 
     def _validate_served(self, name: str, a: Assignment) -> None:
-        """Check that every rank has a bucket and a fetcher. A mesh gives each rank one of both. So
-        the plan can only be wrong if it was made for another mesh or for unknown axes.
+        """Check that every rank has a bucket and a fetcher.
+
+        A mesh gives each rank one of both. So the plan can only be wrong if it was made for another
+        mesh or for unknown axes.
         """
         try:
             broadcast_dims(a.broadcast)
@@ -297,9 +305,7 @@ class LoadingPlan:
             )
 
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
-        """Check that the tokens of an item are in its own document, and that no two items share a
-        token: then none is encoded twice.
-        """
+        """Check that an item's tokens are in its own document, and that no two items share one."""
         if (a.out is None) != (a.offset is None):
             raise PlanError(f"module {name!r}: out and offset go together", self.step)
         if a.out is None or a.offset is None or not len(a.out):
@@ -328,16 +334,15 @@ class LoadingPlan:
             )
 
     def routes(self, module: str = "encoder") -> Routes:
-        """Return the encoding rank of every item, and everything that one exchange of the outputs
-        needs, for every rank.
-        """
+        """Return the encoding rank of every item, and the exchange of outputs between all ranks."""
         from overlord.plan.routes import make_routes  # it imports this module
 
         return make_routes(self, module)
 
     def digest(self) -> str:
-        """Return a digest that is equal for equal deliveries, on every machine. A broadcast along
-        an axis of one rank does not change it.
+        """Return a digest that is equal for equal deliveries, on every machine.
+
+        A broadcast along an axis of one rank does not change it.
         """
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
@@ -368,20 +373,20 @@ class LoadingPlan:
     # fetchers
 
     def fetchers(self, module: str = "backbone") -> list[int]:
-        """Return the ranks that take this module's microbatches from the loader. The trainer's
-        broadcasts serve the others.
+        """Return the ranks that take this module's microbatches from the loader.
+
+        The trainer's broadcasts serve the others.
         """
         return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
-        """Return for every rank the rank that fetches for it, which may be itself: int64
-        [world_size].
-        """
+        """Return the rank that fetches for each rank, which may be itself: int64 [world_size]."""
         return self.tree.served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
-        """Return the buckets whose microbatches a rank fetches: its own and those of the ranks it
-        serves. The list is empty if another rank fetches for it.
+        """Return the buckets that a rank fetches: its own and those of the ranks it serves.
+
+        The list is empty if another rank fetches for it.
         """
         if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
@@ -389,8 +394,9 @@ class LoadingPlan:
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-        """Return the number of clients that fetch, the ranks they serve, and the bytes of arrays
-        for each. With ``broadcast=False`` every rank fetches.
+        """Return the number of fetching clients, the ranks they serve, and the bytes for each.
+
+        With ``broadcast=False`` every rank fetches.
         """
         from overlord.plan.delivery import delivery
 
@@ -409,9 +415,11 @@ class LoadingPlan:
     # quality
 
     def imbalance(self, module: str = "backbone") -> dict[str, float]:
-        """Return costs relative to the mean bucket. ``bucket``: the most expensive bucket.
-        ``microbatch``: the sum over slots of the most expensive microbatch. ``bound`` and
-        ``slot_bound``: lower bounds of both for every placement of these samples.
+        """Return costs relative to the mean bucket.
+
+        ``bucket``: the most expensive bucket. ``microbatch``: the sum over slots of the most
+        expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every placement
+        of these samples.
         """
         from overlord.plan.summary import bounds
 
@@ -427,9 +435,7 @@ class LoadingPlan:
         return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Return a summary as plain values: balance next to its bound, predicted time, peak, fill,
-        mixture.
-        """
+        """Return plain values: balance and its bound, predicted time, peak, fill, mixture."""
         from overlord.plan.summary import summary
 
         return summary(self)
@@ -483,17 +489,16 @@ class LoadingPlan:
         return "\n".join(lines)
 
     def to_bytes(self) -> bytes:
-        """Return a small binary form without pickle: a JSON header, then raw little-endian
-        columns.
-        """
+        """Return a small binary form, without pickle (``plan/codec.py``)."""
         from overlord.plan import codec  # it needs the classes of this file
 
         return codec.write(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
-        """Return the plan of bytes that ``to_bytes`` made. Every problem of the bytes is a
-        ``PlanError``.
+        """Return the plan of bytes that ``to_bytes`` made.
+
+        Every problem of the bytes is a ``PlanError``.
         """
         from overlord.plan import codec
 

@@ -1,5 +1,6 @@
-"""Views: the share of a bucket's microbatches that a rank receives. It follows from mesh, axis and
-broadcasts. Pure.
+"""Views: the arrays that a rank receives of its bucket's microbatches. Pure.
+
+They follow from mesh, axis and broadcasts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ LAST = ("labels", "loss_mask", "source_ids")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The share of a bucket's microbatches for a rank. ``cp > 1``: slice ``cp_rank`` of ``cp``
-    slices. ``nothing``: no arrays at all.
+    """The part of a bucket's microbatches for a rank.
+
+    ``cp > 1``: slice ``cp_rank`` of ``cp`` slices. ``nothing``: no arrays at all.
     """
 
     first: bool = True  # with the keys of the first pipeline stage
@@ -45,12 +47,14 @@ NOTHING = View(first=False, last=False, nothing=True)
 
 
 def view_of(place: Mesh, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
-    """Return the view of a rank. If cp is not an axis of buckets, the rank gets a slice along cp.
-    If pp is not one, each stage gets only its own keys.
+    """Return the view of a rank.
+
+    If cp is not an axis of buckets, the rank gets a slice along cp. If pp is not one, each stage
+    gets only its own keys.
 
     A rank that fetches for others of its bucket gets the union of their keys and slices; the others
-    get nothing. Without ``broadcast`` it is the rank's own view, which ``narrow`` makes of the
-    union.
+    get nothing. Without ``broadcast`` the result is the rank's own view; ``rank_views.narrow``
+    makes it from the union.
     """
     return views_of(place, axis, broadcast, split)[rank]
 

@@ -32,24 +32,25 @@ from overlord.plan.plan import Assignment, LoadingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """The sends and receives of one rank in one exchange. Rows are tokens of the encoder's
-    output.
+    """The sends and receives of one rank in one exchange.
+
+    Rows are tokens of the encoder's output.
     """
 
     rank: int
     slot: int
     # int64 [n]: items of the module that this rank encodes, in sending order
     items: np.ndarray
-    # int32 [n]: rows sent of each, the first ones; fewer than it has if its document was truncated
+    # int32 [n]: number of first rows sent of each item; fewer if its document was truncated
     send_lens: np.ndarray
     send_splits: np.ndarray  # int32 [world]: rows to every rank
     recv_splits: np.ndarray  # int32 [world]: rows from every rank
     recv_items: np.ndarray  # int64 [k]: received items, in the order of their placeholders
-    # int64 [k]: number of each in the order of arrival (by sender, then placeholders)
+    # int64 [k]: number of each item in the order of arrival (by sender, then placeholders)
     recv_perm: np.ndarray
-    out_lens: np.ndarray  # int32 [k]: rows of each
+    out_lens: np.ndarray  # int32 [k]: rows of each item
     recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
-    # int64 [rows]: position of each in the un-sliced packed microbatch
+    # int64 [rows]: position of each row in the un-sliced packed microbatch
     image_token_index: np.ndarray
     microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
     docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
@@ -63,8 +64,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """The routes of a whole step as columns by item, and three orders of the items. ``for_rank``
-    selects one rank.
+    """The routes of a whole step as columns by item, and three orders of the items.
+
+    ``for_rank`` selects one rank.
     """
 
     module: str
@@ -76,16 +78,16 @@ class Routes:
     slot: np.ndarray  # int32: the exchange of its rows
     number: np.ndarray  # int64: number of the item in its sample
     out: np.ndarray  # int64: rows
-    microbatch: np.ndarray  # int32: of the backbone
+    microbatch: np.ndarray  # int32: microbatch of the backbone
     doc: np.ndarray  # int32: its document there
     offset: np.ndarray  # int64: first placeholder, from the start of its document
-    position: np.ndarray  # int64: the same from the start of the packed microbatch
+    position: np.ndarray  # int64: first placeholder, from the start of the packed microbatch
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
     received: np.ndarray  # items by slot, owner, encoder, placeholder
     wanted: np.ndarray  # items by slot, owner, placeholder
     # int64 [slots * world + 1]: first index of each encoder in ``sent``
     sent_bounds: np.ndarray
-    owned_bounds: np.ndarray  # the same for each owner, in ``received`` and ``wanted``
+    owned_bounds: np.ndarray  # first index of each owner in ``received`` and ``wanted``
 
     def __len__(self) -> int:
         return len(self.out)
@@ -102,7 +104,7 @@ class Routes:
         for what, value, n in (("rank", rank, self.world_size), ("slot", slot, self.n_slots)):
             if not isinstance(value, (int, np.integer)) or not 0 <= value < n:
                 raise PlanError(
-                    f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}"
+                    f"routes of {self.module!r}: expected a {what} from 0 to {n - 1}, got {value!r}"
                 )
         at = slot * self.world_size + rank
         items = self.sent[self.sent_bounds[at] : self.sent_bounds[at + 1]]
@@ -135,8 +137,9 @@ class Routes:
         )
 
     def validate(self) -> Routes:
-        """Check that every item is sent, received and wanted exactly once, and that both ranks of
-        every pair agree on the order.
+        """Check that every item is sent, received and wanted exactly once, in one order.
+
+        Both ranks of every pair must agree on the order.
         """
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
@@ -236,8 +239,9 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
 
 
 def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
-    """Return the first position of each document in its packed microbatch. ``size``: tokens of each
-    document (default: as planned).
+    """Return the first position of each document in its packed microbatch.
+
+    ``size``: tokens of each document (default: as planned).
     """
     order, bins = b.order(), b.bins()
     size = (b.size if size is None else size)[order]

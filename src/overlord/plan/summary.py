@@ -1,6 +1,4 @@
-"""Human-readable numbers of a plan: balance next to its bound, predicted time, peak memory,
-mixture.
-"""
+"""Human-readable numbers of a plan: balance and its bound, time, peak memory, mixture."""
 
 from __future__ import annotations
 
@@ -14,12 +12,14 @@ from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 
 
 def bounds(a: Assignment) -> tuple[float, float]:
-    """Return lower bounds for every placement, relative to the mean bucket: for the most expensive
-    bucket, and for the sum over slots of the most expensive microbatch.
+    """Return lower bounds for every placement, relative to the mean bucket.
 
-    Some bucket of D holds k + 1 of the k*D + 1 most expensive items, at least the cheapest of them
-    (k = 0: the most expensive item alone). Items larger than half a microbatch are alone in theirs,
-    D to a slot. So the j-th slot cannot be cheaper than item j*D.
+    The first is for the most expensive bucket, the second for the sum over slots of the most
+    expensive microbatch.
+
+    Some bucket of D holds k + 1 of the k*D + 1 most expensive items, at least the cheapest of them.
+    For k = 0 that is the most expensive item alone. Items larger than half a microbatch are alone
+    in theirs, D to a slot. So the j-th slot cannot be cheaper than item j*D.
     """
     total, d = float(a.cost.sum()), a.n_buckets
     if total <= 0:
@@ -37,7 +37,7 @@ def bounds(a: Assignment) -> tuple[float, float]:
 
 
 def summary(plan: LoadingPlan) -> dict[str, Any]:
-    """Return plain values: see ``LoadingPlan.summary``."""
+    """Return the summary of a plan as plain values: see ``LoadingPlan.summary``."""
     return {
         "step": plan.step,
         "digest": plan.digest(),
@@ -79,9 +79,7 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
 
 
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
-    """Return the fullest microbatch of every bucket, and the one that would run out of memory
-    first.
-    """
+    """Return the fullest microbatch of every bucket, and the one with the highest memory peak."""
     shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
         np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches)
@@ -136,7 +134,7 @@ def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
 
 
 def to_json(plan: LoadingPlan, samples: bool = True) -> str:
-    """Return JSON text: see ``LoadingPlan.to_json``."""
+    """Return a plan as JSON text: see ``LoadingPlan.to_json``."""
     found = summary(plan)
     if samples:
         found["placed"] = {name: _placed(plan, a) for name, a in plan.modules.items()}

@@ -1,6 +1,4 @@
-"""Conversion of stream pieces into the buffer that a strategy receives, and checks of the plan that
-it returns.
-"""
+"""Convert stream pieces into the buffer of a strategy, and check the plan that it returns."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Pieces = Sequence[tuple[int, StreamPiece]]
 
 
 class Joined:
-    """Pieces as columns, one row per sample."""
+    """Stream pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
         self.parts = [p for _, p in pieces]
@@ -70,8 +68,9 @@ class StepContext(NamedTuple):
 def gather(
     pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
-    """Return the samples of the pieces in the given order. The arrays are read-only: the plan is
-    compared with them.
+    """Return the samples of the pieces in the given order.
+
+    The arrays are read-only: the plan is compared with them.
     """
     spec, state, weights = context
     names = present(spec.names, state.events, state.step)
@@ -107,25 +106,27 @@ def gather(
 def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
-            f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()"
+            f"strategy: expected a LoadingPlan, got {type(plan).__name__}",
+            buffer.step,
+            "end it with .plan()",
         )
     if "backbone" in plan.modules:
         axis = plan.main.axis
         if axis not in BUCKET_AXES:
             raise PlanError(
-                f"the plan has buckets along {axis!r}; known: {', '.join(BUCKET_AXES)}",
+                f"expected buckets along one of {', '.join(BUCKET_AXES)}, got {axis!r}",
                 buffer.step,
                 'call .distribute("DP")',
             )
         # more buckets would never be delivered
         if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
-                f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
+                f"expected {wanted} buckets along {axis} of {place}, got {plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
     if plan.place is not None and plan.place != place:  # the fetchers would be wrong
         raise PlanError(
-            f"the plan is for {plan.place}, the job has {place}",
+            f"expected a plan for {place}, got one for {plan.place}",
             buffer.step,
             "use the place the strategy is given",
         )

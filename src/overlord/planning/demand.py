@@ -1,5 +1,4 @@
-"""Requests to loaders: the samples that a blocked draw lacks, and beyond that samples for a few
-steps. Pure.
+"""Requests to loaders: samples that a blocked draw lacks, and samples for the next steps. Pure.
 
 Loaders of all sources are numbered consecutively; those of source i are ``first[i]`` to ``first[i +
 1] - 1``.
@@ -22,8 +21,9 @@ class LoaderRequests:
     def __init__(
         self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
     ):
-        """Start with no requests. ``of_source``: steps to read ahead for sources that differ from
-        ``read_ahead``.
+        """Start with no requests.
+
+        ``of_source``: steps to read ahead for sources that differ from ``read_ahead``.
         """
         self._loaders, self._read_ahead, self._of_source = (
             list(loaders),
@@ -32,11 +32,13 @@ class LoaderRequests:
         )
         # samples that each source's loaders were last requested to hold
         self._level = [0] * len(self._loaders)
-        self._horizon = [-1] * len(self._loaders)  # the last group that they may open
+        # the last group that loaders of each source may open
+        self._horizon = [-1] * len(self._loaders)
         self._number()
         # number of samples last requested of each loader
         self._must = np.zeros(self.n_loaders, np.int64)
-        self._held = np.zeros(self.n_loaders, np.int64)  # announced and not yet popped
+        # samples of each loader that are announced and not popped
+        self._held = np.zeros(self.n_loaders, np.int64)
 
     def _number(self) -> None:
         self.first = np.concatenate([[0], np.cumsum(self._loaders)]).astype(np.int64)
@@ -74,10 +76,8 @@ class LoaderRequests:
         self._held -= pops
         self._must = np.zeros_like(self._must)
 
-    def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
-        """Send a request to the loaders that delay the source, if they have fulfilled the one
-        before.
-        """
+    def request_more(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
+        """Send a request to the loaders that delay the source, unless one is still unfulfilled."""
         # about equal shares; a loader that still delays the source gets another request
         commands, lacking = ([], -(-lacking // self._loaders[i]))
         for loader in (int(self.first[i]) + k for k in behind):
@@ -87,8 +87,9 @@ class LoaderRequests:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """Let loaders open later groups: the stream has reached another group. The horizon advances
-        by several groups at once, since each message wakes a process.
+        """Let loaders open later groups: the stream has reached another group.
+
+        The horizon advances by several groups at once, since each message wakes a process.
         """
         if group + GROUPS_AHEAD <= self._horizon[i]:
             return []
@@ -96,8 +97,9 @@ class LoaderRequests:
         return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
-        """Keep loaders a few steps ahead. They refill by themselves; they get a Refill only for a
-        level that changed.
+        """Keep loaders a few steps ahead.
+
+        They refill by themselves; they get a Refill only for a level that changed.
         """
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
@@ -107,9 +109,10 @@ class LoaderRequests:
                 commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
         return commands
 
-    def hold(self, i: int, steps: int) -> None:
-        """Read a source ``steps`` steps ahead from the next step on. A lower level is sent only if
-        it is much lower.
+    def set_read_ahead(self, i: int, steps: int) -> None:
+        """Read a source ``steps`` steps ahead from the next step on.
+
+        A lower level is sent only if it is much lower.
         """
         self._of_source[i] = steps
 

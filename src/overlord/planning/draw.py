@@ -1,5 +1,6 @@
-"""The draw: the number of samples of each source in a step, in exact integers (``docs/stream.md``,
-"The draw").
+"""The draw: the number of samples of each source in a step, in exact integers.
+
+``docs/stream.md``, "The draw", specifies it.
 
 Weights are integers that sum to 2^40, and accounts count in the same unit. So every machine draws
 the same step; floating point would drift. Work is per source, never per sample.
@@ -31,17 +32,16 @@ class Front(Protocol):
     @property
     def ended(self) -> bool: ...  # no more samples follow
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        """Return how many samples from ``start`` on reach ``tokens``, and their tokens; all known
-        ones if they do not.
+        """Return how many samples from ``start`` on reach ``tokens``, and their tokens.
+
+        If all known samples do not reach it, return all of them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One step's draw: the number of samples per sub-draw and source, and the accounts
-    afterwards.
-    """
+    """The draw of one step: samples per sub-draw and source, and the accounts after it."""
 
     counts: tuple[tuple[int, ...], ...]  # [sub-draw][source]
     owed: tuple[int, ...]
@@ -51,14 +51,18 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The draw lacks samples: source -> samples its front must hold (or end before)."""
+    """The samples that a draw lacks: by source, the number that its stream must have ready.
+
+    A stream that ends before that number suffices, too.
+    """
 
     need: dict[int, int]
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return weights as integers that sum to 2^40 (all zero stays all zero): largest remainder over
-    exact rationals.
+    """Return weights as integers that sum to 2^40, by largest remainder over exact rationals.
+
+    Weights that are all zero stay all zero.
     """
     exact = [Fraction(w) for w in weights]
     total = sum(exact)
@@ -75,17 +79,19 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 def owed_after(
     owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Return the accounts after some drawn samples were left for later: the step was smaller by
-    their number, and so are the targets. Otherwise a job that overflows at every step would owe
-    ever more, and the debt would outweigh any later mixture.
+    """Return the accounts after some drawn samples were left for later.
+
+    The step was smaller by their number, and so are the targets. Otherwise a job that overflows at
+    every step would owe ever more. The debt would then outweigh any later mixture.
     """
     whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
     return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
 
 
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
-    """Return the number of samples of each source among n, and update ``owed``. Earliest deadline
-    first.
+    """Return the number of samples of each source among n, and update ``owed``.
+
+    Earliest deadline first.
     """
     for i, w in enumerate(weights):
         owed[i] = owed[i] + n * w if w else 0
@@ -94,8 +100,9 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     if missing < 0:  # only after weights changed: the latest deadlines wait
         counts = _earliest(n, counts, weights, owed)
     while missing > 0:
-        # One more for each source whose target is above its count; without that rule a heavy source
-        # would run ahead. a/w as an exact integer key: unequal rationals differ by at least 2^-80.
+        # One more for each source whose target is above its count. Without that rule a heavy source
+        # would run ahead. The key is a/w as an exact integer: unequal rationals differ by at least
+        # 2^-80.
         weighted = [i for i, w in enumerate(weights) if w]
         may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
         keys = sorted((((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i) for i in may)
@@ -108,8 +115,9 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
 
 
 def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]) -> list[int]:
-    """Return the n earliest of all due samples; the k-th of source i is due at (k*U -
-    owed_i)/w_i.
+    """Return the counts of the n earliest due samples.
+
+    Sample k of source i is due at (k*U - owed_i)/w_i.
     """
     counts = [0] * len(musts)
     heap = [(((UNIT - owed[i]) << SHIFT) // weights[i], i) for i, m in enumerate(musts) if m]
@@ -127,8 +135,9 @@ def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[i
 
 
 def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: int) -> list[int]:
-    """Return seeded multinomial counts: pick j of the step is a pure function of (seed, step,
-    j).
+    """Return seeded multinomial counts.
+
+    Pick j of the step is a pure function of (seed, step, j).
     """
     h = keyed_hash(key64("draw", seed), np.full(n, step, np.int64), np.arange(first, first + n))
     picks = h >> np.uint64(24)  # (h * 2^40) >> 64
@@ -137,8 +146,9 @@ def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: i
 
 
 def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (source, k) of every sample of a draw in its order: the k-th of n (from 0) has the
-    position (k + 1/2)/n, ties by source.
+    """Return (source, k) of every sample of a draw, in the order of the draw.
+
+    Sample k of n (from 0) has the position (k + 1/2)/n; ties are broken by source.
 
     float64 division is correctly rounded. So equal rationals give equal keys and, below 2^25
     samples, unequal ones differ.
@@ -151,8 +161,9 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the order of a step over samples listed source by source, and the sub-draw of each if
-    there are several: ``counts[draw][source]``.
+    """Return the order of a step over samples listed source by source.
+
+    Also return the sub-draw of each sample if there are several: ``counts[draw][source]``.
     """
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
@@ -169,8 +180,9 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
 
 
 class Drawer:
-    """Draws steps from the fronts of the streams. It holds rules, not state: accounts are arguments
-    and results.
+    """Draws steps from the fronts of the streams.
+
+    It holds rules, not state: accounts are arguments and results.
     """
 
     def __init__(
@@ -214,8 +226,9 @@ class Drawer:
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
     def _weights(self, run: _DrawAccounts) -> list[int]:
-        """Return integer weights over the active sources. They are cached, since they change only
-        when a source leaves or the mixture does.
+        """Return integer weights over the active sources.
+
+        They are cached: they change only when a source is exhausted or the mixture changes.
         """
         active = tuple(run.active)
         if self._whole is None or self._whole[:2] != (run.weights, active):

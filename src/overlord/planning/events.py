@@ -1,5 +1,6 @@
-"""Events that change a running job. Each event names its step. A state keeps those that still
-matter, not the history.
+"""Events that change a running job, each with its first step.
+
+A state keeps the events that still have an effect, not the history.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ Event = SetMixture | Skip | AddSource | SourceLost
 
 
 def last_step(event: Event) -> int:
-    """Return the last step at which an event has a new effect. After it, the event is folded into
-    the state or dropped.
+    """Return the last step at which an event has a new effect.
+
+    After it, the event is folded into the state or dropped.
     """
     return event.last if isinstance(event, Skip) else event.at
 
 
 def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
-    """Return the change of mixture in force at a step, among those after ``after``: that of the
-    latest step, the last one added of equals.
+    """Return the change of mixture in force at a step, among those after ``after``.
+
+    The change with the latest step counts; of equals, the one added last.
     """
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
@@ -61,22 +64,22 @@ def still_in_force(
 
 
 def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
-    """Return added sources in their order. They are never dropped: the job lists them, too, but not
-    their steps.
+    """Return added sources in their order; they are never dropped.
+
+    The job lists them, too, but not their steps.
     """
     return tuple(e for e in events if isinstance(e, AddSource))
 
 
 def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
-    """Return lost sources. They are never dropped, since an inactive source does not show the
-    reason.
-    """
+    """Return lost sources; they are never dropped, because a state shows the reason only there."""
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
 def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return events in the order of states: added sources, lost sources, and the rest, each in the
-    order they were added.
+    """Return events in the order of a state: added sources, lost sources, the rest.
+
+    Each kind is in the order in which it was added.
     """
     every = tuple(events)
     return (
@@ -87,8 +90,9 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
-    """Return the sources that the plan of a step contains. It must not depend on whether a source
-    that joins later has been added already.
+    """Return the sources that the plan of a step contains.
+
+    It must not depend on whether a source that joins later has been added already.
     """
     n, coming = len(names), {e.name for e in joined(events) if e.at > step}
     while coming and names[n - 1] in coming:
@@ -101,17 +105,18 @@ def skipped(events: Sequence[Event], first: int, stop: int) -> bool:
     return any(e.between(first, stop) for e in events if isinstance(e, Skip))
 
 
-def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
-    """Return a change of mixture with a weight for every existing source, so that it does not name
-    sources added later.
+def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
+    """Return a change of mixture with a weight for every existing source.
+
+    It then does not apply to sources that are added later.
     """
     if all(name in change.weights for name in names):
         return change
     return replace(change, weights={**dict.fromkeys(names, 0.0), **change.weights})
 
 
-def widened(state: StreamState, n: int) -> StreamState:
-    """Return a state with room for sources that were added later: at their start, nothing owed."""
+def with_added_sources(state: StreamState, n: int) -> StreamState:
+    """Return a state with entries for sources added later: at their start, nothing owed."""
     more = n - len(state.owed)
     if more <= 0:
         return state
@@ -129,8 +134,9 @@ def widened(state: StreamState, n: int) -> StreamState:
 
 
 class EventLog:
-    """Recent events. States of steps planned before an event do not contain it, since prefetch runs
-    ahead of events.
+    """Recent events.
+
+    Prefetch runs ahead of events, so states of steps that are planned already do not contain them.
     """
 
     def __init__(self, lag: int):
@@ -141,14 +147,16 @@ class EventLog:
         self._many = 64  # number of reports at which old ones are dropped
 
     def add(self, event: Event, first: int) -> None:
-        """Add an event. ``first``: the lowest step of any client's state; earlier events are in
-        every state.
+        """Add an event.
+
+        ``first``: the lowest step of any client's state; earlier events are in every state.
         """
         self._events = (*(e for e in self._events if last_step(e) >= first), event)
 
     def report(self, report: Report, first: int) -> None:
-        """Add a report that came in time. Late reports are left out, or a resumed run would use
-        what this run did not.
+        """Add a report that came in time.
+
+        Late reports are left out, or a resumed run would use what this run did not.
         """
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:
@@ -158,12 +166,14 @@ class EventLog:
             self._many = 64 + 2 * len(self._reports)
 
     def expect(self, report: Report) -> None:
-        """Add a report that is in time whenever the planner receives it. It may take long to
-        arrive. A state saved meanwhile must contain it, since trainers do not repeat it.
+        """Add a report that is in time whenever the planner receives it.
+
+        It may take long to arrive. A state saved meanwhile must contain it, since trainers do not
+        repeat it.
         """
         self._unheard[report.step, report.rank] = report
 
-    def heard(self, report: Report) -> None:
+    def received(self, report: Report) -> None:
         """Remove an expected report: the planner has received it and decided on it."""
         # otherwise the rank has sent another report since
         if self._unheard.get((report.step, report.rank)) is report:
@@ -172,9 +182,10 @@ class EventLog:
     def completed(
         self, state: StreamState, names: Sequence[str], *, ahead: bool = False
     ) -> StreamState:
-        """Return a state of these sources with all events since its step was planned. ``ahead``:
-        also with reports of later steps, for trainers that keep their position and do not repeat
-        them.
+        """Return a state of these sources with all events since its step was planned.
+
+        ``ahead``: also with reports of later steps, for trainers that keep their position and do
+        not repeat them.
         """
         late, held = list[Event](), list(state.events)
         # equal events may occur twice; a state from another process has copies
@@ -201,4 +212,4 @@ class EventLog:
         events = in_order(
             (*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names))
         )
-        return replace(widened(state, len(names)), events=events, reports=tuple(reports))
+        return replace(with_added_sources(state, len(names)), events=events, reports=tuple(reports))

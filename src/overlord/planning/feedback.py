@@ -17,16 +17,19 @@ COUNTS = ("received", "used", "late")
 
 
 def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Return whether no plan that uses the report can exist yet. The rank that sends it has not
-    taken ``next_step``, and planning is at most ``prefetch`` steps ahead of that rank.
+    """Return whether no plan that uses the report can exist yet.
+
+    The rank that sends it has not taken ``next_step``, and planning is at most ``prefetch`` steps
+    ahead of that rank.
     """
     return report.step + lag >= next_step + prefetch
 
 
 def reduced(reports: Iterable[Report]) -> dict[str, float]:
-    """Return one value for every metric of a step: the mean over the ranks that gave it. It is
-    weighted by ``tokens/<source>`` if all gave those; token counts themselves are summed. Sums are
-    exactly rounded, so the order of the ranks does not matter.
+    """Return one value for every metric of a step: the mean over the ranks that gave it.
+
+    It is weighted by ``tokens/<source>`` if all gave those; token counts themselves are summed.
+    Sums are exactly rounded, so the order of the ranks does not matter.
     """
     ranks = list(reports)
     names = sorted({name for r in ranks for name in r.metrics})
@@ -47,7 +50,7 @@ def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
 
 
 class Feedback:
-    """Reports until the plans that use them."""
+    """Stores reports until the plans that use them."""
 
     def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
         self._lag, self.takes, self._floor = lag, takes, floor
@@ -57,8 +60,9 @@ class Feedback:
             self._steps.setdefault(report.step, {})[report.rank] = report
 
     def in_time(self, report: Report, planned: int) -> bool:
-        """Return whether the plan that uses a report is still to come. ``planned``: the last step
-        with known weights.
+        """Return whether the plan that uses a report is still to come.
+
+        ``planned``: the last step with known weights.
         """
         return self.takes and report.step + self._lag > planned
 
@@ -84,7 +88,7 @@ class Feedback:
         return reduced(reports[rank] for rank in sorted(reports))
 
     def adopt(self, before: Feedback) -> None:
-        """Continue the counts of the planner before."""
+        """Continue the counts of the previous planner."""
         self._counts = Counter({name: n for name, n in before.counts().items() if name in COUNTS})
 
     def pending(self) -> tuple[Report, ...]:

@@ -26,8 +26,9 @@ PI = 4 * (4 * _arctan_of_one_over(5) - _arctan_of_one_over(239)) >> 16
 
 
 def exp_down(x: float) -> float:
-    """Return ``exp(x)`` for x of at most 0, exact to 2^-70. Smaller values are 0, which no weight
-    in units of 2^-40 can show.
+    """Return ``exp(x)`` for x of at most 0, exact to 2^-70.
+
+    Smaller values are 0, which no weight in units of 2^-40 can show.
     """
     assert x <= 0, "softmax and powers are taken relative to their largest term"
     if x < -64:
@@ -37,8 +38,9 @@ def exp_down(x: float) -> float:
 
 
 def _exp_down(y: int) -> int:
-    """Return ``exp(-y)``: halvings by ln 2, then the series at a sixteenth of the rest, squared
-    four times.
+    """Return ``exp(-y)``: halvings by ln 2, then a series for a sixteenth of the rest.
+
+    The series is squared four times.
     """
     halvings, rest = divmod(y, LN2)
     z = rest >> 4
@@ -68,8 +70,9 @@ def log(x: float) -> int:
 
 
 def power_below_one(log_ratio: int, exponent: float) -> float:
-    """Return ``ratio ** exponent`` for a ratio of at most 1, given by its logarithm, and an
-    exponent of at least 0.
+    """Return ``ratio ** exponent`` for a ratio of at most 1, given by its logarithm.
+
+    The exponent is at least 0.
     """
     assert log_ratio <= 0 <= exponent
     n, d = exponent.as_integer_ratio()

@@ -1,5 +1,6 @@
-"""Samples that the planner has pulled from the streams and not drawn: passed over by look-ahead, or
-left for a later step.
+"""Samples that the planner has pulled from the streams and not drawn yet.
+
+Look-ahead has passed them over, or a step has left them for a later one.
 
 Streams are read front to back whatever a strategy chooses, so loaders and merging do not depend on
 this module. A step *pulls* prefixes of the streams and *takes* some of the samples. The rest stays
@@ -25,11 +26,11 @@ PENDING = -1  # number of a payload row that no step has popped yet
 
 @dataclass(slots=True, eq=False)
 class _PulledSamples:
-    """One source: pieces of its stream from the first sample left to the last one pulled."""
+    """The samples of one source from the first one left to the last one pulled."""
 
     pieces: list[StreamPiece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    # of the payload's row, as the last planned step left it
+    # payload row of each sample, as the last planned step left it
     number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -38,11 +39,12 @@ class _PulledSamples:
 
 
 class LookAheadPool:
-    """The records of all sources, and the numbers of the payload rows that are held for them."""
+    """The pulled samples of all sources, and the numbers of the payload rows held for them."""
 
     def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
-        """Start empty. ``ages``: of samples that a saved state had pulled; ``restore`` pulls
-        them again.
+        """Start empty.
+
+        ``ages``: of samples that a saved state had pulled; ``restore`` pulls them again.
         """
         self._records = [_PulledSamples() for _ in range(n_sources)]
         self._open = [0] * n_sources
@@ -50,12 +52,12 @@ class LookAheadPool:
         self.held = 0  # payload rows held since the last planned step
 
     def grow(self) -> None:
-        """Make room for one more source."""
+        """Add an entry for one more source."""
         self._records.append(_PulledSamples())
         self._open.append(0)
 
     def open(self, i: int) -> int:
-        """Return how many samples of the source can be drawn from the pool."""
+        """Return the number of samples of a source that can be drawn from the pool."""
         return self._open[i]
 
     def fronts(self, streams: Sequence[SourceStream]) -> list[ExtendedFront]:
@@ -65,8 +67,9 @@ class LookAheadPool:
     def restore(
         self, streams: Sequence[SourceStream], first_loader: np.ndarray, ledger: Ledger
     ) -> dict[int, int]:
-        """Pull the samples again that a saved state or a restarted source had pulled. Return
-        source -> samples its stream must have first; empty: done.
+        """Pull the samples again that a saved state or a restarted source had pulled.
+
+        Return source -> samples its stream must have first; empty: done.
         """
         if need := _short(streams, {i: len(ages) for i, ages in self._replay.items()}):
             return need
@@ -85,8 +88,9 @@ class LookAheadPool:
         first_loader: np.ndarray,
         ledger: Ledger,
     ) -> dict[int, int]:
-        """Hold ``counts[i]`` samples of each source, pulled from the streams. Return source ->
-        samples its stream must have first; empty: done.
+        """Hold ``counts[i]`` samples of each source, pulled from the streams.
+
+        Return source -> samples its stream must have first; empty: done.
         """
         more = {i: n - self._open[i] for i, n in enumerate(counts) if n > self._open[i]}
         if need := _short(streams, more):
@@ -116,8 +120,9 @@ class LookAheadPool:
         self._open[i] = record.open()
 
     def restart(self, i: int) -> bool:
-        """Release the samples of a source that is read again; ``restore`` pulls them again. Return
-        whether loaders held payload of them.
+        """Release the samples of a source that is read again; ``restore`` pulls them again.
+
+        Return whether loaders held payload of them.
         """
         ages, held = self._release(i)
         if len(ages):
@@ -130,7 +135,7 @@ class LookAheadPool:
         return self._release(i)[1] > 0
 
     def _release(self, i: int) -> tuple[np.ndarray, int]:
-        """Return the ages of the source's samples, and how many of its payload rows were held."""
+        """Remove a source's samples; return their ages, and the number of held payload rows."""
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
@@ -141,8 +146,9 @@ class LookAheadPool:
         return record.age, len(held)
 
     def number(self, n_loaders: int) -> np.ndarray:
-        """Number the rows pulled since the last planned step: after the held ones, loader by
-        loader. Return pops by loader.
+        """Number the rows pulled since the last planned step, and return the pops by loader.
+
+        Numbers follow those of the held rows, loader by loader.
         """
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
         loader = (
@@ -182,9 +188,10 @@ class LookAheadPool:
     def settle(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """Close a step: ``taken[j]`` says whether candidate j was drawn. Candidates before the last
-        drawn one become a step older; with ``left`` all others do. Move the cursors, and return the
-        payload rows that stay held, in order.
+        """Close a step: age the candidates that were left, and move the cursors.
+
+        ``taken[j]``: whether candidate j was drawn. Candidates before the last drawn one become a
+        step older; with ``left`` all others do. Return the payload rows that stay held, in order.
         """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
@@ -235,7 +242,7 @@ class LookAheadPool:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """Return what a state keeps: for each source one age per pulled sample after its cursor."""
+        """Return one age per pulled sample after the cursor of each source, for a state."""
         return tuple(r.age.copy() for r in self._records)
 
 
@@ -245,14 +252,14 @@ class Candidates:
 
     sources: tuple[int, ...]
     pieces: tuple[tuple[int, StreamPiece], ...]  # (source, piece)
-    rows: np.ndarray  # of the joined pieces
+    rows: np.ndarray  # rows of the joined pieces
     age: np.ndarray
-    number: np.ndarray  # of the payload's row
+    number: np.ndarray  # payload row of each candidate
     first: np.ndarray  # row at which each source begins
 
 
 class ExtendedFront:
-    """The front of a stream with the samples of the pool before it, as the draw sees it."""
+    """The front of a stream with the samples of the pool before it, as input of the draw."""
 
     def __init__(self, stream: SourceStream, more: int):
         self._stream, self._more = stream, more
@@ -266,7 +273,7 @@ class ExtendedFront:
         return self._stream.ended
 
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        raise AssertionError("look-ahead and deferring go with batches in samples")
+        raise AssertionError("look-ahead and deferring need batches in samples")
 
 
 def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[int, int]:

@@ -11,24 +11,24 @@ from dataclasses import replace
 
 from overlord.errors import StorageError
 from overlord.messages.control import SourceLost, StreamState
-from overlord.planning.events import in_order, lost, widened
+from overlord.planning.events import in_order, lost, with_added_sources
 from overlord.planning.spec import SourceSpec
 
 
 class LostSources:
-    """Decides whether a source leaves the job, and restarts a step that began with it.
+    """Decides whether a source leaves the job, and restarts a step that has begun with it.
 
-    It keeps the state before the current step began: a step begins with the first draw that charges
-    the accounts and gives no sample.
+    A step begins with the first draw that charges the accounts and gives no sample. The state
+    before that draw is kept.
     """
 
     def __init__(self, floor: int):
-        """Keep steps before ``floor`` as they are: they were planned before."""
+        """Protect steps before ``floor``: they were planned before, with their sources."""
         self._floor = floor
         self._before: StreamState | None = None
 
     def begin(self, state: StreamState) -> None:
-        """Keep ``state`` as the one before its step, unless the step has begun already."""
+        """Record ``state`` as the state before its step, unless the step has begun already."""
         if not self.has_begun(state.step):
             self._before = state
 
@@ -71,22 +71,26 @@ class LostSources:
         ]
 
     def apply(self, event: SourceLost, state: StreamState) -> StreamState:
-        """Return the state with the event in its log. A step that has begun begins again, without
-        the source, as it does when it is planned again later.
+        """Return the state with the event in its log.
+
+        A step that has begun begins again, without the source, as it does when it is planned again
+        later.
         """
         if self.has_begun(state.step) and event.at == state.step:
             assert self._before is not None
             # events that came since the step began stay in the log, and so do sources they added
             before = replace(self._before, events=state.events)
-            state, self._before = widened(before, len(state.active)), None
+            state, self._before = with_added_sources(before, len(state.active)), None
         return replace(state, events=in_order((*state.events, event)))
 
 
 def without_lost(
     state: StreamState, sources: Sequence[SourceSpec]
 ) -> tuple[StreamState, tuple[int, ...]]:
-    """Return the state with lost sources inactive from their step on, and the numbers of those that
-    were active until now. Samples that were pulled and not drawn are dropped.
+    """Return the state without lost sources, and the numbers of those that were active until now.
+
+    A lost source is inactive from its step on. Its samples that were pulled and not drawn are
+    dropped.
     """
     gone = {event.name for event in lost(state.events) if event.at <= state.step}
     leaving = tuple(i for i, s in enumerate(sources) if s.name in gone and state.active[i])

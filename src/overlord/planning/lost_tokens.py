@@ -1,6 +1,4 @@
-"""Warnings for sources that lose more than a small share of their tokens to ``Job.on_long``, one
-for each source. Pure.
-"""
+"""Warn of sources that lose more than a small share of their tokens to ``Job.on_long``. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +10,18 @@ SHARE = 0.01  # of a source's tokens so far, delivered and lost
 
 
 class TokenLosses:
-    """Finds sources whose losses exceed ``SHARE``. Each source is found once, also when steps are
-    planned again after a fault.
+    """Finds sources whose losses exceed ``SHARE``.
+
+    Each source is found once, also when steps are planned again after a fault.
     """
 
     def __init__(self) -> None:
         self._found: set[int] = set()
 
     def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
-        """Return the numbers of the sources that exceed it now and did not before. ``counts``: of a
-        ``StreamState``.
+        """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
+
+        ``counts``: of a ``StreamState``.
         """
         if (lost := counts.get("lost_tokens")) is None or not lost.any():
             return []

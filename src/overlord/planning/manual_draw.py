@@ -1,6 +1,4 @@
-"""The draw of a buffer made by hand: one step from the front of its candidates, with empty
-accounts.
-"""
+"""Draw one step from the candidates of a hand-made buffer, with empty accounts."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ class _Candidates:
 def draw_by_hand(
     buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
 ) -> Buffer:
-    """Return the candidates of step ``buffer.step``, drawn with empty accounts by the exact rule of
-    docs/stream.md.
+    """Return the candidates of step ``buffer.step``, drawn with empty accounts.
+
+    The rule is the exact one of docs/stream.md.
     """
     if (
         not isinstance(look_ahead, int)
@@ -48,10 +47,12 @@ def draw_by_hand(
         )
     if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):
         raise PlanError(f"mix: {problem}", buffer.step)
-    said = schedule(buffer.step, {}) if callable(schedule) else schedule
-    weights = by_source(said, buffer.names)
+    scheduled = schedule(buffer.step, {}) if callable(schedule) else schedule
+    weights = by_source(scheduled, buffer.names)
     if draw == "random" and buffer.batch.tokens is not None:
-        raise PlanError('draw="random" goes with a batch in samples', buffer.step)
+        raise PlanError(
+            'draw="random": expected a batch in samples, got one in tokens', buffer.step
+        )
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     rows = [np.flatnonzero(buffer.source == i) for i in range(len(buffer.names))]

@@ -1,5 +1,4 @@
-"""The weights in force, step by step: from the schedule, the trainers' reports and the user's
-changes.
+"""The weights in force at each step, from the schedule, trainers' reports and user's changes.
 
 The schedule is called once for every planned step, in step order, whether or not its weights are
 used. Its learning must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked
@@ -18,7 +17,7 @@ from overlord.errors import JobError, PlanError
 from overlord.messages.control import AddSource, Report, StreamState
 from overlord.planning.events import Event, joined, latest, skipped
 from overlord.planning.feedback import Feedback
-from overlord.planning.schedule import Weights, by_source, plain
+from overlord.planning.schedule import Weights, as_float, by_source
 from overlord.planning.schedule.base import follows_from_step, has_state
 
 Schedule = Callable[[int, Mapping[str, float]], Weights]
@@ -43,9 +42,9 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        # the last step the schedule was called for; the first it never was
-        self._asked, self._floor = (state.step - 1, floor)
-        self._said: Weights = ()
+        # the last step with a call of the schedule, and the first step without one
+        self._called, self._floor = (state.step - 1, floor)
+        self._scheduled: Weights = ()
         # cache of weights from fixed numbers, which seldom change
         self._known: tuple[Any, tuple[str, ...], list[float]] | None = None
         self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
@@ -57,16 +56,17 @@ class Mixture:
         return self._lag
 
     def report(self, report: Report) -> None:
-        self.feedback.add(report, max(self._asked, self._floor - 1))
+        self.feedback.add(report, max(self._called, self._floor - 1))
 
     def in_time(self, report: Report) -> bool:
-        return self.feedback.in_time(report, max(self._asked, self._floor - 1))
+        return self.feedback.in_time(report, max(self._called, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
-        """Update the weights for the state's step. ``own``: every source's own weight, in source
-        order.
+        """Update the weights for the state's step.
+
+        ``own``: every source's own weight, in source order.
         """
-        self._ask(state)
+        self._call_schedule(state)
         if self._every != "epoch":
             self.weights = self._weigh(state, own)
             return replace(state, mix_step=state.step)
@@ -83,16 +83,16 @@ class Mixture:
             state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch
         )
 
-    def _ask(self, state: StreamState) -> None:
-        if self._asked == state.step:
+    def _call_schedule(self, state: StreamState) -> None:
+        if self._called == state.step:
             return
         feedback = (
             self.feedback.use(state.step, skipped(state.events, state.step - self.lag, state.step))
             if self.feedback.takes
             else {}
         )
-        self._asked = state.step
-        self._said = (
+        self._called = state.step
+        self._scheduled = (
             self._schedule
             if isinstance(self._schedule, Mapping)
             else self._schedule(state.step, feedback)
@@ -100,7 +100,7 @@ class Mixture:
 
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
         change = latest(state.events, -1, state.step)
-        given = change[0].weights if change else self._said
+        given = change[0].weights if change else self._scheduled
         here = tuple(e.name for e in joined(state.events) if e.at <= state.step)
         if (
             self._known is not None
@@ -110,7 +110,7 @@ class Mixture:
         ):
             return self._known[2]
         try:
-            weights = beside(
+            weights = weights_of_all(
                 given,
                 own,
                 joined(state.events),
@@ -125,9 +125,9 @@ class Mixture:
     def foreseen(
         self, state: StreamState, step: int, own: Mapping[str, float]
     ) -> list[float] | None:
-        """Return the weights of a later step if they follow from its number and from events; else
-        None. A user's schedule is called once for every step, in order, so it is not called in
-        advance.
+        """Return the weights of a later step if its number and the events determine them, or None.
+
+        A user's schedule is called once for every step, in order, so it is not called in advance.
         """
         change = latest(state.events, -1, step)
         if not change and (
@@ -142,31 +142,33 @@ class Mixture:
                 if isinstance(self._schedule, Mapping)
                 else self._schedule(step, {})
             )
-            return beside(
+            return weights_of_all(
                 given, own, joined(state.events), step, as_shares=not change and not self._fixed
             )
-        except JobError:  # the error is raised when the step comes
+        except JobError:  # the error is raised when the step is planned
             return None
 
     def _lowest_epoch(self, state: StreamState) -> int:
-        """Return the lowest epoch of active sources with a weight. An inactive source would keep it
-        low for ever.
+        """Return the lowest epoch of active sources with a weight.
+
+        An inactive source would keep it low for ever.
         """
         rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
-    def widen(self, n: int) -> None:
-        """Make room for added sources: they have no weight until the next step."""
+    def grow(self, n: int) -> None:
+        """Add entries for sources that join: they have no weight until the next step."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields of a StreamState that it owns, after a planned step."""
+        """Return the fields of a StreamState that the mixture determines, after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
         return {"weights": weights, "schedule": self._learned(), "reports": self.feedback.pending()}
 
     def _learned(self) -> dict[str, Any] | None:
-        """Return the schedule's state in its JSON form, so that it is the same whether it was saved
-        meanwhile or not.
+        """Return the schedule's state in its JSON form.
+
+        It is then the same whether the state was saved meanwhile or not.
         """
         if not self._stateful:
             return None
@@ -176,22 +178,23 @@ class Mixture:
         except (TypeError, ValueError) as e:
             what = f"the schedule's state_dict() is not plain JSON: {e}"
             raise PlanError(
-                what, self._asked, "it must hold numbers, text, lists and dicts"
+                what, self._called, "it must hold numbers, text, lists and dicts"
             ) from None
         return made or None
 
 
-def beside(
+def weights_of_all(
     given: Weights,
     own: Mapping[str, float],
     added: Sequence[AddSource],
     step: int,
     as_shares: bool = False,
 ) -> list[float]:
-    """Return one weight for every source. A source added in mid-run has weight 0 before its step.
-    From then on it has the weight of the mixture, or its own weight if the mixture does not name
-    it. ``as_shares``: a schedule's numbers have a scale of their own that may change from step to
-    step. So the source's share among the sources' own weights counts.
+    """Return one weight for every source, including those added in mid-run.
+
+    An added source has weight 0 before its step. From then on it has the weight of the mixture, or
+    its own weight if the mixture does not name it. ``as_shares``: the scale of a schedule's numbers
+    may change from step to step. So the source gets its share among the sources' own weights.
     """
     names = tuple(own)
     if not added:
@@ -205,7 +208,7 @@ def beside(
         new = {e.name: own[e.name] for e in added if e.name not in coming}
         first = names[: len(names) - len(added)]
         scale = (
-            _scale([plain(given.get(n, 0.0)) for n in first], [own[n] for n in first])
+            _scale([as_float(given.get(n, 0.0)) for n in first], [own[n] for n in first])
             if as_shares
             else 1.0
         )
@@ -217,11 +220,12 @@ def beside(
 
 
 def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
-    """Return the factor from the sources' own weights to a schedule's. Invalid weights are reported
-    by the check that follows.
+    """Return the factor from the sources' own weights to a schedule's.
+
+    Invalid weights are reported by the check that follows.
     """
-    said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
-    return said / total if said and (total := sum(own)) > 0 else 1.0
+    scheduled = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
+    return scheduled / total if scheduled and (total := sum(own)) > 0 else 1.0
 
 
 def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Planning of one drawn step: its samples, the strategy's plan of them, and what changes. Pure."""
+"""Plan one drawn step: its samples, the strategy's plan, and the accounts after it. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PlacedStep(NamedTuple):
     plan: LoadingPlan
     pops: np.ndarray  # samples that leave each loader
     doc: np.ndarray  # number of each sample among the held and popped ones (``PlannedStep.doc``)
-    loader: np.ndarray  # of each sample
-    cursors: np.ndarray  # after the step, by source
+    loader: np.ndarray  # loader of each sample
+    cursors: np.ndarray  # cursors after the step, by source
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held
@@ -69,9 +69,7 @@ def place_drawn(
 def place_chosen(
     context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
 ) -> PlacedStep:
-    """Let the strategy choose among the candidates of the pool, or defer samples that do not
-    fit.
-    """
+    """Let the strategy choose among the pool's candidates, or defer samples that do not fit."""
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
     candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))

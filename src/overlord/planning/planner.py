@@ -1,5 +1,6 @@
-"""The planner core: announcements and demand in, plans out. Pure: no clock, file, thread or
-runtime.
+"""The planner core: announcements and demand in, plans out.
+
+Pure: no clock, file, thread or runtime.
 
 A step is planned when the prefetch window is open and the draw's samples are known. It waits for
 the samples of the draw and for nothing else. Every input that changes the stream is an event with
@@ -41,7 +42,14 @@ from overlord.messages.loader import Announce
 from overlord.planning.buffer import StepContext
 from overlord.planning.demand import LoaderRequests
 from overlord.planning.draw import Drawer, Short
-from overlord.planning.events import joined, lost, said_of_all, skipped, still_in_force, widened
+from overlord.planning.events import (
+    joined,
+    lost,
+    skipped,
+    still_in_force,
+    with_added_sources,
+    with_every_weight,
+)
 from overlord.planning.feedback import Feedback
 from overlord.planning.images.encoder_plans import valid_tokens
 from overlord.planning.look_ahead import LookAheadPool
@@ -54,7 +62,7 @@ from overlord.planning.spec import Ledger, NewSource, PlannerSpec, SourceSpec, i
 from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
-from overlord.user_code import told, where_raised
+from overlord.user_code import describe_error, where_raised
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
 
@@ -70,7 +78,7 @@ class Handover(NamedTuple):
 
 
 class Planner:
-    """``handle(event) -> commands``. One per job."""
+    """The planning core of a job: ``handle(event) -> commands``."""
 
     def __init__(
         self,
@@ -80,9 +88,11 @@ class Planner:
         generation: int = 0,
         floor: int = 0,
     ):
-        """Start from ``state``. ``generation``: the first one of all loaders. ``floor``: the first
-        step that was never planned. Steps before it are planned again; new events cannot change
-        them, so they come out identical.
+        """Start from ``state``.
+
+        ``generation``: the first one of all loaders. ``floor``: the first step that was never
+        planned. Steps before it are planned again; new events cannot change them, so they come out
+        identical.
         """
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
@@ -94,7 +104,7 @@ class Planner:
         self._demand = LoaderRequests(
             [s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of
         )
-        # of each source's loaders; restarting a source adds one
+        # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
         self._drawer = Drawer(
             samples=spec.batch.samples,
@@ -114,8 +124,8 @@ class Planner:
         )
         self._lost = LostSources(floor)
         self._finished: EndOfJob | None = None
-        self._stop: EndOfJob | None = None  # given by a constructor that cannot build its step
-        # found by the planner before this one; later events cannot move it
+        self._stop: EndOfJob | None = None  # end reported by a constructor that cannot build a step
+        # end that the previous planner found; later events cannot move it
         self._ended: EndOfJob | None = None
         self._mixture = Mixture(
             spec.schedule,
@@ -129,9 +139,10 @@ class Planner:
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Replace a planner that was further on, from a state it passed. Take over its ranks and
-        their progress, its lists and counts, and the end it found. Plans and later lists then come
-        out as they did there.
+        """Take over from a planner that was further on than this one's state.
+
+        Its ranks and their progress, its lists and counts, and the end it found are taken over.
+        Plans and later lists then come out as they did there.
         """
         other = before.handover()
         self._stop, self._ended = other.stop, other.ended
@@ -143,7 +154,7 @@ class Planner:
         return self._plan_ahead()
 
     def handover(self) -> Handover:
-        """Return what a planner that replaces this one takes over."""
+        """Return the state that a replacement of this planner takes over."""
         return Handover(
             self._stop, self.ended, self.ledger, self._mixture.feedback, dict(self._consumed)
         )
@@ -201,9 +212,7 @@ class Planner:
         return self.ledger
 
     def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
-        """Return what a standby of a loader needs: the cursor of the plans in its source, its
-        generation, and the last Refill.
-        """
+        """Return the position of a loader for its standby: cursor, generation, last Refill."""
         source = self._demand.source_of[loader]
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
@@ -225,8 +234,9 @@ class Planner:
             )
 
     def shares(self, step: int | None = None) -> np.ndarray:
-        """Return the share of every active source in the step planned last. With ``step``, return
-        the share in that later step as far as it is known.
+        """Return the share of every active source in the step planned last.
+
+        With ``step``, return the share in that later step as far as it is known.
         """
         own = {s.name: s.weight for s in self.spec.sources}
         later = None if step is None else self._mixture.foreseen(self._state, step, own)
@@ -243,11 +253,11 @@ class Planner:
         return list(lacking(self._streams, self._waiting))
 
     def waiting_for(self) -> str:
-        """Return what blocks the next plan, as text."""
+        """Describe what blocks the next plan."""
         return self.status().waiting_for()
 
     def status(self) -> PlannerStatus:
-        """Return what blocks the next plan."""
+        """Return the progress of planning, and the cause that blocks the next plan."""
         full = len(self._outstanding) >= self.spec.prefetch
         slow = min(self._consumed.items(), key=lambda r: r[1]) if self._consumed else None
         return PlannerStatus(
@@ -259,7 +269,7 @@ class Planner:
         )
 
     def check(self) -> None:
-        """Assert the invariants, for tests."""
+        """Assert the invariants of the planner, for tests."""
         for stream in self._streams:
             stream.check()
         check_accounts(self.spec, self._state)
@@ -286,7 +296,7 @@ class Planner:
                 if source not in self._waiting:
                     return commands  # nothing waits for it
                 if not self._satisfied():
-                    return commands + self._nudge(source)
+                    return commands + self._request_more(source)
                 return commands + self._plan_ahead()
             case Consumed(rank=rank, step=step):
                 self._consumed[rank] = max(step, self._consumed.get(rank, -1))
@@ -308,13 +318,13 @@ class Planner:
                 return self._restart(source)
             case SetReadAhead(source=source, steps=steps):
                 self.spec = replace(self.spec, ahead_of={**self.spec.ahead_of, source: steps})
-                self._demand.hold(source, steps)
+                self._demand.set_read_ahead(source, steps)
                 return []
             case Report():
                 self._mixture.report(event)
                 return []
             case DecodeFailures():
-                self.ledger.spoil(event)
+                self.ledger.add_decode_failures(event)
                 return []
             case _:
                 raise TypeError(f"the planner does not know {type(event).__name__}")
@@ -330,11 +340,12 @@ class Planner:
                 raise PlanError("; ".join(problems))
             if names := nothing_to_draw(event.weights, self._state.events, event.at):
                 raise PlanError(
-                    f"all that the mixture weighs, {', '.join(names)}, joins later",
+                    "set_mixture: expected a weight for a source of this step, got weights for "
+                    f"{', '.join(names)}, which join later",
                     event.at,
                     "name a later step",
                 )
-            event = said_of_all(event, self.spec.names)
+            event = with_every_weight(event, self.spec.names)
         if self._ended is None:
             self._state = replace(self._state, events=(*self._state.events, event))
 
@@ -352,18 +363,20 @@ class Planner:
         self.spec = replace(self.spec, sources=(*self.spec.sources, new.source))
         n = len(self.spec.sources)
         others = (e for e in state.events if not isinstance(e, AddSource))
-        self._state = widened(replace(state, events=(*joined(state.events), new.event, *others)), n)
+        self._state = with_added_sources(
+            replace(state, events=(*joined(state.events), new.event, *others)), n
+        )
         self._streams.append(_stream(new.source, Cursor()))
         self._demand.grow(new.source.loaders)
         self._generations.append(0)  # its loaders started before the step of the event was known
         if self._pool is not None:
             self._pool.grow()
-        self._mixture.widen(n)
+        self._mixture.grow(n)
         self._weights = self._mixture.weights
-        self.ledger.widen()
+        self.ledger.grow()
 
     def _lose(self, event: SourceLost) -> None:
-        """Apply an event of the log. This planner requested it, or one that it replaces did."""
+        """Apply a SourceLost event of the log, which this planner or a previous one requested."""
         if event.name not in self.spec.names:
             raise PlanError(
                 f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
@@ -377,8 +390,9 @@ class Planner:
             self._waiting = {}
 
     def _restart(self, i: int) -> list[Command]:
-        """Restart a source with a fresh stream at its cursor, and pull again what was pulled beyond
-        it. Nothing is drawn, listed or counted, so the stream of steps does not change.
+        """Restart a source at its cursor, and pull again the samples that were pulled beyond it.
+
+        Nothing is drawn, listed or counted, so the stream of steps does not change.
         """
         if self._finished:
             return []  # loaders read nothing any more
@@ -393,7 +407,7 @@ class Planner:
             for loader in self._demand.of(i)
         ]
         ahead = self._demand.restarted(i)
-        self._waiting = {}  # the next draw asks again
+        self._waiting = {}  # the next draw requests them again
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]
 
     # planning
@@ -406,7 +420,7 @@ class Planner:
                 planned = self._plan_step()
             # a trainer's loop would take these for the end of the data
             except (StopIteration, SystemExit, GeneratorExit) as error:
-                what = f"the strategy or the schedule raised {told(error)}"
+                what = f"the strategy or the schedule raised {describe_error(error)}"
                 planned = self._finish(
                     PlanError(what, self._state.step, "it must end neither the program nor a loop")
                 )
@@ -430,7 +444,7 @@ class Planner:
         return len(self._outstanding) < self.spec.prefetch
 
     def _satisfied(self) -> bool:
-        """Return whether no stream can give more of what the blocked draw waits for."""
+        """Return whether no stream can give more of the samples that the blocked draw lacks."""
         return all(
             self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
             for i, n in self._waiting.items()
@@ -487,9 +501,9 @@ class Planner:
         return [DropHeldSamples(tuple(self._demand.of(i))) for i in held]
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Request the samples that the draw lacks. The job ends at a stream that broke before them.
+        """Request the samples that the draw lacks, or end the job at a failed stream.
 
-        Of several broken streams the first source's error counts. So all are waited for: the result
+        Of several failed streams the first source's error counts. So all are waited for: the result
         must not depend on the order in which loaders read.
         """
         self._waiting = need
@@ -500,15 +514,15 @@ class Planner:
             if requests := self._lost.requests(self._state, broken, self._weights, sources):
                 return [*requests]
             return self._finish(next(iter(broken.values())))
-        return [command for i in sorted(need) for command in self._nudge(i)]
+        return [command for i in sorted(need) for command in self._request_more(i)]
 
-    def _nudge(self, i: int) -> list[Command]:
+    def _request_more(self, i: int) -> list[Command]:
         """Request samples from the loaders of a source that the blocked draw waits for."""
         stream = self._streams[i]
         missing = self._waiting[i] - stream.ready
         if missing <= 0 or stream.ended or stream.error:
             return []
-        return [*self._demand.nudge(i, missing, stream.behind())]
+        return [*self._demand.request_more(i, missing, stream.behind())]
 
     def _end_here(self, finish: EndOfJob) -> list[Command]:
         self._finished = self._stop = finish
@@ -520,16 +534,17 @@ class Planner:
         self._waiting = {}
         for i, stream in enumerate(self._streams):
             if error is not None and stream.error is error:
-                self.ledger.list_bad(i, stream.rest())
+                self.ledger.list_bad(i, stream.last_failures())
         return [self._finished]
 
     def _list_last_failures(self, active: Sequence[bool]) -> None:
-        """List the failures after the last samples of sources that leave: nothing of these sources
-        is read again, neither now nor after a restart.
+        """List the failures after the last samples of sources that leave.
+
+        Nothing of these sources is read again, neither now nor after a restart.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
-                self.ledger.list_bad(i, self._streams[i].rest())
+                self.ledger.list_bad(i, self._streams[i].last_failures())
 
     def _mix(self) -> None:
         """Update the weights in force."""

@@ -1,5 +1,6 @@
-"""Progress of every rank, and the slowest rank without a search: each of ten thousand ranks needs
-it at every step. Pure.
+"""The progress of every rank, and the slowest rank without a search. Pure.
+
+Each of ten thousand ranks asks for the slowest one at every step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Iterable, Mapping
 
 
 class RankProgress(dict[int, int]):
-    """Rank -> last step it took. Ranks are at few different steps at a time, so the ranks at each
-    step are counted.
+    """A mapping of rank to the last step it took.
+
+    Ranks are at few different steps at a time, so the ranks at each step are counted.
     """
 
     def __init__(self, taken: Mapping[int, int] | Iterable[tuple[int, int]] = ()):
@@ -19,7 +21,7 @@ class RankProgress(dict[int, int]):
 
     @property
     def slowest(self) -> int:
-        """The last step that all ranks have taken; at least one rank must exist."""
+        """The last step that all ranks have taken. At least one rank must exist."""
         return min(self._at)
 
     def __setitem__(self, rank: int, step: int) -> None:

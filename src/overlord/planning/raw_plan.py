@@ -1,6 +1,4 @@
-"""``plan_raw``: a strategy from a function over raw arrays, the lowest level of the planning
-interface.
-"""
+"""``plan_raw``: a strategy from a function over raw arrays."""
 
 from __future__ import annotations
 
@@ -14,15 +12,16 @@ from overlord.batch import Batch
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.graph.dgraph import DGraph
 from overlord.sample import IDS, Buffer, Columns
 from overlord.user_code import checked_function, name_of
 
 
 def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
-    """Make a strategy of a function over raw arrays: ``fn(columns, place, batch, step) ->
-    {"bucket": ..., "microbatch": ...}``.
+    """Make a strategy of a function over raw arrays.
+
+    The function is ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
 
     Use it as ``Job(strategy=ov.plan_raw(fn))``; it is called once per step. ``columns`` has a
     read-only array per column, with one row per drawn sample in the order of the draw. The columns
@@ -36,8 +35,8 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("
     ``cost`` (default: tokens), which only reports use.
 
         def by_row(columns, place, batch, step):
-            return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]),
-            int)}
+            row = columns["row"]
+            return {"bucket": row % place.dp, "microbatch": np.zeros(len(row), int)}
     """
     dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
     return RawPlan(
@@ -70,16 +69,16 @@ class RawPlan:
         )
         if buffer.substep is not None:
             columns["substep"] = buffer.substep
-        said = self._checked(
+        result = self._checked(
             self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis)
         )
-        if "cost" in said:
-            graph = graph.cost(lambda _: said["cost"])
+        if "cost" in result:
+            graph = graph.cost(lambda _: result["cost"])
         graph.check_sizes(buffer.batch.context)
-        microbatches = max(buffer.batch.microbatches, int(said["microbatch"].max(initial=0)) + 1)
-        found = Placement(
-            bucket=said["bucket"],
-            microbatch=said["microbatch"],
+        microbatches = max(buffer.batch.microbatches, int(result["microbatch"].max(initial=0)) + 1)
+        found = ItemPlacement(
+            bucket=result["bucket"],
+            microbatch=result["microbatch"],
             n_microbatches=microbatches,
             way="raw",
         )
@@ -88,18 +87,20 @@ class RawPlan:
             .broadcast_at(*self.broadcast)
             .plan()
         )
-        if "slot" not in said:
+        if "slot" not in result:
             return plan
-        return replace(plan, modules={"backbone": replace(plan.main, slot=said["slot"])}).validate()
+        return replace(
+            plan, modules={"backbone": replace(plan.main, slot=result["slot"])}
+        ).validate()
 
-    def _checked(self, said: Any, buffer: Buffer, n_buckets: int) -> dict[str, np.ndarray]:
+    def _checked(self, result: Any, buffer: Buffer, n_buckets: int) -> dict[str, np.ndarray]:
         known = ("bucket", "microbatch", "slot", "cost")
-        keys = list(said) if isinstance(said, Mapping) else None
+        keys = list(result) if isinstance(result, Mapping) else None
         if keys is None or not {"bucket", "microbatch"} <= set(keys) or not set(keys) <= set(known):
-            found = type(said).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
+            found = type(result).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
             remedy = f"return a mapping with bucket and microbatch; known: {', '.join(known)}"
             raise PlanError(f"{self.__name__} returned {found}", buffer.step, remedy)
-        arrays = {key: np.asarray(said[key]) for key in keys}
+        arrays = {key: np.asarray(result[key]) for key in keys}
         for key, array in arrays.items():
             kinds = "iuf" if key == "cost" else "iu"
             if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
@@ -111,7 +112,11 @@ class RawPlan:
                 )
             top = n_buckets if key == "bucket" else 2**31
             if key != "cost" and len(array) and not 0 <= int(array.min()) <= int(array.max()) < top:
-                raise PlanError(f"{self.__name__}: {key} is outside 0..{top - 1}", buffer.step)
+                raise PlanError(
+                    f"{self.__name__}: expected {key} from 0 to {top - 1}, got "
+                    f"{int(array.min())} to {int(array.max())}",
+                    buffer.step,
+                )
         return {
             key: array.astype(np.float64 if key == "cost" else np.int32)
             for key, array in arrays.items()

@@ -1,6 +1,4 @@
-"""Operations on announced samples: select, concatenate, split at a key, and rank in the order of a
-window. Pure.
-"""
+"""Select, concatenate, split and rank announced samples. Pure."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
 
 
 def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
-    """Return some of the samples and of the quarantined rows. Dropped rows and long documents stay
-    as they are.
+    """Return some of the samples and of the quarantined rows.
+
+    Dropped rows and long documents stay as they are.
     """
     return SampleBlock(
         found.key[rows],
@@ -96,8 +95,9 @@ def last_key(parts: Sequence[SampleBlock]) -> int | None:
 def split(
     parts: list[SampleBlock], bound: int | None
 ) -> tuple[list[SampleBlock], list[SampleBlock]]:
-    """Return the parts before a key, and the rest. Rows of the key itself wait: a row of equal key
-    that precedes them may still be announced.
+    """Return the parts before a key, and the rest.
+
+    Rows of the key itself wait: a row of equal key that precedes them may still be announced.
     """
     if bound is None:
         return parts, []
@@ -132,8 +132,9 @@ def rank_of_bad(found: SampleBlock) -> np.ndarray:
 
 
 def rank_of_long(found: SampleBlock) -> np.ndarray:
-    """Return the number of samples before each long document. For a truncated document this is the
-    number of its own sample.
+    """Return the number of samples before each long document.
+
+    For a truncated document this is the number of its own sample.
     """
     return (
         NO_ROWS

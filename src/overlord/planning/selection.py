@@ -1,5 +1,6 @@
-"""Choice among look-ahead candidates: which of a source's first ``look_ahead * n`` samples are its
-n of this step.
+"""Choose the samples of a step among look-ahead candidates.
+
+The n samples of a source are among its first ``look_ahead * n``.
 
 The draw determines how many samples each source gives. A score for each candidate may determine
 which ones. Candidates passed over for ``max_age`` steps come first, then the lowest scores, ties in
@@ -20,7 +21,7 @@ from overlord.hashing import key64, keyed_hash
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
-from overlord.planning.cost import CostFn, asked
+from overlord.planning.cost import CostFn, checked_costs
 from overlord.planning.draw import step_positions
 from overlord.sample import Buffer
 from overlord.user_code import cannot_take
@@ -65,7 +66,7 @@ def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
 
 
 def overdue(candidates: Buffer) -> np.ndarray:
-    """Return which candidates have reached ``max_age``."""
+    """Return a mask of the candidates that have reached ``max_age``."""
     return (
         np.zeros(len(candidates), bool)
         if candidates.age is None
@@ -92,8 +93,9 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
 
 
 def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first. The
-    others wait for a later step.
+    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first.
+
+    The others wait for a later step.
 
     Packing is best fit, the last resort of every balance method. So everything that fits here fits
     there without more microbatches.
@@ -112,20 +114,21 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 
 
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
-    """Return the buffer row of each sample of a plan. Raise for a plan with a sample of its own, or
-    with one twice.
+    """Return the buffer row of each sample of a plan.
+
+    Raise for a plan with a sample of its own, or with one twice.
     """
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
     else:
-        there, asked = _hashes(buffer), _hashes(plan)
+        there, planned = _hashes(buffer), _hashes(plan)
         order = np.argsort(there, kind="stable")
         rows = (
-            order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))]
+            order[np.minimum(np.searchsorted(there[order], planned), max(0, len(order) - 1))]
             if len(order)
             else np.zeros(0, np.int64)
         )
-        known = len(rows) == len(asked) and all(
+        known = len(rows) == len(planned) and all(
             np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY
         )
         known = known and len(np.unique(rows)) == len(rows)
@@ -144,8 +147,9 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 
 
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
-    """Raise unless a plan's rows are a complete choice in the order of the step. With
-    ``left_allowed`` some may be missing, but not all.
+    """Raise unless a plan's rows are a complete choice in the order of the step.
+
+    With ``left_allowed`` some may be missing, but not all.
     """
     if not buffer.wanted:
         if (
@@ -164,8 +168,8 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
     if not np.array_equal(counts, wanted):
         i = int(np.flatnonzero(counts != wanted)[0])
         raise PlanError(
-            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw "
-            f"wants {wanted[i]}",
+            f"strategy: expected {wanted[i]} samples of {buffer.names[i]!r}, as drawn, got "
+            f"{counts[i]}",
             buffer.step,
             "call .mix()",
         )
@@ -182,24 +186,23 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
 
 
 def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
-    """Return the number of overdue samples that cannot be taken, since the draw wants fewer of
-    their source.
-    """
+    """Return the number of overdue samples that exceed the draw of their source."""
     late = np.bincount(buffer.source[overdue(buffer)], minlength=len(wanted))
     return int(np.maximum(late - wanted, 0).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLong:
-    """Hold back samples that cost more than a rank's whole share until several can share a step. A
-    step with one such sample is as slow as the sample, so several in one step cost as much as one.
-    They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
+    """Score candidates so that very expensive samples wait until several can share a step.
+
+    A step with one such sample is as slow as the sample, so several in one step cost as much as
+    one. They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
     """
 
     cost: CostFn | str
 
     def __call__(self, candidates: Buffer, place: Mesh) -> np.ndarray:
-        cost = asked(self.cost, candidates.meta, len(candidates))
+        cost = checked_costs(self.cost, candidates.meta, len(candidates))
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
         share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
         long, late = cost > share, overdue(candidates)

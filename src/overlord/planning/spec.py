@@ -1,4 +1,4 @@
-"""The planner's view of the job, and its records: running counts and quarantined rows."""
+"""The job from the planner's view, and its records: running counts and quarantined rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT_MIX = 64  # steps whose target and actual mixture are kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """The planner's view of a source."""
+    """The fields of a source that the planner needs."""
 
     name: str
     n_groups: int
@@ -41,7 +41,7 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSpec:
-    """The job as the planner sees it."""
+    """The fields of a job that the planner needs."""
 
     sources: tuple[SourceSpec, ...]
     batch: Batch
@@ -57,7 +57,7 @@ class PlannerSpec:
     prefetch: int = 4
     # number of steps for which loaders hold samples beyond the step being drawn
     read_ahead: int = 2
-    # the same for sources whose reads are slow now and then
+    # steps to read ahead for sources whose reads are sometimes slow
     ahead_of: Mapping[int, int] = field(default_factory=dict)
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
@@ -73,8 +73,9 @@ class PlannerSpec:
         return tuple(s.name for s in self.sources)
 
     def ends_at(self, step: int) -> bool:
-        """Return whether the job has no step of this number. A state may be past the end of a job
-        that was shortened.
+        """Return whether the job has no step of this number.
+
+        A state may be past the end of a job that was shortened.
         """
         return isinstance(self.until, int) and step >= self.until
 
@@ -86,9 +87,7 @@ class PlannerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A row without a sample, or a sample with an image that could not be decoded, and the
-    reason.
-    """
+    """A row without a sample, or a sample with a broken image, and the reason."""
 
     source: int
     epoch: int
@@ -100,7 +99,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSource:
-    """A source that joins: the event of the log, and the planner's view of the source."""
+    """A source that joins: the event of the log, and the source's fields for the planner."""
 
     event: AddSource
     source: SourceSpec
@@ -122,8 +121,9 @@ PASSED = ("dropped", "long", "lost_tokens")
 
 
 class Ledger:
-    """Running counts per source, the last mixtures and the failed rows. The counts are in the
-    state, so that they survive a restart.
+    """Running counts per source, the last mixtures and the failed rows.
+
+    The counts are in the state, so that they survive a restart.
     """
 
     def __init__(self, state: StreamState, n_sources: int):
@@ -132,14 +132,14 @@ class Ledger:
         )
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        # with the step; they arrive late, so no state counts them
+        # decode failures with their step; they arrive late, so no state counts them
         self.spoiled: dict[tuple[int, Quarantined], None] = {}
         self.listed = int(self.quarantined.sum())  # total number of rows up to the last one listed
         # counts of streams start at 0
         self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
-    def widen(self) -> None:
-        """Make room for one more source."""
+    def grow(self) -> None:
+        """Add an entry for one more source."""
         for name in COUNTS:
             setattr(self, name, np.append(getattr(self, name), 0))
         self._before = np.append(self._before, np.zeros((1, len(PASSED)), np.int64), axis=0)
@@ -157,17 +157,20 @@ class Ledger:
             self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
 
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
-        """List failed rows, in the order of planning. When steps are planned again, the same rows
-        come again and are not listed twice.
+        """List failed rows, in the order of planning.
+
+        When steps are planned again, the same rows come again and are not listed twice.
         """
         known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
         self.quarantined[i] += len(rows)
         self.listed = max(self.listed, int(self.quarantined.sum()))
 
-    def spoil(self, event: DecodeFailures) -> None:
-        """Record samples that were delivered with a missing image. They never count for
-        ``max_bad``: the time of building must not decide where the stream ends.
+    def add_decode_failures(self, event: DecodeFailures) -> None:
+        """Record samples that were delivered with a missing image.
+
+        They never count for ``max_bad``: the time of building must not decide where the stream
+        ends.
         """
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
@@ -178,15 +181,14 @@ class Ledger:
             del self.spoiled[next(iter(self.spoiled))]
 
     def adopt(self, before: Ledger) -> None:
-        """Take over the lists of a ledger that was further on, so that its rows are not listed
-        again.
-        """
+        """Take over the lists of a ledger that was further on, so that no row is listed twice."""
         self.quarantine, self.listed = before.quarantine, before.listed
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
-        """Return all listed rows. Decode failures come last and sorted, since constructors send
-        them in any order.
+        """Return all listed rows.
+
+        Decode failures come last and sorted, since constructors send them in any order.
         """
         late = sorted(
             self.spoiled,
@@ -204,12 +206,13 @@ class Ledger:
 
     def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
         """Exclude the counts of a source's stream so far: they were counted before the restart.
+
         ``sign=-1``: include them, since a new stream replaces this one and counts from 0.
         """
         self._before[i] -= sign * np.array(passed, np.int64)
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
-        """Update the counts of ``PASSED`` from the stream of every source."""
+        """Update the counts of ``PASSED`` from the streams of all sources."""
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
         )

@@ -1,5 +1,6 @@
-"""Events and reports as the plain JSON of a saved state. A state holds names and numbers only:
-nothing in it is ever executed.
+"""Events and reports as the plain JSON of a saved state.
+
+A state holds names and numbers only: nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
 
 
 def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the parts of a fingerprint, with values that most sources share stored once. Hundreds
-    of sources mostly differ in their files alone.
+    """Return the parts of a fingerprint, with values that most sources share stored once.
+
+    Hundreds of sources mostly differ in their files alone.
     """
     out = dict(parts)
     for part in EACH:

@@ -29,7 +29,7 @@ class PlannerStatus:
     prefetch: int
 
     def waiting_for(self) -> str:
-        """Return a human-readable text."""
+        """Describe what blocks the next plan."""
         if self.finished:
             return f"nothing: the job ends before step {self.finished.step}"
         if self.lacking:
@@ -57,8 +57,9 @@ def lacking(streams: Sequence[SourceStream], waiting: Mapping[int, int]) -> dict
 def ready_buffer(
     streams: Sequence[SourceStream], pool: LookAheadPool | None, context: StepContext
 ) -> Buffer:
-    """Return all samples that are ready and not drawn, source by source in stream order. They are
-    candidates for experiments, never for a plan.
+    """Return all samples that are ready and not drawn, source by source in stream order.
+
+    They are candidates for experiments, never for a plan.
     """
     spec, state, weights = context
     opened = [0 if pool is None else pool.open(i) for i in range(len(streams))]
@@ -79,8 +80,9 @@ def ready_buffer(
 
 
 def check_accounts(spec: PlannerSpec, state: StreamState) -> None:
-    """Assert that constant weights leave no account a whole sample off. Deferred samples are owed,
-    and weights that change leave more than a sample open.
+    """Assert that constant weights leave no account a whole sample off.
+
+    Deferred samples are owed, and weights that change leave more than a sample open.
     """
     constant = isinstance(spec.schedule, Mapping) and not state.events and spec.overflow == "grow"
     if spec.batch.samples and spec.draw == "exact" and constant and all(state.active):

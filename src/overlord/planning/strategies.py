@@ -17,7 +17,7 @@ from overlord.errors import JobError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.spread import cut_inside
 from overlord.planning.cost import CostFn, fingerprint_of, named, transformer, vit_1b
 from overlord.planning.graph.dgraph import DGraph
@@ -33,16 +33,15 @@ IMAGES = "image_patches"  # metadata column with the number of patches of each i
 
 
 def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Place samples without balancing: sample i goes to rank i mod D. Each rank's samples go in
-    stream order into microbatches of equal counts.
+    """Place samples without balancing: sample i goes to rank i mod D.
+
+    Each rank's samples go in stream order into microbatches of equal counts.
     """
     return _plan(_samples(buffer, place).balance("none"))
 
 
 def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Pack tokens: divide one global stream into microbatches of about equal tokens, and give them
-    to ranks in turn.
-    """
+    """Pack tokens: divide the stream into microbatches of about equal tokens, for ranks in turn."""
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
     sizes = graph.sizes()
@@ -57,7 +56,7 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
         capacity=context,
         by_count=False,
     )
-    found = Placement(
+    found = ItemPlacement(
         bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts"
     )
     return _plan(graph.placed(found, "pack", context))
@@ -69,8 +68,10 @@ def llm_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
 
 
 def look_ahead_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Balance like ``llm_balance``, and hold back samples that cost more than a rank's share until
-    several can share a step. The choice needs ``Job(look_ahead=...)`` above 1.
+    """Balance like ``llm_balance``, and hold back expensive samples until several share a step.
+
+    A sample is held back if it costs more than a rank's share. The choice needs
+    ``Job(look_ahead=...)`` above 1.
     """
     graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
     return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
@@ -105,8 +106,9 @@ def vlm(
     method: str = "greedy",
     objective: str | None = None,
 ) -> Strategy:
-    """Return a strategy for models with an encoder: images are balanced over all ranks, samples
-    over replicas.
+    """Return a strategy for models with an encoder.
+
+    Images are balanced over all ranks, samples over replicas.
 
     ``encoder`` and ``backbone`` are the costs of an image and of a sample, in one unit. ``per``:
     the encoder runs once per step (``"iteration"``: best balance, outputs of the whole step in

@@ -35,7 +35,7 @@ class _ReadyRun:
 
     at: Cursor  # epoch, group, window
     found: SampleBlock
-    loader: np.ndarray | int  # that holds each sample
+    loader: np.ndarray | int  # loader that holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # number of samples of the segment before each quarantined row
     # int64 [n, 3]: file, row and part of each; one array, since steps are joined from hundreds of
@@ -51,7 +51,7 @@ class _ReadyRun:
 
     @property
     def trails(self) -> bool:
-        """Whether rows without a sample may follow its last sample."""
+        """Whether rows without a sample may follow the last sample of the run."""
         return len(self.bad_at) > 0 or (
             len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
         )
@@ -59,7 +59,7 @@ class _ReadyRun:
 
 @dataclass(slots=True, eq=False)
 class _Announced:
-    """The announcements of one loader for the window being merged."""
+    """The announcements of one loader for the current window."""
 
     parts: list[SampleBlock] = field(default_factory=list)
     closed: bool = False
@@ -80,7 +80,7 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
-    """The front of one source: announcements in, samples out. Pure."""
+    """The front of one source's stream: announcements in, samples out. Pure."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SourceStream:
         # rows that filters dropped, in windows that the draw has not passed
         self._drops: deque[tuple[Cursor, int]] = deque()
         self.error: Exception | None = None  # the stream breaks after the ready samples
-        self.dropped = 0  # in windows that the draw has passed
+        self.dropped = 0  # rows that filters dropped, in windows that the draw has passed
         # documents that lost tokens up to the last sample taken, and the number of these tokens
         self.long = self.lost = 0
 
@@ -126,8 +126,10 @@ class SourceStream:
 
     @property
     def passed(self) -> tuple[int, int, int]:
-        """Counts so far: rows that filters dropped, documents that lost tokens to ``on_long``, and
-        these tokens (``spec.PASSED``).
+        """The counts of ``spec.PASSED`` so far.
+
+        They are rows that filters dropped, documents that lost tokens to ``on_long``, and these
+        tokens.
         """
         return self.dropped, self.long, self.lost
 
@@ -155,26 +157,30 @@ class SourceStream:
                 break
         return count, held
 
-    def add(self, news: Announce, ordinal: int) -> None:
+    def add(self, announcement: Announce, ordinal: int) -> None:
         """Add an announcement of the source's loader number ``ordinal``."""
         if self.error is not None or self._exhausted:
             return
-        if news.error is not None:
+        if announcement.error is not None:
             # The stream breaks when it reaches this window, not now: the samples that are final at
             # this moment depend on timing.
-            self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
+            self._failed[ordinal] = (
+                (announcement.epoch, announcement.group, announcement.window),
+                announcement.error,
+            )
             self._advance()
             return
         announced = self._announced.setdefault(
-            (news.epoch, news.group, news.window), [_Announced() for _ in range(self._n_loaders)]
+            (announcement.epoch, announcement.group, announcement.window),
+            [_Announced() for _ in range(self._n_loaders)],
         )
-        if news.found is not None:
-            announced[ordinal].parts.append(news.found)
-        announced[ordinal].closed |= news.closes
-        if news.last:
-            self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = (
-                news.window
-            )
+        if announcement.found is not None:
+            announced[ordinal].parts.append(announcement.found)
+        announced[ordinal].closed |= announcement.closes
+        if announcement.last:
+            self._lasts.setdefault(
+                (announcement.epoch, announcement.group), [None] * self._n_loaders
+            )[ordinal] = announcement.window
         self._advance()
 
     def _advance(self) -> None:
@@ -256,8 +262,9 @@ class SourceStream:
         self._epoch_has_sample |= len(found) > 0
 
     def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
-        """Count consecutive failures, in stream order. Return (samples, failures) up to the end of
-        the job, or None.
+        """Count consecutive failures, in stream order.
+
+        Return (samples, failures) up to the end of the job, or None.
         """
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
@@ -310,9 +317,7 @@ class SourceStream:
         return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
     def behind(self) -> list[int]:
-        """Return the loaders that must announce before more samples become final, including those
-        that failed.
-        """
+        """Return the loaders whose announcements delay the next samples, including failed ones."""
         at = (self._at.epoch, self._at.group, self._at.window)
         announced, lasts = (
             self._announced.get(at),
@@ -356,9 +361,10 @@ class SourceStream:
         return pieces, bad
 
     def _count_long(self, segment: _ReadyRun, start: int, stop: int | None = None) -> None:
-        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment,
-        or up to its end. A truncated document counts with its sample, a dropped one with the next
-        sample. So a restored stream counts each once.
+        """Count the documents that lost tokens from sample ``start`` to ``stop`` of a segment.
+
+        Without ``stop``, count to the end of the segment. A truncated document counts with its
+        sample, a dropped one with the next sample. So a restored stream counts each once.
         """
         if (long := segment.found.long) is None:
             return
@@ -376,10 +382,11 @@ class SourceStream:
             if s.left
         ]
 
-    def rest(self) -> list[BadRow]:
-        """Return the failures after the last sample taken: those at the end of an exhausted source,
-        or those that broke a stream. Called once, at the end. Dropped rows are then counted to the
-        end, and long documents if all samples are taken.
+    def last_failures(self) -> list[BadRow]:
+        """Return the failures after the last sample taken.
+
+        They are at the end of an exhausted source, or have broken the stream. Called once, at the
+        end. Dropped rows are then counted to the end, and long documents if all samples are taken.
         """
         if self.error is None and (self._ready or not self._exhausted):
             return []
@@ -395,11 +402,11 @@ class SourceStream:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
 
 
-def _tokenize(said: str) -> str:
-    """Return a hint if the token ids are missing: most often nothing tokenizes the text."""
+def _tokenize(reason: str) -> str:
+    """Return a hint to tokenize if the token ids are missing, else an empty text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
-        if said.endswith(": tokens is null or missing")
+        if reason.endswith(": tokens is null or missing")
         else ""
     )
 

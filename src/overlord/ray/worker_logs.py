@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overlord.errors import SAID
+from overlord.errors import LAST_OUTPUT
 
 LINES, BYTES = 20, 4096  # of each file, at most
 MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ray itself writes
@@ -58,7 +58,11 @@ class WorkerOutput:
 
         It becomes part of the reason of a death, where ``worn_out`` searches for it.
         """
-        return f"{SAID} is in {' and '.join(self.files)} on node {self.node}" if self.files else ""
+        return (
+            f"{LAST_OUTPUT} is in {' and '.join(self.files)} on node {self.node}"
+            if self.files
+            else ""
+        )
 
 
 def _last_of(path: Path, begun: int) -> list[str]:

@@ -307,7 +307,7 @@ class ClusterRuntime:
             next_step=next_step,
             generation=self._number,
             prefetch=prefetch,
-            beside=self._queues,
+            siblings=self._queues,
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:

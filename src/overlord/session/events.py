@@ -14,10 +14,10 @@ from overlord.errors import DataStall, JobError, JournalError, OverlordError, Pl
 from overlord.job.job import Source
 from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost, StreamState
 from overlord.messages.reports import checked
-from overlord.planning.events import Event, EventLog, said_of_all
+from overlord.planning.events import Event, EventLog, with_every_weight
 from overlord.planning.feedback import promised
 from overlord.planning.lost_tokens import TokenLosses
-from overlord.planning.schedule import plain
+from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
 from overlord.setup.options import Options
@@ -77,11 +77,11 @@ class UserEvents:
                 f"set_mixture: expected a mapping of source name to weight, got {weights!r}"
             )
         [step] = whole_numbers("set_mixture", [] if at is None else [at]) or [None]
-        given = {name: plain(weight) for name, weight in weights.items()}
+        given = {name: as_float(weight) for name, weight in weights.items()}
 
         def send(at: int) -> None:
             names = self._target.generation.prepared.given.names
-            self._send(said_of_all(SetMixture(at, given), names))
+            self._send(with_every_weight(SetMixture(at, given), names))
 
         self._target.refuse_closed()
         return int(self._target.loop.ask(lambda: self._at(step, send), "the planner"))
@@ -269,7 +269,7 @@ class UserEvents:
             events.report(report, self._target.slowest_step())
         if used is not None:
             with self._target.lock:
-                events.heard(report)
+                events.received(report)
 
 
 def whole_numbers(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

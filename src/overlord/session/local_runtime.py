@@ -183,7 +183,7 @@ class LocalRuntime:
         commands = self.planner.handle(new)
         for loader, reader in cores:
             self.loading.open(loader, reader)
-        for hosted in self.loading.hosted.values():
+        for hosted in self.loading.slots.values():
             hosted.loader.set_budget(budget_bytes)
         joined()
         self.run(commands)
@@ -312,15 +312,15 @@ class LocalRuntime:
     def n_processes(self, source: int) -> int:
         """Return 1, this process; loaders with transform workers have one each."""
         mine = [
-            self.loading.hosted[n].reader.stages
+            self.loading.slots[n].reader.stages
             for n in self.loaders_of(source)
-            if n in self.loading.hosted
+            if n in self.loading.slots
         ]
         return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
 
     def free_s(self, source: int) -> float:
         """Return 0 where only user code can take long in this process, else infinity."""
-        hosted = self.loading.hosted.get(self.loaders_of(source)[0])
+        hosted = self.loading.slots.get(self.loaders_of(source)[0])
         transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
         own, heavy = (
             any(t.user_code for t in transforms),
@@ -401,7 +401,7 @@ class LocalRuntime:
 
     @property
     def loaders(self) -> list[Loader]:
-        return [h.loader for h in self.loading.hosted.values()]
+        return [h.loader for h in self.loading.slots.values()]
 
     @property
     def assemblers(self) -> list[Assembler]:

@@ -115,7 +115,7 @@ def _put(uri: str, profile: JobProfile) -> bool:
 
     try:
         remote, path = RemoteStore.of(uri)
-        remote.tally.hasty = True  # a single try: the next refresh writes it again
+        remote.stats.no_wait = True  # a single try: the next refresh writes it again
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, WouldBlock) as error:
         log.warning(

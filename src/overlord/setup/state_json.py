@@ -28,7 +28,7 @@ from overlord.planning.state_json import (
     reports_out,
 )
 from overlord.setup.fingerprint import batch_fields, source_mark
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 STATE_VERSION = 1
 OTHER_VERSION = "resume it with the version of Overlord that saved it"
@@ -172,7 +172,7 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
         if {"mixture", "schedule"} & set(allow):  # another mixture, which starts to learn
             return replace(state, schedule=None)
         raise StateMismatch(
-            {"schedule": ("its saved state", told(e))},
+            {"schedule": ("its saved state", describe_error(e))},
             "pass allow=('schedule',) to start it without its state",
         ) from e
     return state

@@ -32,8 +32,9 @@ class UnsupportedLayout(Exception):
 
 
 class Feed:
-    """File object from which Arrow's decoder reads one message: its metadata, then its body or
-    blank memory.
+    """File object from which Arrow's decoder reads the metadata and the body of one message.
+
+    The body may be blank memory instead.
 
     It must not reference its owner: the garbage collector cannot collect a cycle through C++.
     """
@@ -83,9 +84,7 @@ class Feed:
 
     @contextmanager
     def filled(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Fill these ranges (offset, length) of the blank memory with bytes of the body, for a
-        while.
-        """
+        """Fill ranges (offset, length) of the blank memory with body bytes, inside a context."""
         places = list(places)
         for at, n in places:
             self._pages[at : at + n] = self.fetch(self.body + at, n)
@@ -180,8 +179,9 @@ class Messages:
     def _with_pyarrow(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
     ) -> Iterator[BatchLocation]:
-        """Read all batches from ``start`` on with pyarrow's reader, which decompresses only the
-        requested columns.
+        """Read all batches from ``start`` on with pyarrow.
+
+        It decompresses only the requested columns.
         """
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
@@ -290,8 +290,9 @@ def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
 
 
 def end_offsets(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
-    """Yield the place of the first and last offset of a column and of its nested arrays: (buffer,
-    offset in the buffer, bytes).
+    """Yield the place of the first and last offset of a column and of its nested arrays.
+
+    A place is (buffer, offset in the buffer, bytes).
     """
     kind = array.type
     if pt.is_struct(kind):

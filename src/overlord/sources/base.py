@@ -62,9 +62,7 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
 
 
 def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
-    """Suggest Tokenize if token ids are missing and there is text; otherwise return an empty
-    string.
-    """
+    """Suggest Tokenize if token ids are missing and there is text; otherwise return ""."""
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (
@@ -75,7 +73,7 @@ def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     )
 
 
-class Unreachable(OSError):
+class StorageUnreachable(OSError):
     """Bytes that could not be read, or that differ from the indexed ones.
 
     This is a fault of storage, not of the data: it is never a reason for quarantine.
@@ -94,13 +92,13 @@ def is_storage_fault(error: BaseException) -> bool:
 
     Decoders raise OSError too, but only errors of the operating system have an errno.
     """
-    return isinstance(error, Unreachable) or (
+    return isinstance(error, StorageUnreachable) or (
         isinstance(error, OSError) and error.errno is not None
     )
 
 
-def short_read(missing: int) -> Unreachable:
-    return Unreachable(
+def short_read(missing: int) -> StorageUnreachable:
+    return StorageUnreachable(
         f"a read ended {missing} bytes before the end of the file",
         "check the disk or the mount",
         "short read",
@@ -241,7 +239,7 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 def no_rows_chunk() -> Chunks:
     """Return the chunk of a file without rows.
 
-    It has one unreadable row, so that the file appears in the quarantine.
+    It has one unreadable row, so that the quarantine lists the file.
     """
     return make_chunks([(0, 1, -1, 1, 0)])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from overlord.errors import SourceError, StorageError
 from overlord.sources import clean_tables as cols
-from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
+from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, StorageUnreachable
 from overlord.sources.file_errors import classify, give_up_error, is_disk
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
@@ -89,8 +89,10 @@ class OpenChunkCache:
         self._chunks.clear(lambda key: reader is None or key[0] == reader)
 
     def metrics(self) -> dict[str, int]:
-        """Return counters: ``opens``, ``reopens`` (included in opens), ``reads``, ``evictions``;
-        current ``open`` and ``bytes``.
+        """Return counters of the cache.
+
+        ``opens``, ``reopens`` (included in opens), ``reads`` and ``evictions`` are totals; ``open``
+        and ``bytes`` are current values.
         """
         with self._lock:
             counts = dict(self._counts)
@@ -199,7 +201,7 @@ class ChunkReader:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether reads wait for responses rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a core."""
         return self._files.remote
 
     @property
@@ -210,11 +212,11 @@ class ChunkReader:
     @contextmanager
     def no_wait(self) -> Iterator[None]:
         """Within this context a failing read raises ``WouldBlock`` and is not retried."""
-        self.stats.hasty = True
+        self.stats.no_wait = True
         try:
             yield
         finally:
-            self.stats.hasty = False
+            self.stats.no_wait = False
 
     @property
     def store_metrics(self) -> dict[str, Any] | None:
@@ -223,9 +225,7 @@ class ChunkReader:
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
-        """Return counters of storage problems: retries, errors by kind, seconds waited, reads given
-        up.
-        """
+        """Return counters of storage problems: retries, errors by kind, waits, failed reads."""
         return self.stats.trouble() if self.may_wait else None
 
     @property
@@ -246,10 +246,7 @@ class ChunkReader:
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
     def stalled(self) -> StorageError | None:
-        """Return the error of a read that hangs.
-
-        It makes no progress, and its deadline has passed.
-        """
+        """Return the error of a read that makes no progress and has exceeded its deadline."""
         if (attempt := self.stats.oldest()) is None:
             return None
         if self.stats.clock.now() - attempt.began < TIMEOUTS.slow_s:
@@ -286,7 +283,7 @@ class ChunkReader:
         )
 
     def _error(self, file: File, error: OSError | ValueError) -> SourceError:
-        if isinstance(error, Unreachable):
+        if isinstance(error, StorageUnreachable):
             return StorageError(self.index.source, error.problem, file.path, error.remedy)
         if isinstance(error, BadFile):
             return SourceError(self.index.source, error.problem, file.path, error.remedy)

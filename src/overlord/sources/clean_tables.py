@@ -131,9 +131,7 @@ def too_large(size: int, limit: int) -> str:
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """Copy the rows into their own memory, so that the row group or file they are views of can be
-    freed.
-    """
+    """Copy the rows into their own memory, so that their row group or file can be freed."""
     return (
         pa.table([_copied(column) for column in table.columns], schema=table.schema)
         if table.num_columns

@@ -26,13 +26,13 @@ class BrokenStream(Exception):
     """
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     offset: int  # offset of its first byte in the (decompressed) text
     data: bytes
     problem: str = ""  # why it cannot be used
 
 
-def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
+def read_plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """Yield the bytes of a file from its current position.
 
     An end before ``size`` is a fault of storage: a truncated file has its truncated size.
@@ -46,7 +46,7 @@ def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """Yield the text of a .gz file, member after member."""
     unpacker, inside = zlib.decompressobj(31), False
-    for data in plain(handle, size):
+    for data in read_plain(handle, size):
         while data:
             if unpacker.eof:
                 unpacker, inside = zlib.decompressobj(31), False
@@ -89,7 +89,7 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     import zstandard  # an extra; the index refuses such files without it
 
     unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
-    for block in plain(handle, size):
+    for block in read_plain(handle, size):
         for at in range(0, len(block), ZSTD_FEED):
             data = block[at : at + ZSTD_FEED]
             while data:
@@ -109,7 +109,7 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 
 def split_lines(
     pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool
-) -> Iterator[Line]:
+) -> Iterator[TextLine]:
     """Yield lines that start in [start, stop), blank ones included.
 
     ``pieces`` begin at ``start``, or one byte before if ``partial``. With ``partial`` the text up
@@ -143,13 +143,15 @@ def split_lines(
                 break
     except BrokenStream as error:
         if stop is None or at < stop:
-            yield Line(at, b"", str(error))
+            yield TextLine(at, b"", str(error))
         return
     if size and at >= start and (stop is None or at < stop):
         yield _line(at, held, size, limit)
 
 
-def _line(at: int, held: list[bytes], size: int, limit: int) -> Line:
+def _line(at: int, held: list[bytes], size: int, limit: int) -> TextLine:
     if size > limit:
-        return Line(at, b"", f"the line has more than {limit} bytes, the source's max_sample_bytes")
-    return Line(at, held[0] if len(held) == 1 else b"".join(held))
+        return TextLine(
+            at, b"", f"the line has more than {limit} bytes, the source's max_sample_bytes"
+        )
+    return TextLine(at, held[0] if len(held) == 1 else b"".join(held))

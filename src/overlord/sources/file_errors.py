@@ -1,5 +1,4 @@
-"""Classification of errors of files on disks and mounts: transient or permanent, and their
-remedies.
+"""Classify errors of files on disks and mounts as transient or permanent, with remedies.
 
 A failing disk reports an errno. Invalid data are reported by the formats, and no retry repairs
 them.
@@ -16,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from overlord.sources.base import BadFile, File, Unreachable
+from overlord.sources.base import BadFile, File, StorageUnreachable
 from overlord.sources.retry import CLOCK, Clock, Failure, attempts_text, kinds_text
 from overlord.sources.timeouts import TIMEOUTS
 
@@ -50,9 +49,7 @@ def is_disk(device: int) -> bool:
 
 
 def file_system_kind(device: int, mounts: str) -> str:
-    """Return the kind of a file system from the lines of mountinfo (proc(5)); empty if it is not
-    listed.
-    """
+    """Return the kind of a file system from the lines of mountinfo (proc(5)); "" if not listed."""
     name = f"{os.major(device)}:{os.minor(device)}"
     lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
     return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
@@ -69,7 +66,7 @@ def check_same_file(file: File) -> os.stat_result:
         raise BadFile(f"expected a usable path, got {error}") from error
     if not stat.S_ISREG(status.st_mode):
         what = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise Unreachable(
+        raise StorageUnreachable(
             f"the file changed since the source was indexed: expected a file, got {what}",
             UNDER_RUN,
             "changed",
@@ -79,7 +76,7 @@ def check_same_file(file: File) -> os.stat_result:
             f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {status.st_size} "
             f"bytes of {_time_text(status.st_mtime_ns)}"
         )
-        raise Unreachable(
+        raise StorageUnreachable(
             f"the file changed since the source was indexed: {difference}", UNDER_RUN, "changed"
         )
     return status
@@ -103,7 +100,7 @@ def classify(error: Exception) -> Failure | None:
 
     The file existed when it was indexed, so every error of the operating system may be transient.
     """
-    if isinstance(error, Unreachable):
+    if isinstance(error, StorageUnreachable):
         return Failure(error.kind, error.problem, error.remedy)
     if not isinstance(error, OSError) or error.errno is None:
         return None
@@ -126,9 +123,9 @@ def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
         try:
             return call()
         except OSError as error:
-            if isinstance(error, Unreachable) and error.kind != "short read":
+            if isinstance(error, StorageUnreachable) and error.kind != "short read":
                 raise
-            if not isinstance(error, Unreachable) and (
+            if not isinstance(error, StorageUnreachable) and (
                 error.errno is None or error.errno in (*_GONE, *_DENIED)
             ):
                 raise
@@ -138,8 +135,8 @@ def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
 
 def give_up_error(
     path: str, operation: str, failures: Sequence[Failure], took_s: float
-) -> Unreachable:
+) -> StorageUnreachable:
     last = failures[-1]
-    return Unreachable(
+    return StorageUnreachable(
         last.text + attempts_text(failures, took_s) + kinds_text(failures), last.remedy, last.kind
     )

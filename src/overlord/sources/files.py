@@ -1,5 +1,4 @@
-"""Access to files: the same code lists and reads disks (pyarrow.fs) and object stores
-(``object_store.py``).
+"""Access to files: one interface to disks (pyarrow.fs) and object stores (``object_store.py``).
 
 Local files are read with plain reads into small buffers. A memory map of a 400 MB column counts as
 400 MB of resident memory, and truncating a mapped file kills the process.
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
-from overlord.sources.base import BadFile, File, Unreachable, short_read
+from overlord.sources.base import BadFile, File, StorageUnreachable, short_read
 from overlord.sources.file_errors import UNDER_RUN, check_same_file, retry_briefly
-from overlord.sources.object_store import Entry, RemoteStore
+from overlord.sources.object_store import ListedObject, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
 from overlord.sources.retry import StorageStats
-from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, shown_uri, uri_problems
+from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, masked_uri, scrub, uri_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,8 +47,7 @@ class Files:
     def resolve(
         path: Any, *, source: str = "", suffixes: Sequence[str] = ()
     ) -> tuple[Files, tuple[File, ...]]:
-        """Return the files that a glob, directory, file, URI, or a list of these names, sorted by
-        path.
+        """Return the files of a glob, directory, file or URI, or of a list of these, by path.
 
         ``suffixes`` select the data files inside a directory. Globs support ``*``, ``?``, ``[...]``
         and ``**``; in a URI ``?`` starts the store's options instead.
@@ -87,9 +85,9 @@ class Files:
         return isinstance(self.fs, RemoteStore)
 
     def with_stats(self, stats: StorageStats) -> Files:
-        """Return this access for a running job: requests to a store are counted in ``stats``."""
+        """Return this access for a running job: ``stats`` counts requests to a store."""
         return (
-            replace(self, fs=replace(self.fs, tally=stats, mid_run=True))
+            replace(self, fs=replace(self.fs, stats=stats, mid_run=True))
             if isinstance(self.fs, RemoteStore)
             else self
         )
@@ -114,7 +112,7 @@ class Files:
             return check_same_file(file)
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
-            raise Unreachable(
+            raise StorageUnreachable(
                 "the file is gone since the source was indexed",
                 "put it back, or start a new run without it",
                 "gone",
@@ -124,7 +122,7 @@ class Files:
                 f"the file changed since the source was indexed: expected {file.size} bytes, "
                 f"got {info.size}"
             )
-            raise Unreachable(problem, UNDER_RUN, "changed")
+            raise StorageUnreachable(problem, UNDER_RUN, "changed")
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
@@ -160,7 +158,7 @@ class Files:
             if entry is None:
                 return self._glob(rest, name, source, is_uri)
             return [entry.file] if entry.file else self._directory(rest, name, source, suffixes)
-        except (BadFile, Unreachable) as error:
+        except (BadFile, StorageUnreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
         except UnicodeDecodeError as error:  # pyarrow lists a whole directory or nothing
             problem = f"expected names of files that are UTF-8, got {error.object!r}"
@@ -241,7 +239,7 @@ class Files:
         )
         return holds + start
 
-    def _look(self, path: str) -> Entry | None:
+    def _look(self, path: str) -> ListedObject | None:
         assert self.fs is not None
         if isinstance(self.fs, RemoteStore):
             return self.fs.look(path)
@@ -253,7 +251,7 @@ class Files:
             raise BadFile(f"expected a file or a directory, got {DANGLING}", "fix it")
         return None if info.type.name == "NotFound" else _entry(info)
 
-    def _list(self, base: str, recursive: bool) -> list[Entry]:
+    def _list(self, base: str, recursive: bool) -> list[ListedObject]:
         import pyarrow.fs as pafs
 
         assert self.fs is not None
@@ -261,7 +259,7 @@ class Files:
             return self.fs.list(base, recursive)
         fs = self.fs
 
-        def listed(path: str, deep: bool) -> list[Entry]:
+        def listed(path: str, deep: bool) -> list[ListedObject]:
             selector = pafs.FileSelector(path, allow_not_found=True, recursive=deep)
             return [_entry(info) for info in retry_briefly(lambda: fs.get_file_info(selector))]
 
@@ -303,7 +301,7 @@ def _access_to(name: str, source: str) -> tuple[Files, str]:
         return Files(remote, False), path
     known = f"known schemes: {', '.join(KNOWN)}"
     if scheme not in KNOWN:
-        raise SourceError(source, f"unknown scheme {scheme!r}", shown_uri(name), known)
+        raise SourceError(source, f"unknown scheme {scheme!r}", masked_uri(name), known)
     try:
         return _filesystem(name)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
@@ -333,17 +331,19 @@ def _filesystem(uri: str) -> tuple[Files, str]:
     return Files(fs, isinstance(fs, pafs.LocalFileSystem)), path
 
 
-def _entry(info: Any) -> Entry:
+def _entry(info: Any) -> ListedObject:
     file = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
-    return Entry(info.path, file, SPECIAL if info.type.name == "Unknown" else "")
+    return ListedObject(info.path, file, SPECIAL if info.type.name == "Unknown" else "")
 
 
-def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
+def _walk(
+    base: str, recursive: bool, listed: Callable[[str], list[ListedObject]]
+) -> list[ListedObject]:
     """List directory by directory, and detect link cycles and dangling links.
 
     pyarrow follows every turn of a cycle and does not report dangling links.
     """
-    result, directories = list[Entry](), [(base, frozenset[tuple[int, int]]())]
+    result, directories = list[ListedObject](), [(base, frozenset[tuple[int, int]]())]
     while directories:
         path, above = directories.pop()
         if not os.path.isdir(path):
@@ -361,7 +361,7 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
         known = {e.path.rpartition("/")[2] for e in entries}
         dangling = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
         result += entries + [
-            Entry(p, None, DANGLING)
+            ListedObject(p, None, DANGLING)
             for p in dangling
             if os.path.islink(p) and not os.path.exists(p)
         ]
@@ -372,7 +372,7 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
     return result
 
 
-def _refuse_special_files(entries: Sequence[Entry], source: str) -> None:
+def _refuse_special_files(entries: Sequence[ListedObject], source: str) -> None:
     """Refuse data that cannot be read: a dangling link is a file whose disk is missing."""
     special = sorted((e.path, e.special) for e in entries if e.special)
     if special:

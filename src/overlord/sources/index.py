@@ -28,7 +28,7 @@ from overlord.sources.base import (
     File,
     Format,
     ReadOptions,
-    Unreachable,
+    StorageUnreachable,
     concat_chunks,
     make_chunks,
     no_rows_chunk,
@@ -141,8 +141,9 @@ def build_indexes(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> list[Index]:
-    """Build the indexes of all sources together, so that one large source and many small ones share
-    the threads.
+    """Build the indexes of all sources together.
+
+    One large source and many small ones share the threads.
 
     ``progress(done, total)`` counts sources.
     """
@@ -224,16 +225,14 @@ def _read_all_chunks(
 
 
 def default_cache_dir() -> Path:
-    """Return the default directory of index caches: ``$OVERLORD_CACHE``, or the user's cache
-    directory.
-    """
+    """Return ``$OVERLORD_CACHE``, or the user's cache directory, for index caches."""
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord"
     )
     return Path(base) / "index"
 
 
-def shown(path: Any) -> str:
+def path_text(path: Any) -> str:
     return str(path) if isinstance(path, (str, os.PathLike)) else f"{len(path)} paths"
 
 
@@ -259,7 +258,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
             problem = f"expected files, a dataset or a factory, got {type(spec.path).__name__}"
             return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
         given = format_named(spec.format, spec.name) if spec.format else None
-        at(spec.name, shown(spec.path), LISTING)
+        at(spec.name, path_text(spec.path), LISTING)
         access, files = Files.resolve(
             spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES
         )
@@ -323,7 +322,7 @@ def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
             work.stale = True
-        except (BadFile, Unreachable) as error:
+        except (BadFile, StorageUnreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
         except (OSError, ValueError) as error:  # ValueError includes Arrow's errors
             work.problems.append(
@@ -414,11 +413,13 @@ def _bad_files_error(
     if len(problems) == 1:
         path, problem, remedy = problems[0]
         return SourceError(source, problem, path, remedy)
-    shown = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
+    listed = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
     more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     remedies = "; ".join(dict.fromkeys(remedy for _, _, remedy in problems if remedy))
     return SourceError(
-        source, f"{len(problems)} of its {total} files cannot be used{shown}{more}", remedy=remedies
+        source,
+        f"{len(problems)} of its {total} files cannot be used{listed}{more}",
+        remedy=remedies,
     )
 
 

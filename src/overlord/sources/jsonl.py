@@ -27,7 +27,7 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.sources.decompress import Line, gunzip, plain, split_lines, unzstd
+from overlord.sources.decompress import TextLine, gunzip, read_plain, split_lines, unzstd
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Jsonl:
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
     ) -> Iterator[RawSlice]:
         if int(chunks.unit[i]) < 0:
-            rows = [Line(0, b"", NO_ROWS)] if not skip else []
+            rows = [TextLine(0, b"", NO_ROWS)] if not skip else []
             yield _slice(rows, options, True)
             return
         with files.open(file) as handle:
@@ -76,28 +76,28 @@ class Jsonl:
 
 def _lines(
     handle: pa.NativeFile, file: File, chunks: Chunks, i: int, options: ReadOptions
-) -> Iterator[Line]:
+) -> Iterator[TextLine]:
     start, stop, limit = int(chunks.start[i]), int(chunks.stop[i]), options.max_sample_bytes
     unpack = _UNPACK.get(_suffix(file.path))
     if unpack is None:
         handle.seek(max(0, start - 1))
-        yield from split_lines(plain(handle, file.size), start, stop, limit, partial=start > 0)
+        yield from split_lines(read_plain(handle, file.size), start, stop, limit, partial=start > 0)
         return
     nothing = True
     for line in split_lines(unpack(handle, file.size), 0, None, limit, partial=False):
         nothing = False
         yield line
     if nothing:
-        yield Line(0, b"", NO_ROWS)
+        yield TextLine(0, b"", NO_ROWS)
 
 
-def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
+def _slices(lines: Iterator[TextLine], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
     """Yield slices of ``slice_rows`` rows.
 
     A full slice is held until the next row is read, so that the last slice can be marked.
     """
     step, left = options.slice_rows, skip * options.slice_rows
-    rows: list[Line] = []
+    rows: list[TextLine] = []
     for line in lines:
         if line.data[:1] != b"{" and not line.problem and not line.data.strip():
             continue
@@ -112,7 +112,7 @@ def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[
     yield _slice(rows, options, True)
 
 
-def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
+def _slice(rows: Sequence[TextLine], options: ReadOptions, last: bool) -> RawSlice:
     offsets = np.array([line.offset for line in rows], np.int64)
     names = (
         None
@@ -134,7 +134,9 @@ def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
     return RawSlice(offsets, table, bad, last)
 
 
-def _decode(rows: Sequence[Line], columns: tuple[str, ...] | None) -> tuple[list[Any], cols.Bad]:
+def _decode(
+    rows: Sequence[TextLine], columns: tuple[str, ...] | None
+) -> tuple[list[Any], cols.Bad]:
     decode = _decoder(columns).decode
     values, bad = [], []
     for i, (offset, data, problem) in enumerate(rows):

@@ -15,8 +15,9 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """Cache that calls ``on_evict`` outside the lock for evicted and cleared values, not for taken
-    ones.
+    """A cache that calls ``on_evict`` for evicted and cleared values, not for taken ones.
+
+    ``on_evict`` is called outside the lock.
     """
 
     def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):

@@ -1,5 +1,6 @@
-"""Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user
-functions.
+"""Columns whose values do not share one Arrow type.
+
+They come from JSON lines, rows of datasets and results of user functions.
 
 Arrow converts values until they share a type: 1 next to 2.5 becomes 1.0, ``{"a": 1}`` next to
 ``{"b": 2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore keeps a
@@ -27,7 +28,7 @@ Bad = dict[int, str]  # row -> reason
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _DECIMAL, _TEMPORAL = 1, 2  # codes of msgpack extensions
-_SHOWN = 60  # characters of a value shown in a reason
+_SHOWN = 60  # characters of a value in a reason
 
 
 class MixedScalar(pa.ExtensionScalar):  # type: ignore[misc]
@@ -74,8 +75,7 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array, Bad]:
-    """Build a column that holds every value unchanged, and list the rows with values that no column
-    can hold.
+    """Build a column that holds every value unchanged, and list the rows that no column can hold.
 
     ``decoded``: the values come from a JSON decoder, so a native array of whole numbers, texts or
     booleans needs no check.
@@ -92,7 +92,7 @@ def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array
             packed.append(None if value is None else _encode(value))
         except MISFIT as error:
             packed.append(None)
-            bad[i] = f"{shown(value)}: {error}"
+            bad[i] = f"{short_text(value)}: {error}"
     if bad:
         kept = [None if i in bad else value for i, value in enumerate(values)]
         return column_of(kept, decoded=decoded)[0], bad
@@ -110,12 +110,12 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
         try:
             one = pa.array([value])
         except MISFIT as error:
-            bad[i] = f"{shown(value)}: {error}"
+            bad[i] = f"{short_text(value)}: {error}"
             continue
         if _exact([value], one.type, lenient=True):
             alone.setdefault(one.type, []).append((i, one))
         else:
-            bad[i] = f"{shown(value)}: expected values of one type, got several"
+            bad[i] = f"{short_text(value)}: expected values of one type, got several"
     arrays = [
         (np.array([i for i, _ in held]), pa.concat_arrays([one for _, one in held]))
         for held in alone.values()
@@ -123,7 +123,7 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
     return arrays, bad
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return a value as text for a reason, shortened."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
@@ -200,10 +200,10 @@ def _kind(cls: type) -> str | type:
 
 
 def _encode(value: Any) -> bytes:
-    return msgspec.msgpack.encode(_plain(value, 0))
+    return msgspec.msgpack.encode(_to_msgpack(value, 0))
 
 
-def _plain(value: Any, depth: int) -> Any:
+def _to_msgpack(value: Any, depth: int) -> Any:
     """Return the value in types that msgpack distinguishes. Raises one of ``MISFIT``."""
     if depth > MAX_DEPTH:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting")
@@ -213,11 +213,11 @@ def _plain(value: Any, depth: int) -> Any:
     if kind in _SCALARS:
         return value
     if kind in (list, tuple):
-        return [_plain(v, depth + 1) for v in value]
+        return [_to_msgpack(v, depth + 1) for v in value]
     if kind is dict:
         if not all(type(k) is str for k in value):
             raise TypeError("expected texts as the keys of an object")
-        return {k: _plain(v, depth + 1) for k, v in value.items()}
+        return {k: _to_msgpack(v, depth + 1) for k, v in value.items()}
     return _converted(value, depth)
 
 
@@ -234,13 +234,14 @@ def _converted(value: Any, depth: int) -> Any:
     if isinstance(plain, decimal.Decimal):
         return msgspec.msgpack.Ext(_DECIMAL, str(plain).encode())
     if type(plain) in (*_SCALARS, list, dict):
-        return _plain(plain, depth)
+        return _to_msgpack(plain, depth)
     raise TypeError(f"expected a plain value, got {type(value).__name__}")
 
 
 def _decode(packed: bytes) -> Any:
-    """Return the value, or the bytes themselves if they come from a foreign file that only claims
-    this type.
+    """Return the value, or the bytes themselves if they are not a valid message.
+
+    The bytes may come from a foreign file that only claims this type.
     """
     try:
         return _decoder.decode(packed)

@@ -1,5 +1,6 @@
-"""Object stores (S3, Google Cloud Storage, Azure) via the package obstore: listings and verified
-range reads.
+"""Listings and verified range reads of object stores (S3, Google Cloud Storage, Azure).
+
+The package obstore sends the requests.
 
 pyarrow's file systems cannot make a read depend on the version of an object. An object replaced in
 mid-run would yield rows of two versions. They also retry without counting, and use more CPU per
@@ -19,7 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.extras import pip_install
-from overlord.sources.base import File, Unreachable
+from overlord.sources.base import File, StorageUnreachable
 from overlord.sources.retry import Failure, StorageStats, deadline_s, retry_call, seconds_of
 from overlord.sources.store_errors import WrongResponse, classify, classify_mid_run, give_up_error
 from overlord.sources.timeouts import TIMEOUTS
@@ -44,7 +45,7 @@ _ENVIRONMENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedObject:
     """A name in a listing: an object, or (``file`` is None) a common prefix of objects."""
 
     path: str
@@ -59,7 +60,7 @@ class RemoteStore:
     root: str  # scheme://bucket
     region: str = ""
     anonymous: bool = False
-    tally: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
+    stats: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
     # Set while a job runs: objects that vanished or changed may be restored.
     mid_run: bool = field(default=False, compare=False, repr=False)
 
@@ -75,19 +76,21 @@ class RemoteStore:
         root = f"{scheme.lower()}://{bucket}"
         return RemoteStore(root, *options_of(query)), f"{root}/{key}".rstrip("/")
 
-    def look(self, path: str) -> Entry | None:
+    def look(self, path: str) -> ListedObject | None:
         """Return the object or prefix of that name, or None."""
         if path == self.root:
-            return Entry(path, None)
+            return ListedObject(path, None)
         client, key = self._client(), self._key(path)
         try:
-            return Entry(path, self._file(self._retry(path, "looked up", lambda: client.head(key))))
-        except Unreachable as error:
+            return ListedObject(
+                path, self._file(self._retry(path, "looked up", lambda: client.head(key)))
+            )
+        except StorageUnreachable as error:
             if error.kind != "gone":
                 raise
-        return Entry(path, None) if self.list(path, recursive=False) else None
+        return ListedObject(path, None) if self.list(path, recursive=False) else None
 
-    def list(self, base: str, recursive: bool) -> list[Entry]:
+    def list(self, base: str, recursive: bool) -> list[ListedObject]:
         """Return everything under a prefix, or its next level. Folder markers are not objects."""
         client, prefix = self._client(), self._key(base) or None
 
@@ -102,12 +105,12 @@ class RemoteStore:
             path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"
         }
         entries = [
-            Entry(f.path, f)
+            ListedObject(f.path, f)
             for m in metas
             if m["size"] or m["path"] not in folders
             for f in [self._file(m)]
         ]
-        return entries + [Entry(f"{self.root}/{p}", None) for p in prefixes]
+        return entries + [ListedObject(f"{self.root}/{p}", None) for p in prefixes]
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
         """Open an object for random access; ``ranges`` will be read, each front to back."""
@@ -158,7 +161,7 @@ class RemoteStore:
         for path in paths:
             try:
                 self._retry(path, "removed", partial(client.delete, self._key(path)))
-            except Unreachable as error:
+            except StorageUnreachable as error:
                 if error.kind != "gone":
                     raise
 
@@ -205,10 +208,10 @@ class RemoteStore:
             classify_mid_run if mid_run else classify,
             path=path,
             operation=operation,
-            stats=self.tally,
+            stats=self.stats,
             give_up_error=give_up_error,
         )
-        self.tally.add_bytes(nbytes)
+        self.stats.add_bytes(nbytes)
         return result
 
     def _client(self) -> Any:
@@ -241,7 +244,7 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         from obstore.store import from_url
     except ImportError:
-        raise Unreachable(
+        raise StorageUnreachable(
             "reading object stores needs the package obstore", pip_install("store"), "not installed"
         ) from None
     _check_endpoints(root)
@@ -281,12 +284,13 @@ def _check_endpoints(root: str) -> None:
                 f"{name}: expected http://host:port or https://host, got one without http://, "
                 "without a host, or with a space in it"
             )
-            raise Unreachable(problem, "fix the environment variable", "setup")
+            raise StorageUnreachable(problem, "fix the environment variable", "setup")
 
 
 def _profile(root: str) -> dict[str, Any]:
-    """Return credentials of a profile in ~/.aws, read by boto3, if a profile is named and no key is
-    set.
+    """Return the credentials of a profile in ~/.aws, if one is named and no key is set.
+
+    boto3 reads them.
     """
     if (
         not root.startswith("s3")
@@ -306,7 +310,7 @@ def _profile(root: str) -> dict[str, Any]:
             f"AWS_PROFILE: {scrub(str(error))}",
             "name a profile of your AWS configuration, or set AWS_ACCESS_KEY_ID",
         )
-    raise Unreachable(problem, remedy, "setup")
+    raise StorageUnreachable(problem, remedy, "setup")
 
 
 def _version(file: File) -> str:

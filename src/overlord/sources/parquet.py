@@ -39,7 +39,7 @@ from overlord.sources.base import (
     short_read,
 )
 from overlord.sources.lru import Lru
-from overlord.sources.parquet_footer import BrokenFooter, Layout, parse
+from overlord.sources.parquet_footer import BrokenFooter, ParquetLayout, parse
 from overlord.sources.range_file import merged
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _REMEDY = "the file is cut short or not a Parquet file; write it again or leave 
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
 
 _DECRYPT = "write the file again without encryption, or select columns that are not encrypted"
-_COLUMN_BYTES = 200  # approximate size of one column of one row group in a Layout
+_COLUMN_BYTES = 200  # approximate size of one column of one row group in a ParquetLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Footer:
 
     metadata: Any  # pyarrow's metadata
     # Kept only for files in stores, whose byte ranges are needed with every row group.
-    layout: Layout | None
+    layout: ParquetLayout | None
 
     @property
     def nbytes(self) -> int:
@@ -273,7 +273,7 @@ def _footer(files: Files, file: File) -> _Footer:
     return _cached(file, _metadata(data), None if files.local else _layout(data))
 
 
-def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], Layout]:
+def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], ParquetLayout]:
     """Return the types of the columns and the layout of a file, verified against each other."""
     data = _footer_bytes(files, file)
     metadata, layout = _metadata(data), _layout(data)
@@ -293,16 +293,14 @@ def _types(metadata: Any) -> dict[str, str]:
     return {field.name: str(field.type) for field in metadata.schema.to_arrow_schema()}
 
 
-def _cached(file: File, metadata: Any, layout: Layout | None) -> _Footer:
+def _cached(file: File, metadata: Any, layout: ParquetLayout | None) -> _Footer:
     footer = _Footer(metadata, layout)
     _FOOTERS.put(file, footer, footer.nbytes)
     return footer
 
 
 def _footer_bytes(files: Files, file: File) -> bytes:
-    """Return the bytes of the footer, without its length and the magic bytes at the end of the
-    file.
-    """
+    """Return the bytes of the footer, without its length and the magic bytes after it."""
     if file.size < 12:
         raise BadFile(f"expected a Parquet file, got {file.size} bytes", _REMEDY)
     with files.open(file) as handle:
@@ -346,7 +344,7 @@ def _metadata(footer: bytes) -> Any:
     return metadata
 
 
-def _layout(footer: bytes) -> Layout:
+def _layout(footer: bytes) -> ParquetLayout:
     try:
         return parse(footer)
     except BrokenFooter as error:
@@ -359,7 +357,9 @@ def forget_footers(files: Iterable[File]) -> None:
     _FOOTERS.clear(mine.__contains__)
 
 
-def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) -> list[int] | None:
+def _column_ids(
+    known: Mapping[str, str], layout: ParquetLayout, options: ReadOptions
+) -> list[int] | None:
     """Return the leaf columns under the requested ones.
 
     Raises BadFile, with the existing columns, if one is missing.

@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(slots=True)
 class RowGroup:
-    """One row group of a file; its columns are in the order of ``Layout.leaves``."""
+    """One row group of a file; its columns are in the order of ``ParquetLayout.leaves``."""
 
     rows: int
     nbytes: int
@@ -41,7 +41,7 @@ class RowGroup:
 
 
 @dataclass(slots=True)
-class Layout:
+class ParquetLayout:
     """Rows, columns and byte ranges of a Parquet file."""
 
     rows: int
@@ -60,7 +60,7 @@ class Layout:
         return [name for name in dict.fromkeys(self.leaves) if name in hidden]
 
 
-def parse(footer: bytes) -> Layout:
+def parse(footer: bytes) -> ParquetLayout:
     """Read the layout. Raises BrokenFooter; pyarrow may still reject a footer that passes."""
     try:
         fields, at = _struct(footer, 0, _FILE, 0)
@@ -70,7 +70,7 @@ def parse(footer: bytes) -> Layout:
         raise BrokenFooter("the footer ends too early") from None
     if 2 not in fields or 3 not in fields or 4 not in fields:
         raise BrokenFooter("the footer lacks its schema, its number of rows or its row groups")
-    layout = Layout(fields[3], _leaves(fields[2]))
+    layout = ParquetLayout(fields[3], _leaves(fields[2]))
     layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(fields[4])]
     if sum(g.rows for g in layout.groups) != layout.rows:
         rows = sum(g.rows for g in layout.groups)

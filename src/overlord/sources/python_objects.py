@@ -19,7 +19,7 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.user_code import told
+from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
@@ -72,10 +72,10 @@ class Listed:
         return self.rows[i]
 
 
-def held(name: str, dataset: Any) -> Any:
-    """Return a dataset in the form in which a source holds it.
+def as_dataset(name: str, dataset: Any) -> Any:
+    """Return a dataset in the form that a source stores.
 
-    Refuse anything else with the alternatives.
+    Refuse any other object, with the alternatives.
     """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)
@@ -102,9 +102,7 @@ def _takes_shard(fn: Callable[..., Any]) -> bool:
 
 
 class DatasetFormat:
-    """Format of a map-style dataset: an object with ``__len__``, and ``__getitem__`` that returns
-    dicts.
-    """
+    """Format of a map-style dataset: an object with ``__len__``, and ``__getitem__`` of dicts."""
 
     name = "dataset"
     suffixes: tuple[str, ...] = ()
@@ -188,7 +186,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
             yield row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
             n += 1
     except Exception as error:
-        problem = f"the factory raised at row {n} of shard {shard}: {told(error)}"
+        problem = f"the factory raised at row {n} of shard {shard}: {describe_error(error)}"
         raise BadFile(problem, "catch it in the factory, row by row") from error
 
 
@@ -197,7 +195,7 @@ def _item(dataset: Any, k: int) -> Any:
     try:
         row = dataset[k]
     except Exception as error:
-        return f"the dataset raised {told(error)}"
+        return f"the dataset raised {describe_error(error)}"
     return row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
 
 
@@ -205,7 +203,7 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
     """Build a slice; rows that are a text are bad. Values may be numpy arrays or tensors."""
     bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
     numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
-    good = [{key: _plain(value) for key, value in rows[i].items()} for i in numbers]
+    good = [{key: _to_python(value) for key, value in rows[i].items()} for i in numbers]
     if options.refused:
         cols.check_values(cols.columns_of(good, options.refused), options)
     table, misfits = cols.table_of(cols.columns_of(good, options.columns), len(good))
@@ -214,7 +212,7 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     if hasattr(value, "__array__") and not hasattr(value, "dtype"):
         return value.__array__()
     if hasattr(value, "detach"):  # a tensor, detected without importing torch

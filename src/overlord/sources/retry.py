@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from overlord.errors import WouldBlock
-from overlord.sources.base import Unreachable
+from overlord.sources.base import StorageUnreachable
 from overlord.sources.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
@@ -98,7 +98,7 @@ class StorageStats:
         self.source, self.clock = source, clock
         self.requests = self.bytes = self.retries = self.given_up = 0
         self.waited_s = 0.0
-        self.hasty = False  # the current caller must not wait
+        self.no_wait = False  # the current caller must not wait
         self.errors: Counter[str] = Counter()
         self._in_progress: list[Attempt] = []
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class StorageStats:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Return the counters of problems of any storage.
+        """Return the counters of storage problems.
 
         ``waited_s`` includes operations in progress.
         """
@@ -180,7 +180,7 @@ def retry_call(
     path: str,
     operation: str,
     stats: StorageStats,
-    give_up_error: Callable[[str, str, Sequence[Failure], float], Unreachable],
+    give_up_error: Callable[[str, str, Sequence[Failure], float], StorageUnreachable],
 ) -> T:
     """Call ``call`` until it succeeds, the failure is permanent, or the deadline passes.
 
@@ -209,8 +209,8 @@ def retry_call(
             # Outside of the except clause: the library's error may quote a signed request, so it
             # must not be chained.
             failures.append(failure)
-            stats.count_failure(failure.kind, put_off=stats.hasty)
-            if stats.hasty:
+            stats.count_failure(failure.kind, put_off=stats.no_wait)
+            if stats.no_wait:
                 raise WouldBlock
             pause = min(
                 TIMEOUTS.first_pause_s * 2 ** min(len(failures) - 1, 20), TIMEOUTS.longest_pause_s
@@ -248,7 +248,7 @@ def seconds_of(variable: str, otherwise: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise Unreachable(
+        raise StorageUnreachable(
             f"{variable}: expected a number of seconds above 0, got {given!r}",
             "fix the environment variable",
             "setup",

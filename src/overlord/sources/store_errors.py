@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from overlord.sources.base import Unreachable
+from overlord.sources.base import StorageUnreachable
 from overlord.sources.retry import FEW_ATTEMPTS, UNLIMITED, Failure, attempts_text, kinds_text
 from overlord.uris import scrub
 
@@ -45,12 +45,12 @@ class WrongResponse(Exception):
 
 
 def classify(error: Exception) -> Failure:
-    """Classify an error of the library. It has few classes, so its text decides."""
+    """Classify an error of the library by its text, since it has few classes."""
     if isinstance(error, WrongResponse):
         return _wrong(error)
-    text, shown = str(error), _shown(str(error))
+    text, shown = str(error), _first_line(str(error))
     status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
-    if isinstance(error, Unreachable):
+    if isinstance(error, StorageUnreachable):
         return Failure(error.kind, error.problem, error.remedy, 1)
     if "non-partial response" in text:
         return Failure(
@@ -139,25 +139,25 @@ def _wrong(error: WrongResponse) -> Failure:
 
 def give_up_error(
     path: str, operation: str, failures: Sequence[Failure], took_s: float
-) -> Unreachable:
+) -> StorageUnreachable:
     """Return the error after the last attempt: operation, attempts, duration, causes and remedy."""
     last, tried = failures[-1], attempts_text(failures, took_s)
     if last.kind == "gone":
-        return Unreachable(
+        return StorageUnreachable(
             f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
         )
     if last.kind == "changed":
-        return Unreachable(
+        return StorageUnreachable(
             f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
         )
-    return Unreachable(
+    return StorageUnreachable(
         f"could not be {operation}{tried}: {last.text}" + kinds_text(failures),
         last.remedy,
         last.kind,
     )
 
 
-def _shown(text: str) -> str:
+def _first_line(text: str) -> str:
     """Return the first line of the library's text, without its dump of the request."""
     line = " ".join(text.split("\nDebug source", 1)[0].split())
     return scrub(line)[:_SHOWN]

@@ -1,5 +1,6 @@
-"""Reader of WebDataset: tar shards in which consecutive members with the same key form a sample,
-one column per extension.
+"""Reader of WebDataset tar shards: consecutive members with the same key form a sample.
+
+Each extension is a column.
 
 ``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose
 ``__key__`` is ``a/b``. Two kinds of columns hold lists, for samples of several images. ``images``

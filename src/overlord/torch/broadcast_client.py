@@ -27,7 +27,7 @@ from overlord.client.step import Step
 from overlord.client.step_queue import State, StepQueue
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
-from overlord.constructor.compact import seen
+from overlord.constructor.compact import for_view
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
@@ -208,7 +208,7 @@ class BroadcastClient(Client):
             # Keep it for the next load_state_dict: a prefetching thread may get here first.
             self._early.appendleft(frame)
             raise self._out_of_step("loaded a state", "requested a step")
-        self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
+        self._queue.generation = frame["generation"]  # type: ignore[attr-defined]
         if frame["kind"] == "end":
             self._last = frame["state"]
             raise StopIteration
@@ -251,10 +251,10 @@ class BroadcastClient(Client):
             content["bounds"],
             wide,
             form=content["form"],
-            slab=self._pool,
+            allocate=self._pool,
         )
         if wide is not None and bucket.form is not None and not self._view.sliced:
-            wide, form = seen(wide, bucket.form, self._view)
+            wide, form = for_view(wide, bucket.form, self._view)
             bucket = replace(bucket, wide=wide, form=form)
         else:
             whole = content["microbatches"] if wide is None else bucket.microbatches
@@ -295,7 +295,7 @@ class BroadcastClient(Client):
         if self._own is not None:
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
-            now = state is self._state and self._back is None
+            now = state is self._state and self._refused_step is None
             return mine.state_dict() if now else mine.state_dict((mine.queue, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)
@@ -318,7 +318,7 @@ class BroadcastClient(Client):
         """Load a state. All ranks of the group call it, as they take steps together."""
         mark = _mark(state)
         if not self.service.fetches:
-            return self._inbox, self._load_too(state, allow, mark)
+            return self._queue, self._load_too(state, allow, mark)
         try:
             for client in self._clients.values():
                 client.load_state_dict(state, allow)
@@ -337,7 +337,7 @@ class BroadcastClient(Client):
         self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )
-        return self._inbox, after
+        return self._queue, after
 
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
         """Load a state on a rank that is served, after its fetcher.
@@ -357,7 +357,7 @@ class BroadcastClient(Client):
             differs = {"state": ("another than this one", "this one")}
             problem = f"rank {self.service.fetcher} loaded another state than this rank"
             raise StateMismatch(differs, "load the same state on every rank", problem)
-        self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
+        self._queue.generation = frame["generation"]  # type: ignore[attr-defined]
         self._over = self._last = self._images = None
         after: State = frame["after"]
         return after

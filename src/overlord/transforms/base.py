@@ -43,9 +43,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """Identity of the rows of a slice: the part of ``SampleId`` that a transform may use to seed
-    randomness.
-    """
+    """Identity of the rows of a slice: the fields of ``SampleId`` that may seed randomness."""
 
     epoch: int
     file: int
@@ -112,8 +110,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Map:
-    """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too,
-    ``fn(row, rng)``.
+    """A function over a slice, ``fn(columns) -> columns``; with ``rows``, ``fn(row) -> row``.
+
+    With ``rows`` and ``rng`` it is ``fn(row, rng) -> row``.
 
     The result of ``fn`` replaces the columns. ``holds_lock``: ``fn`` is slow pure Python, so the
     source should be transformed in a separate process. ``fn`` must then be a function of a module.
@@ -193,8 +192,9 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample that strategies see in addition to ``tokens`` and ``bytes``: a column, or
-    a function of the columns.
+    """A number per sample for strategies, next to ``tokens`` and ``bytes``.
+
+    It is a column, or a function of the columns.
 
     A column of lists gives several numbers per sample, one per item: ``Meta("image_patches",
     "image_patches")``. They count something, so none may be negative. When ``on_long="split"``
@@ -274,7 +274,10 @@ def function_fingerprint(fn: Any) -> str:
     """
     if isinstance(fn, functools.partial):
         return digest(
-            "partial", function_fingerprint(fn.func), _plain(fn.args), _plain(fn.keywords)
+            "partial",
+            function_fingerprint(fn.func),
+            _constant_text(fn.args),
+            _constant_text(fn.keywords),
         )
     own = getattr(fn, "fingerprint", None)
     if callable(own) and not inspect.isclass(fn):
@@ -282,9 +285,13 @@ def function_fingerprint(fn: Any) -> str:
     if inspect.ismethod(fn):
         return digest("method", function_fingerprint(fn.__func__), _object_fingerprint(fn.__self__))
     if inspect.isfunction(fn):
-        cells = [_plain(_cell(cell)) for cell in fn.__closure__ or ()]
+        cells = [_constant_text(_cell(cell)) for cell in fn.__closure__ or ()]
         return digest(
-            "function", _code_text(fn), _plain(fn.__defaults__), _plain(fn.__kwdefaults__), *cells
+            "function",
+            _code_text(fn),
+            _constant_text(fn.__defaults__),
+            _constant_text(fn.__kwdefaults__),
+            *cells,
         )
     if inspect.isbuiltin(fn) or inspect.isclass(fn):
         return digest("named", f"{getattr(fn, '__module__', '')}.{function_name(fn)}")
@@ -298,7 +305,7 @@ def _object_fingerprint(thing: Any) -> str:
     except (OSError, TypeError):
         text = f"{cls.__module__}.{cls.__qualname__}"
     state = {} if inspect.isclass(thing) else getattr(thing, "__dict__", {})
-    return digest(text, *(f"{name}={_plain(state[name])}" for name in sorted(state)))
+    return digest(text, *(f"{name}={_constant_text(state[name])}" for name in sorted(state)))
 
 
 def _code_text(fn: Any) -> str:
@@ -321,13 +328,14 @@ def _cell(cell: Any) -> Any:
         return None
 
 
-def _plain(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_constant_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{_plain(k)}: {_plain(v)}' for k, v in value.items()))}}}"
+        items = (f"{_constant_text(k)}: {_constant_text(v)}" for k, v in value.items())
+        return f"{{{', '.join(sorted(items))}}}"
     if inspect.isfunction(value):
         return _code_text(value)
     return type(value).__qualname__

@@ -1,5 +1,4 @@
-"""Conversion between Arrow columns and token ids, texts, numbers, and the arguments and results of
-user functions.
+"""Convert Arrow columns to token ids, texts, numbers and arguments of user functions, and back.
 
 Every reader here returns the values it could read, and a mapping of unreadable rows to reasons. A
 column without a readable row (missing, or of a wrong type) raises ``Unfit``. The pipeline adds the
@@ -33,13 +32,13 @@ Bad = dict[int, str]  # row -> reason
 
 
 class Unfit(Exception):
-    """No row of this column can be read in the requested form."""
+    """A column of which no row can be read in the requested form."""
 
 
-def plain(table: pa.Table) -> pa.Table:
+def without_dictionaries(table: pa.Table) -> pa.Table:
     """Return the table without dictionaries and views.
 
-    Arrow cannot join dictionaries with plain columns, and cannot take rows from views.
+    Arrow cannot join dictionaries with other columns, and cannot take rows from views.
     """
     for i, field in enumerate(table.schema):
         wanted = field.type.value_type if pt.is_dictionary(field.type) else field.type
@@ -64,9 +63,7 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
-    """Return one column as one array; without a copy if the table has one chunk, as a fresh slice
-    has.
-    """
+    """Return one column as one array, without a copy if the table has one chunk."""
     kind_of(table, name, wanted)
     chunked = table.column(name)
     array = _one_array(chunked)
@@ -87,8 +84,7 @@ Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column 
 
 
 def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
-    """List the rows whose values fail ``check`` alone, and tell whether the others need another
-    type.
+    """Return the rows whose values fail ``check``, and whether the others need another type.
 
     Raises Unfit if no row passes. A column passes as a whole if its type does. Otherwise rows
     decide: an empty list has the type of its neighbours.
@@ -415,9 +411,7 @@ def ids_column(ids: Ragged) -> pa.Array:
 
 
 def to_columns(table: pa.Table) -> dict[str, Any]:
-    """Return the columns for a user function: numbers as a writable array, everything else as a
-    list.
-    """
+    """Return columns for a user function: numbers as a writable array, other values as a list."""
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     return {name: _values(column(table, name, "values")) for name in visible}
 

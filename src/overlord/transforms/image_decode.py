@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.errors import TransformError
 from overlord.extras import pip_install
-from overlord.transforms.image_header import BadImage, Header, Limits, header
+from overlord.transforms.image_header import BadImage, ImageHeader, ImageLimits, header
 from overlord.transforms.image_items import Prefix
 
 # A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if the result is still this many times as
@@ -52,7 +52,7 @@ _OPEN: dict[
     "GIF": GifImagePlugin.GifImageFile,
 }
 # The loader has already checked the limits.
-_NO_LIMITS = Limits(
+_NO_LIMITS = ImageLimits(
     max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
 )
 _TURNS = {
@@ -67,8 +67,9 @@ _TURNS = {
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
-    """Return the requested part of an image in the requested size: bytes ``[height, width, 3]``, or
-    ``[height, width]`` for a grey one.
+    """Return the requested part of an image in the requested size.
+
+    The result has the bytes ``[height, width, 3]``, or ``[height, width]`` for a grey image.
     """
     width, height = prefix.size
     image_header = header(data, _NO_LIMITS)
@@ -120,10 +121,8 @@ def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
     return next((s for s in (8, 4, 2) if w >= GAP * s * wanted[0] and h >= GAP * s * wanted[1]), 1)
 
 
-def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, int]:
-    """Return an image of mode L or RGB in stored orientation, and the factor by which it is
-    smaller.
-    """
+def _pixels(data: np.ndarray, image_header: ImageHeader, scale: int) -> tuple[Any, int]:
+    """Return an image of mode L or RGB in stored orientation, and the factor of its reduction."""
     width, height = image_header.stored
     if image_header.format == "JPEG" and image_header.mode != "CMYK":
         array = _jpeg(data, image_header, scale)
@@ -141,7 +140,7 @@ def _pixels(data: np.ndarray, image_header: Header, scale: int) -> tuple[Any, in
     return image, scale
 
 
-def _jpeg(data: np.ndarray, image_header: Header, scale: int) -> np.ndarray | None:
+def _jpeg(data: np.ndarray, image_header: ImageHeader, scale: int) -> np.ndarray | None:
     """Decode a JPEG; return None for a subsampling that only Pillow reads."""
     width, height = (-(-side // scale) for side in image_header.stored)
     options = {
@@ -162,8 +161,9 @@ def _jpeg(data: np.ndarray, image_header: Header, scale: int) -> np.ndarray | No
 
 
 class _TruncatedFlag:
-    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES: the original value, except in a thread that
-    decodes here.
+    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
+
+    In other threads it has the original value.
 
     The program or an imported package may set that flag. The outcome of a broken file must not
     depend on the process that decodes it.
@@ -179,7 +179,7 @@ class _TruncatedFlag:
 _thread = threading.local()
 
 
-def _pillow(data: np.ndarray, image_header: Header) -> Any:
+def _pillow(data: np.ndarray, image_header: ImageHeader) -> Any:
     if not isinstance(flag := ImageFile.LOAD_TRUNCATED_IMAGES, _TruncatedFlag) and flag:
         ImageFile.LOAD_TRUNCATED_IMAGES = _TruncatedFlag(flag)
     _thread.decoding = True

@@ -2,8 +2,8 @@
 
 They support JPEG, PNG, WebP and GIF. Files come from the web, and some are hostile. Each parser
 only moves forward, allocates nothing of a size that a file claims, and reads a bounded number of
-segments. An image that cannot be decoded later for a reason in its header is refused here, before
-it is planned: truncated, too large, or a rare kind of JPEG.
+segments. An image whose header shows that it cannot be decoded is refused here, before it is
+planned. Such images are truncated, too large, or a rare kind of JPEG.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BadImage(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ImageLimits:
     """Limits of the cost of an image.
 
     The largest real photographs have about 100 million pixels.
@@ -45,11 +45,11 @@ class Limits:
     max_aspect: float = 200.0  # long side over short side
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ImageLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ImageHeader:
     """Header of an image file.
 
     ``width`` and ``height`` are those of the upright image, ``stored`` those in the file.
@@ -71,8 +71,10 @@ class Header:
 
     @property
     def decoded_bytes(self) -> int:
-        """Estimate the memory for decoding: four bytes per pixel to work on and three for the
-        result, coefficients of all scans, three canvases.
+        """Estimate the memory for decoding.
+
+        It counts four bytes per pixel to work on and three for the result, coefficients of all
+        scans, and three canvases.
         """
         each = (
             12
@@ -82,7 +84,7 @@ class Header:
         return self.width * self.height * each
 
 
-def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
+def header(data: Any, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
     """Return size, mode and frames of an image in ``data`` (bytes or an array of them).
 
     Raises only BadImage.
@@ -112,7 +114,7 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
     return parsed
 
 
-def _check_limits(parsed: Header, limits: Limits) -> None:
+def _check_limits(parsed: ImageHeader, limits: ImageLimits) -> None:
     width, height = parsed.width, parsed.height
     if not width or not height:
         raise BadImage(f"the image has no pixels ({width} x {height})")
@@ -179,7 +181,7 @@ _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 
 
-def _jpeg(view: memoryview) -> Header:
+def _jpeg(view: memoryview) -> ImageHeader:
     at, frame, orientation = 2, None, 0
     for _ in range(MAX_SEGMENTS):
         marker, at = _marker(view, at)
@@ -228,7 +230,7 @@ def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, 
 
 def _jpeg_header(
     view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int
-) -> Header:
+) -> ImageHeader:
     if frame is None:
         raise BadImage("a JPEG whose image begins before its size")
     marker, width, height, channels = frame
@@ -247,7 +249,7 @@ def _jpeg_header(
         if scans > MAX_SCANS:
             raise BadImage(f"a progressive JPEG of {scans} scans; at most {MAX_SCANS} are decoded")
     upright = (height, width) if orientation >= 5 else (width, height)
-    return Header(*upright, _JPEG_MODES[channels], "JPEG", 1, 8, orientation, scans)
+    return ImageHeader(*upright, _JPEG_MODES[channels], "JPEG", 1, 8, orientation, scans)
 
 
 def orientation_of(tiff: bytes) -> int:
@@ -281,7 +283,7 @@ _PNG_MODES = {
 }
 
 
-def _png(view: memoryview) -> Header:
+def _png(view: memoryview) -> ImageHeader:
     size, name, width, height, bits, colour, packing, filtering, interlace = struct.unpack_from(
         ">I4sIIBBBBB", view, 8
     )
@@ -292,7 +294,7 @@ def _png(view: memoryview) -> Header:
         raise BadImage(f"a PNG of an impossible kind: {bits} bits of colour type {colour}")
     frames, orientation = _png_chunks(view)
     upright = (height, width) if orientation >= 5 else (width, height)
-    return Header(*upright, mode, "PNG", frames, bits, orientation, 7 if interlace else 1)
+    return ImageHeader(*upright, mode, "PNG", frames, bits, orientation, 7 if interlace else 1)
 
 
 def _png_chunks(view: memoryview) -> tuple[int, int]:
@@ -323,7 +325,7 @@ def _png_chunks(view: memoryview) -> tuple[int, int]:
 # WebP
 
 
-def _webp(view: memoryview) -> Header:
+def _webp(view: memoryview) -> ImageHeader:
     end = 8 + struct.unpack_from("<I", view, 4)[0]
     if end > len(view):
         raise BadImage(f"a WebP that is cut short: expected {end} bytes, got {len(view)}")
@@ -348,7 +350,7 @@ def _webp(view: memoryview) -> Header:
         raise BadImage("a WebP without pixels")
     width, height, mode = size_and_mode
     upright = (height, width) if orientation >= 5 else (width, height)
-    return Header(*upright, mode, "WEBP", frames, 8, orientation)
+    return ImageHeader(*upright, mode, "WEBP", frames, 8, orientation)
 
 
 def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
@@ -376,7 +378,7 @@ def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
 # GIF
 
 
-def _gif(view: memoryview) -> Header:
+def _gif(view: memoryview) -> ImageHeader:
     """Return the header, with the size of the screen or of the first picture if it is larger."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
@@ -404,7 +406,7 @@ def _gif(view: memoryview) -> Header:
             )
     if not pictures:
         raise BadImage("a GIF without a picture")
-    return Header(width, height, "P", "GIF", pictures)
+    return ImageHeader(width, height, "P", "GIF", pictures)
 
 
 def _blocks(view: memoryview, at: int, count: int) -> tuple[int, int]:

@@ -185,8 +185,9 @@ def make_ready(item: np.ndarray) -> np.ndarray:
 
 
 def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
-    """Convert bytes ``[height, width]`` or ``[height, width, 3]`` to patches of numbers: ``byte *
-    (1 / (255 * std)) - mean / std``.
+    """Convert bytes ``[height, width]`` or ``[height, width, 3]`` to patches of numbers.
+
+    A number is ``byte * (1 / (255 * std)) - mean / std``.
     """
     (_, gh, gw), p, m = prefix.grid, prefix.patch, prefix.merge
     if image.ndim == 2:

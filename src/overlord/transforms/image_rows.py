@@ -35,7 +35,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
-from overlord.transforms.row_functions import Frame
+from overlord.transforms.row_functions import RowFrame
 
 log = logging.getLogger("overlord")
 
@@ -83,9 +83,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
 @dataclass(slots=True, eq=False)
 class PlannedImages:
-    """The images of a table, row by row: the parameters of each, and its file as a view of Arrow
-    memory.
-    """
+    """The images of a table, row by row: their parameters, and their files as Arrow views."""
 
     row: np.ndarray  # int64, ascending
     prefix: list[Prefix]
@@ -226,10 +224,8 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
     return PlannedImages(row[kept], prefixes, [files[k] for k in kept]), bad
 
 
-def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> None:
-    """Insert placeholders into the ids of a frame, and add three columns of lists and the item
-    numbers.
-    """
+def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> None:
+    """Insert placeholders into the ids of a frame, and add metadata and item numbers."""
     images, bad = plan_images(frame.table, spec)
     rest = [n for n in frame.table.column_names if n not in spec.columns and n != RANDOM_KEY]
     frame.table = frame.table.select(rest)  # the image bytes are not copied when rows are removed
@@ -276,7 +272,7 @@ def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
 
 
 def _drop_bad(
-    frame: Frame, images: PlannedImages, ids: Ragged, bad: Bad
+    frame: RowFrame, images: PlannedImages, ids: Ragged, bad: Bad
 ) -> tuple[PlannedImages, Ragged]:
     """Return images and ids without the bad rows."""
     if not bad:
@@ -320,9 +316,7 @@ def with_placeholders(
 
 @dataclass(slots=True)
 class ImageTotals:
-    """Totals of the images of a source: bytes of files and pixels, which "auto" compares, and
-    rows.
-    """
+    """Totals of the images of a source: rows, bytes of files, bytes of pixels."""
 
     source: str
     files: int = 0
@@ -354,7 +348,7 @@ class ImageTotals:
 
 
 def add_items(
-    block: Block, frame: Frame, chosen: Column, spec: Images, totals: ImageTotals
+    block: Block, frame: RowFrame, chosen: Column, spec: Images, totals: ImageTotals
 ) -> None:
     """Add the images of the samples to the block. ``chosen``: their numbers.
 

@@ -1,8 +1,7 @@
-"""Specification of the images of a source: their columns, their size, and the place of their
-tokens.
+"""Specification of the images of a source: columns, size, and place of their tokens.
 
-No file is opened here. The module also plans an image from its header: the grid of patches and the
-crop follow from the size of the image and the identity of its sample alone. ``image_rows.py`` reads
+No file is opened here. The module also plans an image from its header. The grid of patches and the
+crop follow from the size of the image and the identity of its sample. ``image_rows.py`` reads
 columns; ``image_decode.py`` makes pixels.
 """
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from overlord.hashing import U64, digest, mix64
 from overlord.transforms.base import column_problems, flag_problems, refuse
-from overlord.transforms.image_header import BadImage, Header, Limits
+from overlord.transforms.image_header import BadImage, ImageHeader, ImageLimits
 from overlord.transforms.image_items import DTYPES, MAX_TOKENS, Prefix
 
 AT = ("start", "marker", "end")
@@ -61,10 +60,10 @@ class Images:
     max_images: int = field(default=64, kw_only=True)
     animated: str = field(default="first", kw_only=True)
     place: str = field(default="auto", kw_only=True)
-    max_pixels_in: int = field(default=Limits().max_pixels_in, kw_only=True)
-    max_decoded_bytes: int = field(default=Limits().max_decoded_bytes, kw_only=True)
-    max_file_bytes: int = field(default=Limits().max_file_bytes, kw_only=True)
-    max_aspect: float = field(default=Limits().max_aspect, kw_only=True)
+    max_pixels_in: int = field(default=ImageLimits().max_pixels_in, kw_only=True)
+    max_decoded_bytes: int = field(default=ImageLimits().max_decoded_bytes, kw_only=True)
+    max_file_bytes: int = field(default=ImageLimits().max_file_bytes, kw_only=True)
+    max_aspect: float = field(default=ImageLimits().max_aspect, kw_only=True)
     kind: ClassVar[str] = "images"
     user_code: ClassVar[bool] = False
     holds_lock: ClassVar[bool] = False
@@ -116,7 +115,7 @@ class Images:
                     f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
-            problems.append('marker: goes with at="marker" only')
+            problems.append('marker: needs at="marker"')
         problems += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
             problems.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")
@@ -164,8 +163,8 @@ class Images:
         return self.patch * self.merge
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> ImageLimits:
+        return ImageLimits(
             max_pixels_in=self.max_pixels_in,
             max_decoded_bytes=self.max_decoded_bytes,
             max_file_bytes=self.max_file_bytes,
@@ -192,7 +191,7 @@ class Images:
         )
 
     def plan(
-        self, image_header: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
+        self, image_header: ImageHeader, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
     ) -> Prefix:
         """Plan an image.
 
@@ -279,8 +278,7 @@ def fit(
 
 
 def _nearest(side: int, factor: int) -> int:
-    """Return the nearest number of multiples of the factor; halfway to the even one, as ``round``
-    does.
+    """Return the nearest number of multiples of the factor; halfway, the even one, as ``round``.
 
     0 is too little, and ``fit`` enlarges it.
     """
@@ -294,8 +292,9 @@ def _root_up(top: int, bottom: int) -> int:
 
 
 def random_numbers(key: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) for every image, ``[images, DRAWN]``, from the key of its sample and
-    its number in the sample.
+    """Return numbers in [0, 1) for every image: float64 ``[images, RANDOM_NUMBERS]``.
+
+    They follow from the key of the image's sample and its number in the sample.
     """
     drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(RANDOM_NUMBERS, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53

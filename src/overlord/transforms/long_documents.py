@@ -1,6 +1,4 @@
-"""Documents longer than the context: which become samples, in which pieces, and the number of lost
-tokens (``Job.on_long``).
-"""
+"""Split, truncate or drop documents longer than the context (``Job.on_long``)."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
-    """Return the number of tokens each row loses: those beyond the context ("truncate"), or all of
-    a longer row ("drop").
+    """Return the number of tokens each row loses.
+
+    With "truncate" they are those beyond the context, with "drop" all of a longer row.
     """
     if on_long == "truncate":
         return np.maximum(lengths - context, 0)

@@ -41,8 +41,9 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
 def check_map(
     source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]
 ) -> None:
-    """Refuse a mask among the columns that the ``Map`` at a position returned, unless a later
-    transform replaces or drops it.
+    """Refuse a mask among the columns that the ``Map`` at a position returned.
+
+    It is accepted if a later transform replaces or drops it.
     """
     if (kept := [name for name in LOSS if name in made]) and not _later(
         transforms, position, Map, Select, Tokenize

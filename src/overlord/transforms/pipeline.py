@@ -1,5 +1,4 @@
-"""Execution of the transforms of a source in two stages, and the treatment of rows that cannot be
-transformed.
+"""Execute the transforms of a source in two stages, and list rows that cannot be transformed.
 
 The *slice stage* is everything up to the last user code. Its batches are always the slices of the
 stream, so that a function of a whole batch returns the same rows in every run. The *row stage* is
@@ -77,7 +76,7 @@ from overlord.transforms.result_checks import (
     meta_values,
     value_per_row,
 )
-from overlord.transforms.row_functions import Frame, error_text, join_rows, run_each, run_whole
+from overlord.transforms.row_functions import RowFrame, error_text, join_rows, run_each, run_whole
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
 
 
@@ -112,7 +111,7 @@ class Pipeline:
         self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
         self._needs = self._row_stage_needs()
         # By thread: the transform that runs there.
-        self._running: dict[int, tuple[Transform, Frame, RowIds | None]] = {}
+        self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
         self._encoders: dict[int, Encoder] = {
@@ -164,8 +163,7 @@ class Pipeline:
         return self._row_stage_start > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transform that a thread executes, and its row in the file, or -1 for a whole
-        batch.
+        """Return the transform that a thread executes, and its row in the file; -1: a whole batch.
 
         Called by another thread.
         """
@@ -182,7 +180,7 @@ class Pipeline:
         """
         if self._unchanged_schema is not None and table.schema.equals(self._unchanged_schema):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
-        frame = Frame(table)
+        frame = RowFrame(table)
         if self._images is not None and self._images.randomized:
             frame.put(
                 RANDOM_KEY,
@@ -212,7 +210,7 @@ class Pipeline:
 
     def row_stage(self, table: pa.Table) -> Block:
         """Make samples from rows of the slice stage, in batches of any size."""
-        frame = Frame(table)
+        frame = RowFrame(table)
         try:
             for position in range(self._row_stage_start, len(self.transforms)):
                 try:
@@ -239,7 +237,9 @@ class Pipeline:
             )
         return self._trimmed_block(frame, tokens, lengths, bad)
 
-    def _trimmed_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
+    def _trimmed_block(
+        self, frame: RowFrame, tokens: Ragged, lengths: np.ndarray, bad: Bad
+    ) -> Block:
         """Make a block if rows have to be removed, truncated or split."""
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "no tokens")
@@ -256,7 +256,7 @@ class Pipeline:
         return block
 
     def _block(
-        self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
+        self, frame: RowFrame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
     ) -> Block:
         """Make a block. ``row``: per sample, its row in the table of the frame."""
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
@@ -275,9 +275,7 @@ class Pipeline:
         return block
 
     def _row_stage_needs(self) -> list[tuple[Transform | None, str, Check]]:
-        """Return the columns that the row stage reads: transform, column, and the check of its
-        type.
-        """
+        """Return the columns that the row stage reads: transform, column, check of its type."""
         rest = self.transforms[self._row_stage_start :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
@@ -287,7 +285,7 @@ class Pipeline:
             needs.append((None, IDS, check_ids))
         return needs
 
-    def _select_needed(self, frame: Frame) -> None:
+    def _select_needed(self, frame: RowFrame) -> None:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
@@ -305,7 +303,7 @@ class Pipeline:
 
     # Execution of one transform.
 
-    def _run(self, position: int, frame: Frame, ids: RowIds | None) -> None:
+    def _run(self, position: int, frame: RowFrame, ids: RowIds | None) -> None:
         t = self.transforms[position]
         if not frame.table.num_rows:
             return
@@ -340,7 +338,7 @@ class Pipeline:
             assert ids is not None, "a Map is user code and runs in the slice stage"
             self._map(frame, t, position, ids)
 
-    def _meta(self, frame: Frame, t: Meta) -> None:
+    def _meta(self, frame: RowFrame, t: Meta) -> None:
         if isinstance(t.value, str):
             column, bad = read_meta(frame.table, t.value)
         else:
@@ -353,7 +351,7 @@ class Pipeline:
         frame.put(HIDDEN + t.name, meta_column(column))
         frame.drop(bad)
 
-    def _filter(self, frame: Frame, t: Filter) -> None:
+    def _filter(self, frame: RowFrame, t: Filter) -> None:
         results = (
             run_each(frame, t, t.fn, as_bool)
             if t.rows
@@ -363,7 +361,7 @@ class Pipeline:
         frame.dropped += len(keep) - int(keep.sum())
         frame.keep(keep)
 
-    def _map(self, frame: Frame, t: Map, position: int, ids: RowIds) -> None:
+    def _map(self, frame: RowFrame, t: Map, position: int, ids: RowIds) -> None:
         if t.rows:
             made = join_rows(
                 run_each(
@@ -392,7 +390,7 @@ class Pipeline:
         frame.drop({i: f"{t!r}: {reason}" for i, reason in bad.items()})
 
     def _generators(
-        self, frame: Frame, position: int, ids: RowIds
+        self, frame: RowFrame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
         """Return a generator per row, seeded by the identity of the row.
 
@@ -428,7 +426,7 @@ _CHECKS: dict[type, Check] = {
 }
 
 
-def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
+def _drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
     """Drop the rows whose values ``t`` cannot read.
 
     Raise Unfit if the whole column has a wrong type.
@@ -456,7 +454,7 @@ def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     )
 
 
-def _tokenize(frame: Frame, text: str, encoder: Encoder) -> None:
+def _tokenize(frame: RowFrame, text: str, encoder: Encoder) -> None:
     texts, bad = read_texts(frame.table, text)
     if bad:
         texts = [texts[i] for i in range(len(texts)) if i not in bad]
@@ -470,7 +468,7 @@ def _tokenize(frame: Frame, text: str, encoder: Encoder) -> None:
     frame.put(IDS, ids_column(ids))
 
 
-def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
+def _encode_each(frame: RowFrame, texts: list[str], encoder: Encoder) -> Ragged:
     bad: Bad = {}
     parts = []
     for i, text in enumerate(texts):
@@ -494,7 +492,7 @@ def _is_row_fault(fault: BaseException) -> bool:
     ).__name__ == "PanicException"
 
 
-def _select(frame: Frame, t: Select, made: list[str]) -> None:
+def _select(frame: RowFrame, t: Select, made: list[str]) -> None:
     for name in t.columns:
         column(frame.table, name, "any type")
     hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]

@@ -13,17 +13,17 @@ import pyarrow as pa
 
 from overlord.sources.arrow_numpy import arrow_of
 from overlord.transforms.base import Transform
-from overlord.transforms.columns import Bad, plain, to_columns, to_rows
+from overlord.transforms.columns import Bad, to_columns, to_rows, without_dictionaries
 from overlord.user_code import where_raised
 
 
-class Frame:
+class RowFrame:
     """Rows inside a stage: their input rows, and the outcome of the removed ones."""
 
     __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
     def __init__(self, table: pa.Table) -> None:
-        self.table, self.index = plain(table), np.arange(table.num_rows)
+        self.table, self.index = without_dictionaries(table), np.arange(table.num_rows)
         self.bad: list[tuple[int, str]] = []
         self.dropped = 0
         self.at = -1  # the row that a user function is processing; -1: all rows
@@ -60,7 +60,7 @@ class Frame:
 
 
 def run_whole(
-    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
+    frame: RowFrame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
     """Call ``fn`` with all rows.
 
@@ -78,7 +78,7 @@ def run_whole(
 
 
 def _run_alone(
-    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
+    frame: RowFrame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
     bad: Bad = {}
     alone = []
@@ -106,7 +106,7 @@ def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def run_each(
-    frame: Frame,
+    frame: RowFrame,
     t: Transform,
     fn: Callable[..., Any],
     check: Callable[[Any], Any],

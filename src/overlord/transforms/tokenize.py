@@ -173,9 +173,9 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The only field of a tokenizer.json that matters here.
+    """The field ``model`` of a tokenizer.json: the only one that is read here.
 
-    Parsing all of it takes ten times its size.
+    Parsing the whole file takes ten times its size.
     """
 
     model: _Model | None = None

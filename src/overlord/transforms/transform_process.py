@@ -1,5 +1,6 @@
-"""A separate process for a source whose transforms hold the interpreter lock, or that requests it
-(``workers="processes"``).
+"""Run transforms in a separate process.
+
+It serves sources whose transforms hold the interpreter lock, or with ``workers="processes"``.
 
 Code is sent once, at spawn. Afterwards only data is sent: a small JSON header, then Arrow IPC for
 tables and raw buffers for arrays. Nothing is unpickled on either side, so a message can never

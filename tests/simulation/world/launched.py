@@ -402,7 +402,7 @@ class Launched:
         if host.planner.in_time(report):
             self._accepted[report.step, report.rank] = report
             self.log.report(report, 0)
-        self.log.heard(report)
+        self.log.received(report)
         host.event(report)
 
     def detach(self, rank: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from overlord.client.remote_queue import LOOK_S, RemoteStepQueue
+from overlord.client.remote_queue import CHECK_AFTER_S, RemoteStepQueue
 from overlord.client.step import Step
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
@@ -108,7 +108,7 @@ class Trainer:
         if isinstance(link, SimLink):
             link.on_word(lambda: world.at(0.0, lambda: again(self._look), self.process))
             world.at(
-                LOOK_S + 0.1,
+                CHECK_AFTER_S + 0.1,
                 lambda: again(lambda: self._machine.thread(self._wait, "")),
                 self.process,
             )

@@ -1,5 +1,4 @@
-"""Balancing: the bucket and microbatch of each item, so that ranks wait for each other as little as
-possible.
+"""Choose the bucket and microbatch of each item, so that ranks seldom wait for each other.
 
 A *method* (``methods.py``) is one function from costs to bins. A *way* (``placement.py``) applies
 it to buckets and microbatches. ``place`` chooses the way. Cost (the time to compute a bin) and size
@@ -37,15 +36,15 @@ from overlord.planning.balance.methods import (
     register_balance,
     zigzag,
 )
-from overlord.planning.balance.placement import PackingProblem, Placement
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 
 __all__ = [
     "LEVELS",
     "METHODS",
     "OBJECTIVES",
     "BalanceFn",
+    "ItemPlacement",
     "PackingProblem",
-    "Placement",
     "greedy",
     "karmarkar_karp",
     "method_named",
@@ -71,9 +70,10 @@ def place(
     level: str = "both",
     objective: str = "iteration",
     keep_order: bool = False,
-) -> Placement:
-    """Return buckets and microbatches for all items. Capacity and memory are kept whatever the
-    method does.
+) -> ItemPlacement:
+    """Return buckets and microbatches for all items.
+
+    Capacity and memory bounds hold whatever the method does.
     """
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
@@ -86,7 +86,7 @@ def place(
     return found
 
 
-def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> Placement:
+def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> ItemPlacement:
     if keep_order:
         return (
             placement.first(p, (placement.in_runs,))
@@ -118,9 +118,10 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> P
     )
 
 
-def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | None:
-    """Place by the requested method, with one additional microbatch if necessary, before greedy
-    takes over.
+def _by_method(p: PackingProblem, level: str, objective: str) -> ItemPlacement | None:
+    """Place by the requested method, if necessary with one additional microbatch.
+
+    Greedy takes over where the method fails.
     """
     way = (
         placement.own_bins_swapped
@@ -142,13 +143,11 @@ def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | Non
 
 def _or_one_more(
     p: PackingProblem,
-    found: Placement,
+    found: ItemPlacement,
     way: placement.Way,
-    time: Callable[[PackingProblem, Placement], float],
-) -> Placement:
-    """Add one microbatch to a step that is so full that ranks are uneven, if that is worth it and M
-    grows anyway.
-    """
+    time: Callable[[PackingProblem, ItemPlacement], float],
+) -> ItemPlacement:
+    """Add one microbatch to a full and uneven step, if that pays off and M grows anyway."""
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
     if not p.may_add(found.n_microbatches) or time(p, found) <= bound + worth:
@@ -157,7 +156,7 @@ def _or_one_more(
     return found if more is None or time(p, more) + worth > time(p, found) else more
 
 
-def within_memory(p: PackingProblem, found: Placement) -> bool:
+def within_memory(p: PackingProblem, found: ItemPlacement) -> bool:
     assert p.memory is not None
     bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
     return (
@@ -168,8 +167,9 @@ def within_memory(p: PackingProblem, found: Placement) -> bool:
 
 
 def joined(p: PackingProblem) -> PackingProblem:
-    """Return the problem with tokens and memory as one size: of each item the larger of its two
-    shares, in units of a microbatch.
+    """Return the problem with tokens and memory as one size, in units of a microbatch.
+
+    The size of an item is the larger of its two shares.
 
     Shares add up, so neither bound can be broken. The loss: items that need much of one and little
     of the other could share a bin, but are counted as if each needed both. So at worst there are
@@ -190,10 +190,10 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
     method_named(p.method)
     if level != "both" and keep_order:
-        raise PlanError(f"level {level!r} goes without keep_order", remedy='use level "both"')
+        raise PlanError(f"level {level!r}: expected keep_order=False", remedy='use level "both"')
     if level in ONCE and objective == "microbatch":
         raise PlanError(
-            f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"'
+            f'level {level!r}: expected objective "iteration"', remedy='use level "both" or "inter"'
         )
     if p.group_size is not None and (
         not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
@@ -208,22 +208,24 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             and not (np.isfinite(column).all() and column.min() >= 0)
         ):
             raise PlanError(
-                f"a {what} is negative, infinite or NaN", remedy=f"correct the {what} function"
+                f"{what}: expected finite numbers of at least 0, got one that is "
+                "negative, infinite or NaN",
+                remedy=f"correct the {what} function",
             )
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())
         raise PlanError(
-            f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the "
-            f"{p.capacity} of a microbatch"
+            f"item {i}: expected at most the {p.capacity} tokens of a microbatch, got "
+            f"{int(p.sizes[i])} with its padding"
         )
     if (p.memory is None) != (p.memory_capacity <= 0):
         raise PlanError(
-            "memory and memory_capacity go together",
+            "expected memory and memory_capacity together, got one of them",
             remedy="give cost(memory=) and balance(memory_capacity=), or neither",
         )
     if p.memory is not None and len(p.memory) and float(p.memory.max()) > p.memory_capacity:
         i = int(p.memory.argmax())
         raise PlanError(
-            f"item {i} takes {float(p.memory[i]):g} of memory, more than the "
-            f"{p.memory_capacity:g} of a microbatch"
+            f"item {i}: expected at most the memory of a microbatch, "
+            f"{p.memory_capacity:g}, got {float(p.memory[i]):g}"
         )

@@ -1,10 +1,9 @@
-"""Sorting and bin packing over arrays: the inner loops of balancing, exact and the same on every
-machine.
+"""Sort and pack arrays into bins: the inner loops of balancing, exact on every machine.
 
 LPT (longest processing time first) takes items by falling cost and puts each into the lightest bin.
 One heap step per item is too slow in Python for a quarter of a million samples, so rounds place
 many items at once. Let bins be sorted by load ``l``, and ``c`` the costs of the next items. Item j
-goes to bin j as long as ``l[j] < min over i < j of l[i] + c[i]``: until then no bin that was just
+goes to bin j as long as ``l[j] < min over i < j of l[i] + c[i]``. Until then no bin that was just
 filled is the lightest again. Every sort is stable and every tie goes to the lowest bin. So heap and
 rounds give the same bins, on every machine.
 """
@@ -40,8 +39,9 @@ def by_falling(values: np.ndarray) -> np.ndarray:
 
 
 def total(values: np.ndarray) -> float:
-    """Return the sum in the given order. ``sum`` adds in an order of numpy's choice, and the last
-    digit could change a plan.
+    """Return the sum in the given order.
+
+    ``sum`` adds in an order of numpy's choice, and the last digit could change a plan.
     """
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
@@ -53,8 +53,10 @@ def lpt(
     sizes: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the bin of every item. With a capacity, it is the lightest bin with room, and NOWHERE
-    from the first item on that finds none.
+    """Return the bin of every item.
+
+    With a capacity, it is the lightest bin with room, and NOWHERE from the first item on that finds
+    none.
 
     ``start``: initial loads of the bins.
     """
@@ -84,8 +86,9 @@ def lpt(
 
 
 def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Place items by falling cost. Items without cost count a little, or they would all go into one
-    bin.
+    """Place items by falling cost, each into the lightest bin with room.
+
+    Items without cost count a little, or they would all go into one bin.
     """
     crowded = _by_heap_with_room if len(loads) < FEW_BINS else _by_rounds_with_room
     return crowded(np.maximum(c, max(float(c[0]), 1.0) * 2.0**-40), s, loads, room)
@@ -94,9 +97,7 @@ def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
 def settle(
     bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int
 ) -> np.ndarray:
-    """Return the bins of a method that overflowed some: the cheapest items of an overfull bin go to
-    the lightest bin with room.
-    """
+    """Move the cheapest items of overfull bins to the lightest bins with room."""
     order = by_falling(costs)
     order = order[by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
     counts = np.bincount(bins + 1, minlength=n_bins + 1)
@@ -208,8 +209,9 @@ def pack_inside(
     capacity: int = 0,
     tight: bool = False,
 ) -> np.ndarray:
-    """Place by LPT into ``n_bins`` bins in every parent at once: round r places the r-th item of
-    each parent that has one.
+    """Place by LPT into ``n_bins`` bins in every parent at once.
+
+    Round r places the r-th item of each parent that has one.
 
     ``tight``: by falling size into the fullest bin with room, for parents that are almost full.
     """
@@ -243,8 +245,9 @@ def pack_inside(
 def _choose(
     load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lightest (or tightest) bin with room of each of the first k parents. There is none
-    where ``found`` is False.
+    """Return the lightest (or tightest) bin with room of each of the first k parents.
+
+    There is none where ``found`` is False.
     """
     score = room if tight else load
     if len(load) >= MANY_BINS:
@@ -269,8 +272,9 @@ def fill_up(
     capacity: int,
     most: float,
 ) -> np.ndarray:
-    """Fill bins as far as possible with items ``left`` (by falling size). Return the bin of each,
-    NOWHERE for items that are not taken.
+    """Fill bins as far as possible with items ``left`` (by falling size).
+
+    Return the bin of each, NOWHERE for items that are not taken.
 
     In every round each bin takes the largest item left that it has room for; no bin costs more than
     ``most`` in total. Long items are placed together, so that bins hold as much work as bins of
@@ -302,7 +306,7 @@ def fill_up(
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
             order = np.argsort(wants, kind="stable")
-            # if two want one item, the second takes the next
+            # if two bins choose one item, the second takes the next item
             pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))
             order, pick = order[pick < len(at)], pick[None, pick < len(at)]
         taken[at[pick]] = bins[order]
@@ -313,8 +317,9 @@ def fill_up(
 
 
 def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
-    """Return the number of rounds in which every bin has room for the next item, if none is larger
-    or more expensive than this; at least 1.
+    """Return the number of rounds in which every bin surely has room for its next item; at least 1.
+
+    ``size`` and ``cost`` are those of the largest and of the most expensive next item.
     """
     by_size = int(room.min()) // size if size else n_items
     # a little less: slack is rounded when it shrinks
@@ -337,8 +342,9 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def next_fit_inside(
     parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int
 ) -> np.ndarray:
-    """Apply ``next_fit`` in every parent, in arrival order, with one search per bin number for all
-    parents.
+    """Apply ``next_fit`` in every parent, in arrival order.
+
+    One search per bin number serves all parents.
     """
     order = by_key(parent, n_parents)
     counts = np.bincount(parent, minlength=n_parents)
@@ -365,8 +371,9 @@ def next_fit_inside(
 
 
 def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = False) -> np.ndarray:
-    """Place by falling size into the fullest bin with room: packs tightest (fill .995) and balances
-    worst, the last resort.
+    """Place by falling size into the fullest bin with room.
+
+    It packs tightest (fill .995) and balances worst, so it is the last resort.
 
     Of bins with equal room it takes the one that reached it last, or the ``lowest``, as
     ``pack_inside`` does.

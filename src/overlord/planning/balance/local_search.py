@@ -1,7 +1,7 @@
 """Local search: exchange of items between heavy and light rows after an uneven packing.
 
-Every round examines many pairs of rows at once, and every choice is the first of the best. So the
-result is the same on every machine.
+A row is a bucket, and its items are samples or bins. Every round examines many pairs of rows at
+once, and every choice is the first of the best. So the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from overlord.array_order import by_key
 from overlord.planning.balance import binpack
 
-# rounds; eight samples a rank need up to 40 to come within 0.1 percent
+# rounds of exchanges; eight samples a rank need up to 40 for 0.1 percent
 SWAP_ROUNDS = 64
 SWAP_LAST = 16  # exchanges of the heaviest row alone, after the rounds find no more
 SWAP_MISSES = 8  # consecutive rounds without an exchange
@@ -32,8 +32,9 @@ def even_out(
     capacity: int = 0,
     moves: bool = True,
 ) -> np.ndarray:
-    """Let rows heavier than ``aim`` swap an item with a light row (or give one away) until none is
-    heavier, or no exchange helps.
+    """Swap items between rows until no row is heavier than ``aim``, or no exchange helps.
+
+    A row heavier than ``aim`` swaps an item with a light row, or gives one away.
 
     A round pairs the heaviest rows with the lightest; after rounds without an exchange, with the
     next lightest. For every pair it takes the exchange that comes nearest to the middle. A row
@@ -44,7 +45,7 @@ def even_out(
         return rows
     sizes = np.zeros(len(rows), np.int64) if sizes is None else sizes
     room = (capacity or 2**62) - np.bincount(rows, weights=sizes, minlength=n_rows).astype(np.int64)
-    held = _held(rows, costs, n_rows, moves)
+    held = _items_by_row(rows, costs, n_rows, moves)
     # an empty place is an item of no cost and no size
     c, s = (np.append(costs, 0.0), np.append(sizes, 0))
     width, missed = held.shape[1], 0
@@ -70,9 +71,10 @@ def even_out(
     return out[:-1]
 
 
-def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
-    """Return the items of every row, in stream order; of a long row the most expensive.
-    ``len(rows)`` means none, at least once if ``moves``.
+def _items_by_row(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
+    """Return the items of every row, in stream order; of a long row only the most expensive.
+
+    ``len(rows)`` stands for no item. With ``moves`` every row has at least one of these.
     """
     counts = np.bincount(rows, minlength=n_rows)
     order = by_key(rows, n_rows)
@@ -103,8 +105,9 @@ def _swap(
     *,
     one: bool = False,
 ) -> bool:
-    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place. Return
-    whether there was one.
+    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place.
+
+    Return whether there was one.
     """
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]

@@ -19,14 +19,16 @@ BalanceFn = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 
 
 def greedy(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """LPT: most expensive first into the lightest bin with room. Within 0.7 % of the bound from 16
-    samples a bin on.
+    """Place the most expensive item first into the lightest bin with room (LPT).
+
+    The result is within 0.7 % of the bound from 16 samples a bin on.
     """
     return binpack.lpt(costs, n_bins, capacity, sizes)
 
 
 def zigzag(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
     """Place the most expensive first, back and forth over the bins: equal counts, worse balance.
+
     Capacity is ignored.
     """
     r = np.arange(len(costs)) % (2 * n_bins)
@@ -36,17 +38,16 @@ def zigzag(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> 
 
 
 def none(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Place items round robin, in stream order."""
+    """Place items round robin, in stream order, without balancing."""
     return (np.arange(len(costs)) % n_bins).astype(np.int32)
 
 
 def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Largest differencing. It ignores the capacity, and equals LPT if the most expensive item
-    dominates (offered for parity with the paper).
+    """Place by largest differencing, as the paper does. The capacity is ignored.
 
-    A partial solution keeps its non-zero sums, rising, as (sum, node). Joining two solutions pairs
-    the largest sums of one with the smallest of the other. A node stores the two nodes it was made
-    of, and the tree is walked back at the end.
+    It equals LPT if the most expensive item dominates. A partial solution keeps its non-zero sums,
+    rising, as (sum, node). Joining two solutions pairs the largest sums of one with the smallest of
+    the other. A node stores the two nodes it was made of, and the tree is walked back at the end.
     """
     n = len(costs)
     left, right = [-1] * n, [-1] * n
@@ -108,7 +109,7 @@ def register_balance(
         remedy = (
             ""
             if not capacity_aware or cannot_take(fn, wanted[:2])
-            else "one that knows no capacity goes with capacity_aware=False"
+            else "give capacity_aware=False for a function without capacity"
         )
         raise PlanError(f"register_balance: {name!r} {problem}", remedy=remedy)
     _METHODS[name] = fn if capacity_aware else _by_cost_alone(fn)
@@ -134,8 +135,9 @@ def method_named(name: str) -> BalanceFn:
 def bins_by(
     name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray
 ) -> np.ndarray:
-    """Return the checked bins of a method, which may be user code. Items of overfull bins move to
-    others if possible.
+    """Return the checked bins of a method, which may be user code.
+
+    Items of overfull bins move to others if possible.
     """
     fn: Any = method_named(name)
     if not len(costs):
@@ -153,7 +155,7 @@ def bins_by(
         )
     if not capacity and (bins == NOWHERE).any():
         raise PlanError(
-            f"balance method {name!r} left items without a bin although there is no capacity"
+            f"balance method {name!r}: expected a bin for every item without a capacity, got -1"
         )
     bins = bins.astype(np.int32, copy=False)
     if capacity and name != "greedy" and not fits(bins, sizes, n_bins, capacity):

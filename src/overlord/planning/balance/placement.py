@@ -1,8 +1,7 @@
-"""Ways to place: from a problem and a number of microbatches to a placement, or None if the
-capacity is not kept.
+"""Placements for a given number of microbatches; None if the capacity cannot be kept.
 
-They differ in what they level: bucket totals first (two-level), all bins at once (flat), one
-microbatch index after the other (levelled, alternating), or nothing but tightness (best fit).
+They differ in what they level. Two-level: bucket totals first. Flat: all bins at once. Levelled and
+alternating: one microbatch index after the other. Best fit: nothing, it only packs tightly.
 ``balance.place`` chooses among them.
 """
 
@@ -29,7 +28,7 @@ MANY = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
+class ItemPlacement:
     """Bucket and microbatch of every item, and the way that found them."""
 
     bucket: np.ndarray  # int32
@@ -40,8 +39,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingProblem:
-    """Items to place into ``n_buckets`` x M bins of ``capacity``. M is at least ``microbatches``
-    and grows until all items fit.
+    """Items to place into ``n_buckets`` x M bins of ``capacity``.
+
+    M is at least ``microbatches`` and grows until all items fit.
     """
 
     costs: np.ndarray  # float64, none negative
@@ -60,8 +60,9 @@ class PackingProblem:
     spare: bool = True
 
     def least_microbatches(self) -> int:
-        """Return a number of microbatches that every placement needs: all tokens must fit, and
-        items above half the capacity share no bin.
+        """Return a number of microbatches that every placement needs.
+
+        All tokens must fit, and items above half the capacity share no bin.
         """
         if not self.capacity or not len(self.sizes):
             return self.microbatches
@@ -70,8 +71,9 @@ class PackingProblem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Return whether m microbatches may become m + 1 without need: never beyond the requested
-        number, if that holds the draw.
+        """Return whether m microbatches may become m + 1 without need.
+
+        They may not if the requested number holds the draw.
         """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
@@ -80,12 +82,13 @@ class PackingProblem:
         return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
-Way = Callable[[PackingProblem, int], Placement | None]
+Way = Callable[[PackingProblem, int], ItemPlacement | None]
 
 
-def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
-    """Return the placement of the first way that keeps the capacity, with as few microbatches as
-    any of them needs.
+def first(p: PackingProblem, ways: Iterable[Way]) -> ItemPlacement:
+    """Return the placement of the first way that keeps the capacity.
+
+    It has as few microbatches as any of the ways needs.
 
     Many items of just over a third of the capacity need far more than the least number. Then M is
     searched by doubling and halving.
@@ -100,51 +103,52 @@ def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
     return found
 
 
-def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> Placement | None:
+def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> ItemPlacement | None:
     return next((found for way in ways if (found := way(p, m)) is not None), None)
 
 
-def heaviest(p: PackingProblem, found: Placement) -> float:
-    """Return the time of a step whose ranks wait for each other once: the slowest rank."""
+def heaviest(p: PackingProblem, found: ItemPlacement) -> float:
+    """Return the time of a step whose ranks wait once: the cost of the slowest rank."""
     return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
 
 
-def waited(p: PackingProblem, found: Placement) -> float:
-    """Return the time of a step whose ranks wait after every microbatch: the sum of the slowest of
-    each index.
+def waited(p: PackingProblem, found: ItemPlacement) -> float:
+    """Return the time of a step whose ranks wait after every microbatch.
+
+    It is the sum over indices of the slowest bin.
     """
     flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
     loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
     return float(np.cumsum(loads.max(axis=1))[-1])
 
 
-def two_level(p: PackingProblem, m: int) -> Placement | None:
-    """Level buckets by cost, then the microbatches of each bucket: bucket totals differ by a
-    fraction of a percent.
+def two_level(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Level buckets by cost, then the microbatches of each bucket.
+
+    Bucket totals differ by a fraction of a percent.
     """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
-def whole(p: PackingProblem, m: int) -> Placement | None:
-    """Place into one microbatch: ranks wait for each other once a step, whatever the objective, and
-    there is nothing to divide.
-    """
+def whole(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Place into one microbatch: ranks wait for each other once a step, whatever the objective."""
     return two_level(p, m) if m == 1 else None
 
 
-def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
+def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> ItemPlacement | None:
     if (
         not fits(bucket, p.sizes, p.n_buckets, m * p.capacity)
         or (microbatch := _inside(p, bucket, m)) is None
     ):
         return None
     microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
-    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
-    """Return the bucket of every item. With groups: first over groups, then in each, as level as
-    one pass.
+    """Return the bucket of every item.
+
+    With groups: first over groups, then in each, as level as one pass.
     """
     room = m * p.capacity
     if p.group_size is None or p.group_size == p.n_buckets:
@@ -164,8 +168,9 @@ def buckets(p: PackingProblem, m: int) -> np.ndarray:
 
 
 def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
-    """Return the microbatches in every bucket. A bucket that LPT cannot pack is packed tightly
-    instead.
+    """Return the microbatches in every bucket.
+
+    A bucket that LPT cannot pack is packed tightly instead.
     """
     bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
@@ -201,8 +206,9 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 def nested(
     p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
-    """Return bins in every parent, by the method. Greedy handles all parents in one sweep if they
-    are many and their bins few.
+    """Return bins in every parent, by the method.
+
+    Greedy handles all parents in one sweep if they are many and their bins few.
     """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
@@ -221,16 +227,17 @@ def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
     return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
 
 
-def inside_round_robin(p: PackingProblem, m: int) -> Placement | None:
+def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Give items to buckets in turn; only the microbatches of each are balanced."""
     return _then_inside(
         p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
     )
 
 
-def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
-    """Keep stream order in every bucket, divided evenly: by count if nothing is balanced, else by
-    size.
+def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
+    """Keep stream order in every bucket, divided evenly into microbatches.
+
+    The division is by count if nothing is balanced, else by size.
     """
     needed = (
         int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
@@ -246,27 +253,29 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
         capacity=p.capacity,
         by_count=p.method == "none",
     )
-    return Placement(
+    return ItemPlacement(
         bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside"
     )
 
 
 def runs(p: PackingProblem, m: int) -> np.ndarray:
-    """Divide the stream into m consecutive runs of about equal size, each with a sample for every
-    bucket if there are enough.
+    """Divide the stream into m consecutive runs of about equal size.
+
+    Each run has a sample for every bucket if there are enough.
     """
     marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
 
-def in_runs(p: PackingProblem, m: int) -> Placement | None:
+def in_runs(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Use the k-th run of the stream as microbatch k of all buckets; only buckets are chosen."""
-    return _dealt(p, runs(p, m), m, "runs of the stream")
+    return _deal_indices(p, runs(p, m), m, "runs of the stream")
 
 
-def by_substep(p: PackingProblem) -> Placement:
-    """Use sub-draw k as microbatch k of all buckets. A sub-draw that does not fit takes as many
-    microbatches as it needs.
+def by_substep(p: PackingProblem) -> ItemPlacement:
+    """Use sub-draw k as microbatch k of all buckets.
+
+    A sub-draw that does not fit takes as many microbatches as it needs.
     """
     assert p.substep is not None
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
@@ -281,14 +290,15 @@ def by_substep(p: PackingProblem) -> Placement:
         )
         found = first(part, (in_runs,))
         slot[rows], done = done + found.microbatch, done + found.n_microbatches
-    placed = _dealt(p, slot, done, "sub-draws")
+    placed = _deal_indices(p, slot, done, "sub-draws")
     assert placed is not None, "every part was packed by the same methods just now"
     return placed
 
 
-def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement | None:
-    """Balance every index over the buckets; its heaviest bin goes to the bucket with the lowest
-    total so far.
+def _deal_indices(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlacement | None:
+    """Balance every index over the buckets.
+
+    The heaviest bin of an index goes to the bucket with the lowest total so far.
     """
     bins = np.empty(len(slot), np.int64)
     for k, rows in enumerate(_rows_by(slot, m)):
@@ -296,13 +306,14 @@ def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement |
             return None
         bins[rows] = found + k * p.n_buckets
     bins = none_empty(bins, p.costs, m, p.n_buckets)
-    bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
-    return Placement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
+    bucket_of, _ = _assign_buckets(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
 
 
-def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bucket of every bin, total of every bucket) for loads by [index, bin]: the lightest
-    bucket gets the heaviest bin of the index.
+def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (bucket of every bin, total of every bucket) for loads by [index, bin].
+
+    The lightest bucket gets the heaviest bin of each index.
     """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
     for k, row in enumerate(loads):
@@ -313,8 +324,9 @@ def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
-    """Place these items in one microbatch of every bucket: by the method, else greedily, else
-    tightly.
+    """Place these items in one microbatch of every bucket.
+
+    The method is tried first, then greedy, then best fit.
     """
     costs, sizes = p.costs[rows], p.sizes[rows]
     tries: Sequence[Callable[[], np.ndarray]] = (
@@ -327,45 +339,45 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
     )
 
 
-def flat(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def flat(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place by LPT over all bins at once."""
-    return _arranged(
+    return _arrange(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
 
-def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    """Fill indices that cannot be low with as much work as they hold; the rest is level enough for
-    LPT.
+def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
+    """Fill indices that cannot be low with as much work as they hold, and place the rest by LPT.
 
     If LPT finds no room for the rest, more indices are filled: that packs tighter.
     """
-    if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
+    if _is_large(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
-    filled = _filled(p, m)
+    filled = _fill_indices(p, m)
     while filled is not None:
         bins, k = _with_the_rest(p, m, filled), filled.indices
         if k >= m - 1 or fits(bins, p.sizes, p.n_buckets * m, p.capacity):
-            return _arranged(p, bins, m, "levelled", once)
-        filled = _filled(p, m, filled, k + max(1, (m - k) // 2))
+            return _arrange(p, bins, m, "levelled", once)
+        filled = _fill_indices(p, m, filled, k + max(1, (m - k) // 2))
     return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPacking:
-    """The first indices filled with as much work as they hold."""
+    """Bins of which the first indices are filled with as much work as they hold."""
 
     indices: int
     bins: np.ndarray  # int32; NOWHERE for the items left
     left: np.ndarray  # by falling size
 
 
-def _filled(
+def _fill_indices(
     p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
 ) -> PartialPacking | None:
-    """Fill one index after the other, as long as the most expensive item left costs more than the
-    mean bin: no placement can make its index lower. Return None if the remaining indices cannot
-    hold the rest, or if it would take too long.
+    """Fill index after index while the most expensive item left costs more than the mean bin.
+
+    No placement can make the index of such an item lower. Return None if the remaining indices
+    cannot hold the rest, or if the search would take too long.
     """
     if len(p.costs) * m > MUCH:
         return None
@@ -398,8 +410,10 @@ def _filled(
 def _with_the_rest(
     p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the bins of all items. LPT places the items left into the indices that are not filled
-    yet, whose bins have the initial loads ``start``.
+    """Return the bins of all items.
+
+    LPT places the items left into the indices that are not filled yet, whose bins have the initial
+    loads ``start``.
     """
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
@@ -408,24 +422,24 @@ def _with_the_rest(
     return bins
 
 
-def alternating(p: PackingProblem, m: int) -> Placement | None:
-    """Alternate intra and inter, for ranks that wait at both: the least sum of the slowest rank and
-    the slowest of every index.
+def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Minimize the sum of the slowest rank and of the slowest bin of every index.
 
-    Either all bins at once, as for ranks that wait often, or with regard to bucket totals.
+    This is for ranks that wait at both, after every microbatch and once a step. The result is the
+    best of three placements: with regard to bucket totals, flat and levelled.
     """
     found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
 
 
-def _with_totals(p: PackingProblem, m: int) -> Placement | None:
+def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``levelled``, but give a bucket with light bins more in its other microbatches."""
-    n, filled = p.n_buckets, _filled(p, m)
+    n, filled = p.n_buckets, _fill_indices(p, m)
     if filled is None:
         return None
     k, bins = filled.indices, filled.bins.copy()
     placed = np.flatnonzero(bins >= 0)
-    bucket_of, total = _deal(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
+    bucket_of, total = _assign_buckets(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
     bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
     bins = _with_the_rest(p, m, replace(filled, bins=bins), np.tile(total / max(1, m - k), m - k))
     if not fits(bins, p.sizes, n * m, p.capacity):
@@ -434,10 +448,10 @@ def _with_totals(p: PackingProblem, m: int) -> Placement | None:
     bucket_of = even_out(
         np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False
     )
-    return _numbered(p, bins, bucket_of, loads, m, "alternating", once=False)
+    return _number_bins(p, bins, bucket_of, loads, m, "alternating", once=False)
 
 
-def _numbered(
+def _number_bins(
     p: PackingProblem,
     bins: np.ndarray,
     bucket_of: np.ndarray,
@@ -445,9 +459,10 @@ def _numbered(
     m: int,
     way: str,
     once: bool,
-) -> Placement:
-    """Assign indices to bins that have a bucket: heavy ones first in every bucket, so that the
-    microbatches of an index are alike.
+) -> ItemPlacement:
+    """Assign microbatch indices to bins that have a bucket.
+
+    Heavy bins come first in every bucket, so that the microbatches of an index are alike.
     """
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
@@ -457,23 +472,24 @@ def _numbered(
     microbatch = spread(
         bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound()
     )
-    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
 
 
-def own_bins(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
+def own_bins(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place all bins by a method that is not greedy."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
-    return _arranged(p, bins, m, f"bins of {p.method}", once)
+    return _arrange(p, bins, m, f"bins of {p.method}", once)
 
 
-def own_bins_swapped(p: PackingProblem, m: int) -> Placement | None:
+def own_bins_swapped(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``own_bins``, then swap bins between buckets until those are level."""
     return own_bins(p, m, once=True)
 
 
-def better_flat(p: PackingProblem, m: int) -> Placement | None:
-    """Place all bins at once: the better of flat and levelled. With one microbatch, ranks wait for
-    each other once a step, whatever the objective.
+def better_flat(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Place all bins at once: the better of flat and levelled.
+
+    With one microbatch, ranks wait for each other once a step, whatever the objective.
     """
     if m == 1:
         return whole(p, m) or tight(p, m)
@@ -483,29 +499,31 @@ def better_flat(p: PackingProblem, m: int) -> Placement | None:
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 
-def tight(p: PackingProblem, m: int) -> Placement | None:
-    """Place steps that are too full for two levels: all bins at once, then swap bins between
-    buckets until those are level.
+def tight(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Place steps that are too full for two levels: all bins at once.
+
+    Then bins are swapped between buckets until those are level.
     """
     found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
 
 
-def _best_fit(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    if _hurried(p):
+def _best_fit(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
+    if _is_large(p):
         return None
-    return _arranged(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
+    return _arrange(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
 
 
-def _hurried(p: PackingProblem) -> bool:
+def _is_large(p: PackingProblem) -> bool:
     return len(p.costs) > MANY and p.may_add(p.least_microbatches())
 
 
-def _arranged(
+def _arrange(
     p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
-) -> Placement | None:
-    """Sort bins by load and divide them into microbatch indices; the heaviest of each goes to the
-    bucket with the lowest total so far.
+) -> ItemPlacement | None:
+    """Sort bins by load and divide them into microbatch indices.
+
+    The heaviest bin of each index goes to the bucket with the lowest total so far.
 
     ``once``: ranks wait for each other once a step, so bins may change their bucket whatever their
     index.
@@ -516,10 +534,10 @@ def _arranged(
     loads = loads_of(bins, p.costs, n * m)
     order = binpack.by_falling(loads)
     bucket_of, index_of = np.empty(n * m, np.int32), np.empty(n * m, np.int32)
-    bucket_of[order] = _deal(loads[order].reshape(m, n))[0]
+    bucket_of[order] = _assign_buckets(loads[order].reshape(m, n))[0]
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
-        return _numbered(p, bins, bucket_of, loads, m, way, once)
+        return _number_bins(p, bins, bucket_of, loads, m, way, once)
     microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
-    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)

@@ -1,5 +1,4 @@
-"""Distribution of a step over its microbatches: even runs of the stream, and no empty microbatch
-while another can give a sample.
+"""Distribute a step over its microbatches, so that none is empty while another can give a sample.
 
 Runs keep stream order. Marks divide the items of a parent (a bucket, or the whole step) evenly by
 count or by size. A mark that breaks the capacity moves as little as the capacity demands.
@@ -26,8 +25,7 @@ def cut_inside(
     capacity: int = 0,
     by_count: bool,
 ) -> np.ndarray:
-    """Return the bin of every item: consecutive items of each parent, divided evenly into
-    ``n_bins`` bins.
+    """Return the bin of every item: each parent's items in order, divided evenly into ``n_bins``.
 
     ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 means none. A
     parent with at least ``n_bins`` items has no empty bin. In a parent with fewer, every item has a
@@ -75,8 +73,9 @@ def even_marks(
 
 
 def _within(ends: list[int], marks: list[int], capacity: int) -> list[int]:
-    """Move the marks of one parent as little as the capacity demands. ``ends`` has its running size
-    from 0 on.
+    """Move the marks of one parent as little as the capacity demands.
+
+    ``ends`` has its running size from 0 on.
     """
     n, m = len(ends) - 1, len(marks) - 1
     low = [0] * m + [n]  # an earlier start of bin k leaves no room for the rest
@@ -99,8 +98,7 @@ def spread(
     m: int,
     bound: float | None = None,
 ) -> np.ndarray:
-    """Return microbatches of which none is empty while another of the same bucket holds several
-    samples.
+    """Fill empty microbatches from others of the same bucket that hold several samples.
 
     Bucket totals stay as they are. ``bound``: the time of a step whose ranks wait after every
     microbatch. A sample then moves only if it makes no index slower, or all indices together by

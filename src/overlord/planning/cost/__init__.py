@@ -48,7 +48,7 @@ __all__ = [
     "Scaled",
     "Sum",
     "Transformer",
-    "asked",
+    "checked_costs",
     "fingerprint_of",
     "fit",
     "llama_12b",
@@ -101,22 +101,26 @@ def named(cost: CostFn | str) -> CostFn:
     return known[cost]
 
 
-def asked(
+def checked_costs(
     cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost"
 ) -> np.ndarray:
     """Return the checked costs of n nodes from a function, which may be user code."""
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
     if problem := cannot_take(fn, ("columns",)):
         raise PlanError(f"{what}: {problem}")
-    said = fn(Columns(columns))
+    result = fn(Columns(columns))
     try:
-        numbers = np.asarray(said, np.float64)
+        numbers = np.asarray(result, np.float64)
     except (TypeError, ValueError):
         raise PlanError(
-            f"{what} function {name}: expected {n} numbers, got {type(said).__name__} {said!r:.80}"
+            f"{what} function {name}: expected {n} numbers, "
+            f"got {type(result).__name__} {result!r:.80}"
         ) from None
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
-        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or NaN")
+        raise PlanError(
+            f"{what} function {name}: expected finite numbers of at least 0, "
+            "got one that is negative, infinite or NaN"
+        )
     return numbers

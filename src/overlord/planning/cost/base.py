@@ -15,9 +15,10 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 
 
 class Cost:
-    """A cost function. ``2 * a + b`` is a cost, too: a backbone and its encoder in one plan,
-    forward and backward, a slower card. ``unit`` is "s", "FLOPs", "tokens", or "" if only ratios
-    have a meaning.
+    """A cost function of metadata columns. Costs can be added and scaled: ``2 * a + b`` is a cost.
+
+    A sum may be a backbone and its encoder in one plan, a factor a slower device. ``unit`` is "s",
+    "FLOPs", "tokens", or "" if only ratios have a meaning.
     """
 
     __slots__ = ()
@@ -110,8 +111,9 @@ class Scaled(Cost):
 
 @dataclass(frozen=True, slots=True)
 class LengthCost(Cost):
-    """``linear * length + square * length ** 2``. For a ragged column (images) it is the sum over a
-    sample's items.
+    """``linear * length + square * length ** 2``.
+
+    For a ragged column (images) it is the sum over a sample's items.
     """
 
     linear: float = 0.0
@@ -130,8 +132,9 @@ class LengthCost(Cost):
 def over_lengths(
     columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Return the cost of each length of a metadata column; for a ragged one, the sum over the items
-    of every sample.
+    """Return the cost of each length of a metadata column.
+
+    For a ragged column it is the sum over the items of every sample.
     """
     if not isinstance(columns, Mapping):
         raise PlanError(

@@ -1,7 +1,7 @@
 """Fit of a cost to measured times of microbatches, by the lengths of their documents.
 
-    measured = cost.fit([[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]], [0.045, 0.050, 0.043,
-    0.036, 0.112])
+    lengths = [[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]]
+    measured = cost.fit(lengths, [0.045, 0.050, 0.043, 0.036, 0.112])
 
 Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``,
 none of them negative. The sums are exact before they are rounded (``math.fsum``) and the equations
@@ -32,9 +32,10 @@ APART = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted(Cost):
-    """Seconds of a document: ``linear * length + square * length ** 2``. Every rank pays
-    ``constant`` once per microbatch: it changes no plan, and is kept for predictions. Errors are
-    relative, over the measurements.
+    """Seconds of a document: ``linear * length + square * length ** 2``.
+
+    Every rank pays ``constant`` once per microbatch: it changes no plan, and is kept for
+    predictions. Errors are relative, over the measurements.
     """
 
     linear: float
@@ -62,11 +63,13 @@ class Fitted(Cost):
 def fit(
     samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
 ) -> Fitted:
-    """Fit a cost to microbatches, given as arrays of lengths or as mappings of columns, and their
-    times in seconds.
+    """Fit a cost to measured microbatches and their times in seconds.
 
-    Measure microbatches that differ in tokens and in the lengths of their documents: 64 short ones,
-    a few long ones, one as long as the context. Take the median of some runs after a warm-up.
+    A microbatch is an array of lengths, or a mapping of columns.
+
+    Measure microbatches that differ in tokens and in the lengths of their documents. Include 64
+    short ones, a few long ones, and one as long as the context. Take the median of some runs after
+    a warm-up.
     """
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
         raise PlanError(
@@ -78,12 +81,14 @@ def fit(
         times = [float(t) for t in seconds]
     except (TypeError, ValueError) as e:
         raise PlanError(
-            f"cost.fit: a time is not a number: {e}; expected seconds above 0"
+            f"cost.fit: expected seconds above 0 for every microbatch, got another value: {e}"
         ) from None
     if len(rows) != len(times):
-        raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
+        raise PlanError(
+            f"cost.fit: expected {len(rows)} times, one per microbatch, got {len(times)}"
+        )
     if bad := [t for t in times if not 0 < t < math.inf]:
-        raise PlanError(f"cost.fit: a time is {bad[0]!r}; expected seconds above 0")
+        raise PlanError(f"cost.fit: expected seconds above 0, got {bad[0]!r}")
     if len(set(rows)) < LEAST:
         raise PlanError(
             f"cost.fit: expected at least {LEAST} different microbatches, got {len(set(rows))}",
@@ -153,9 +158,7 @@ def _check_apart(gram: list[list[Fraction]]) -> None:
 
 
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
-    """Return least squares without negative coefficients: of all subsets of terms, the best
-    solution without any.
-    """
+    """Return the best least-squares solution without negative coefficients."""
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
     solutions = [
         _solve(gram, right, list(chosen))

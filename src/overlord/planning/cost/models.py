@@ -1,5 +1,6 @@
-"""Forward FLOPs of models by their layer shapes, and the models of the Overlord paper's Table 1
-(arXiv 2504.09844).
+"""Forward FLOPs of models by their layer shapes, with the models of the Overlord paper.
+
+The models are those of its Table 1 (arXiv 2504.09844).
 
 The backward pass costs about twice the forward pass in both terms, so only the forward pass is
 counted. FLOPs underestimate attention (by about 2x on one H200, where its kernels reach less of the
@@ -20,9 +21,7 @@ from overlord.planning.cost.base import Cost, over_lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(Cost):
-    """Projections and feed-forward by token, attention by pair of tokens that attend to each
-    other.
-    """
+    """A cost in FLOPs: projections and feed-forward per token, attention per pair of tokens."""
 
     hidden: int
     layers: int
@@ -76,8 +75,9 @@ class Transformer(Cost):
 
     @property
     def per_pair(self) -> float:
-        """FLOPs per length squared. Scores and weighted sum are 2 FLOPs each by channel; a causal
-        mask leaves half of the pairs.
+        """FLOPs per length squared.
+
+        Scores and weighted sum are 2 FLOPs each by channel; a causal mask leaves half of the pairs.
         """
         return (2.0 if self.causal else 4.0) * self.heads * self.head_dim * self.layers
 
@@ -99,8 +99,9 @@ def transformer(
     vocab: int = 0,
     column: str = "tokens",
 ) -> Transformer:
-    """Return the cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without
-    a gate), ``head_dim`` to hidden / heads.
+    """Return the cost of a model by its layer shapes.
+
+    ``ffn`` defaults to 8/3 of hidden (4 without a gate), ``head_dim`` to hidden / heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     positive = {
@@ -121,11 +122,11 @@ def transformer(
         )
     if head_dim is None and hidden % heads:
         raise PlanError(
-            f"cost.transformer: hidden={hidden} is not a multiple of heads={heads}",
+            f"cost.transformer: expected hidden as a multiple of heads={heads}, got {hidden}",
             remedy="give head_dim=",
         )
     if window and not causal:
-        raise PlanError("cost.transformer: a window goes with causal=True")
+        raise PlanError("cost.transformer: expected causal=True with a window, got causal=False")
     if ffn is None:
         ffn = 8 * hidden // 3 if gated else 4 * hidden
     head_dim = hidden // heads if head_dim is None else head_dim
@@ -159,8 +160,9 @@ def vit(
     channels: int = 3,
     column: str = "image_patches",
 ) -> Transformer:
-    """Return the cost of an image encoder by its patches, which all attend to each other; ``patch``
-    is their width and height in pixels.
+    """Return the cost of an image encoder whose patches all attend to each other.
+
+    ``patch``: width and height of a patch in pixels.
     """
     _check(
         "vit",
@@ -168,7 +170,7 @@ def vit(
         {"ffn": ffn or 0},
     )
     if hidden % heads:
-        raise PlanError(f"cost.vit: hidden={hidden} is not a multiple of heads={heads}")
+        raise PlanError(f"cost.vit: expected hidden as a multiple of heads={heads}, got {hidden}")
     return Transformer(
         hidden=hidden,
         layers=layers,

@@ -77,8 +77,9 @@ def check_module(graph: DGraph, what: str, other: Any) -> None:
 
 
 def check_memory(graph: DGraph, capacity: float | None) -> None:
-    """Raise unless memory has a function and a bound, or neither. The error names a node that
-    alone breaks the bound.
+    """Raise unless memory has a function and a bound, or neither.
+
+    The error names a node that alone breaks the bound.
     """
     if capacity is not None and (
         not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
@@ -93,7 +94,7 @@ def check_memory(graph: DGraph, capacity: float | None) -> None:
             else "cost(memory=) was not given"
         )
         raise PlanError(
-            f"a memory function and a bound go together, but {lacks}",
+            f"expected a memory function and a bound, or neither, but {lacks}",
             graph.buffer.step,
             "give both, or neither",
         )

@@ -1,8 +1,9 @@
-"""DGraph: a step's samples on their way to ranks. It is a value, and every primitive returns a new
-one.
+"""DGraph: a step's samples on their way to ranks.
 
-    DGraph.from_buffer(buffer,
-    place).mix().distribute("DP").cost(fn).balance("greedy").broadcast_at("TP").plan()
+It is a value, and every primitive returns a new one.
+
+    graph = DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(fn)
+    plan = graph.balance("greedy").broadcast_at("TP").plan()
 
 The nodes are rows of arrays: one per sample, or one per item (an image) after ``select`` of a
 ragged column.
@@ -20,8 +21,14 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
 from overlord.plan.plan import LoadingPlan, check_modules
-from overlord.planning.balance.balance import ONCE, PackingProblem, Placement, method_named, place
-from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
+from overlord.planning.balance.balance import (
+    ONCE,
+    ItemPlacement,
+    PackingProblem,
+    method_named,
+    place,
+)
+from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
 from overlord.planning.graph.assignment import assignment_of, check_memory, check_module
 from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
 from overlord.planning.images.items import (
@@ -43,8 +50,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DGraph:
-    """Immutable. ``sample`` is the buffer row of each node; ``columns`` is the metadata of the
-    nodes.
+    """A step's samples or items, with the primitives applied so far. Immutable.
+
+    ``sample`` is the buffer row of each node; ``columns`` is the metadata of the nodes.
     """
 
     buffer: Buffer
@@ -59,11 +67,11 @@ class DGraph:
     axis: str | None = None
     group_size: int | None = None
     costs: np.ndarray | None = None
-    memory: np.ndarray | None = None  # of each node, if cost(memory=) was given
+    memory: np.ndarray | None = None  # memory of each node, if cost(memory=) was given
     memory_capacity: float = 0.0
-    unit: str = ""  # of the costs, if the cost function has one ("s")
+    unit: str = ""  # unit of the costs, if the cost function has one ("s")
     capacity: int = 0
-    placement: Placement | None = None
+    placement: ItemPlacement | None = None
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # applied primitives, for display
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
@@ -101,8 +109,9 @@ class DGraph:
     def select(
         self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
     ) -> DGraph:
-        """Return the graph over these metadata columns (a ragged one gives a node per item), and
-        over these sources only.
+        """Return the graph over these metadata columns, and over these sources only.
+
+        A ragged column gives a node per item.
 
         ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, unless
         metadata gives the number.
@@ -152,8 +161,9 @@ class DGraph:
         look_ahead: int = 1,
         prefer: Prefer | None = None,
     ) -> DGraph:
-        """Return the graph with the job's draw; for a hand-made buffer, with the step that this
-        mixture draws from the candidates.
+        """Return the graph with the samples that the job's mixture has drawn.
+
+        For a hand-made buffer, ``schedule`` draws the step from the candidates.
 
         With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are
         taken. The default is the preference of the job's schedule; without that, the first ones are
@@ -209,8 +219,10 @@ class DGraph:
         )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Return the graph with buckets of ranks that consume the same samples: ``DP``, ``CP``,
-        ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first.
+        """Return the graph with buckets of ranks that consume the same samples.
+
+        ``axis`` is ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups
+        of buckets first.
         """
         self._before("distribute", "balance", self.placement)
         try:
@@ -226,8 +238,10 @@ class DGraph:
         )
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
-        """Return the graph with the cost of each node. ``fn`` gets the metadata columns of the
-        nodes and returns one number each; or it is a name known to ``ov.cost``.
+        """Return the graph with the cost of each node.
+
+        ``fn`` gets the metadata columns of the nodes and returns one number each; or it is a name
+        known to ``ov.cost``.
 
         ``memory``: share of each node in a microbatch's memory, in any unit;
         ``balance(memory_capacity=)`` bounds it. Ragged columns of samples are passed as they are
@@ -246,8 +260,8 @@ class DGraph:
         }
         try:
             costs, held = (
-                asked(fn, columns, n),
-                None if memory is None else asked(memory, columns, n, "memory"),
+                checked_costs(fn, columns, n),
+                None if memory is None else checked_costs(memory, columns, n, "memory"),
             )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
@@ -281,7 +295,7 @@ class DGraph:
         method_named(method)
         if self.axis is None:
             raise PlanError(
-                f"balance({method!r}) comes before distribute",
+                f"balance({method!r}): expected a distributed graph, got one without buckets",
                 self.buffer.step,
                 "call .distribute(axis) first",
             )
@@ -330,7 +344,7 @@ class DGraph:
             capacity,
         )
 
-    def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
+    def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
         """Return the graph with a given placement, for strategies that do not balance."""
         done = f"{what}: {placement.way}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
@@ -343,8 +357,7 @@ class DGraph:
         per: str = "microbatch",
         stay: bool = False,
     ) -> DGraph:
-        """Return the graph with buckets for items by the placement of their samples, instead of
-        ``balance``.
+        """Return the graph with items placed after their samples, instead of by ``balance``.
 
         ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the
         slot, for a trainer that encodes before each microbatch. ``"iteration"``: all together.
@@ -354,7 +367,7 @@ class DGraph:
         check_module(self, "follow(): the other graph", samples)
         if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
             raise PlanError(
-                "follow() wants distributed items and balanced samples",
+                "follow(): expected distributed items and balanced samples",
                 self.buffer.step,
                 "call .distribute(axis) first",
             )
@@ -393,8 +406,9 @@ class DGraph:
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
 
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Return the graph with axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``,
-        ``DP``, nested in any order.
+        """Return the graph with the axes along which the trainer broadcasts.
+
+        The axes are ``TP``, ``CP``, ``PP`` and ``DP``, nested in any order.
 
         One rank of each group (coordinate 0) fetches for all it serves; the others get nothing.
         ``plan.fetchers()`` lists them.
@@ -408,13 +422,14 @@ class DGraph:
         )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
-        """Return the validated plan. Other balanced graphs of the same samples become modules:
-        ``plan(encoder=images)``.
+        """Return the validated plan.
+
+        Other balanced graphs of the same samples become modules: ``plan(encoder=images)``.
         """
         b = self.buffer
         if "backbone" in modules:
             raise PlanError(
-                "the graph that .plan() is called on is the backbone",
+                "plan(): expected other modules than 'backbone', which is the graph itself",
                 b.step,
                 "give the other module another name",
             )
@@ -452,17 +467,16 @@ class DGraph:
         ).validate()
 
     def placeholders(self) -> Placeholders | None:
-        """Return the position of each item's output in the tokens of its sample; None for
-        samples.
-        """
+        """Return the place of each item's output in its sample; None for samples."""
         if not self.items:
             return None
         column = next(iter(self.columns))
         return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
 
     def sizes(self) -> np.ndarray:
-        """Return the sizes that count against the capacity: a document's tokens with its padding;
-        for items, the first ragged column.
+        """Return the sizes of the nodes that count against the capacity.
+
+        The size of a sample is its tokens with padding, that of an item its first ragged column.
         """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
@@ -511,8 +525,9 @@ class DGraph:
 
     @property
     def loader(self) -> Binding:
-        """The loader of each node. Only a planned step has it (``session.graph(step)``); in a
-        strategy it raises.
+        """The loader of each node.
+
+        Only a planned step has it (``session.graph(step)``); in a strategy it raises.
         """
         if self.bound is None:
             raise loader_is_hidden("graph.loader", self.buffer.step)
@@ -527,22 +542,22 @@ class DGraph:
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """Return the states of the nodes so far: (state before, state after, transform or
-        grouping).
-        """
+        """Return each applied transform or grouping, with the node states before and after it."""
         return edges_of(self.trail, self.bound is not None)
 
     def to_mermaid(self) -> str:
-        """Return a flowchart of sources, loaders, primitives, buckets and microbatches with their
-        load over the mean; long lists are shortened.
+        """Return a Mermaid flowchart from sources to microbatches, with their load over the mean.
+
+        Long lists are shortened.
         """
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)
 
     def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
-        """Write one self-contained page with the slot and cost of every sample. ``modules`` as in
-        ``plan``.
+        """Write one self-contained page with the slot and cost of every sample.
+
+        ``modules`` as in ``plan``.
         """
         from overlord.planning.graph.page import write_page
 

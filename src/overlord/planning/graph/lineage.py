@@ -1,5 +1,4 @@
-"""Bindings of the nodes of a DGraph once their step is planned: a loader for each node, a
-constructor for every bucket.
+"""The loader of each node of a planned DGraph, and the constructor of every bucket.
 
 A strategy cannot read them: a plan that depended on the loader of a sample would change with the
 number of loaders.
@@ -17,7 +16,7 @@ from overlord.batch import Batch
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.balance import ItemPlacement
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Binding:
-    """The holder of each node: ``names[index[i]]`` holds node i; ``binding[i]`` returns the
-    same.
-    """
+    """The holder of each node: ``names[index[i]]`` or ``binding[i]`` holds node i."""
 
     index: np.ndarray  # int32, read-only
     names: tuple[str, ...]
@@ -63,8 +60,9 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
-    """Bindings that planning added to a graph. ``loader`` is by sample of the plan, whatever the
-    nodes are.
+    """Bindings that planning added to a graph.
+
+    ``loader`` is by sample of the plan, whatever the nodes are.
     """
 
     plan: LoadingPlan
@@ -90,8 +88,10 @@ def unbound(step: int) -> PlanError:
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """Return the states of the nodes. An operation that is not a primitive of its own (balance,
-    pack, yours) places.
+    """Return the states of the nodes before and after each operation.
+
+    An operation that is not in ``STATES``, such as balance, pack or one of a user, places the
+    nodes.
     """
     edges, state = [], "buffered"
     for what in trail:
@@ -102,9 +102,7 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
 
 
 def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
-    """Return the constructor of each bucket of an axis: that of the data-parallel group of its
-    ranks.
-    """
+    """Return the constructor of each bucket: that of the data-parallel group of its ranks."""
     if axis == "DP":
         return tuple(f"constructor/{b}" for b in range(place.n_buckets("DP")))
     group = {rank: b for b, ranks in enumerate(place.buckets("DP")) for rank in ranks}
@@ -119,8 +117,9 @@ def planned_graph(
     loaders: tuple[str, ...],
     sync: str = "microbatch",
 ) -> DGraph:
-    """Return the graph of a planned step: the nodes of its backbone with their bindings. For
-    display; it has the metadata of the plan only.
+    """Return the graph of a planned step: the nodes of its backbone with their bindings.
+
+    For display; it has the metadata of the plan only.
     """
     from overlord.planning.graph.dgraph import DGraph
 
@@ -140,7 +139,7 @@ def planned_graph(
         weights=dict(plan.extra.get("weights", {})),
         sync=sync,
     )
-    placement = Placement(
+    placement = ItemPlacement(
         bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned"
     )
     binding = Binding(index=read_only(loader.astype(np.int32)), names=loaders)

@@ -1,6 +1,4 @@
-"""A graph as a Mermaid flowchart: small enough to paste into a page, so long lists are shortened
-with a note.
-"""
+"""Draw a graph as a Mermaid flowchart; long lists are shortened, with a note."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from overlord.planning.balance.balance import Placement
+    from overlord.planning.balance.balance import ItemPlacement
     from overlord.planning.graph.dgraph import DGraph
 
 SHOWN = 8  # sources, loaders and buckets with a box of their own
@@ -23,8 +21,9 @@ def escaped(text: str) -> str:
 
 
 def flowchart(graph: DGraph) -> str:
-    """Return a chart of sources, loaders (of a planned step), primitives, buckets and microbatches;
-    loads are costs over the mean.
+    """Return a chart of sources, loaders of a planned step, primitives, buckets and microbatches.
+
+    Loads are costs over the mean.
     """
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
@@ -72,9 +71,10 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
     return lines
 
 
-def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
-    """Return the lines of all buckets if there are few. Of many, return the most expensive and the
-    lightest, which show an imbalance.
+def _buckets(graph: DGraph, p: ItemPlacement, n: int, origin: str) -> list[str]:
+    """Return the lines of all buckets if there are few.
+
+    Of many, return the most expensive and the lightest, which show an imbalance.
     """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch

@@ -38,8 +38,9 @@ def write_page(
 
 
 def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> PageStep:
-    """Return a planned graph as it was planned. Any other graph is planned here; the error names
-    the missing call.
+    """Return a planned step of a graph; a graph without a plan is planned here.
+
+    The error names a missing call.
     """
     if graph.bound is not None and not modules:
         return PageStep(
@@ -49,7 +50,7 @@ def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> PageStep:
 
 
 def page(step: PageStep) -> str:
-    """Return the page as text."""
+    """Return the HTML page of a step as text."""
     assets = files("overlord.planning.graph") / "assets"
     text = (assets / "graph.html").read_text(encoding="utf-8")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -67,8 +68,9 @@ def page(step: PageStep) -> str:
 
 
 def in_script(value: Any) -> str:
-    """Return JSON that is safe in a script element: no name of a source can end it, or open a
-    comment.
+    """Return JSON that is safe in a script element.
+
+    The name of a source cannot end the element, or open a comment.
     """
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,9 +1,9 @@
-"""Data of the page of a step, as JSON values. Columns are base64 of little-endian arrays: a page
-may hold 30,000 samples.
+"""Data of the page of a step, as JSON values.
 
-A page stays below three megabytes. If a step is too large for that, loads are summed:
-microbatches first, then the lightest sources. Only the most expensive samples are listed. The page
-says so.
+Columns are base64 of little-endian arrays: a page may hold 30,000 samples.
+
+A page stays below three megabytes. If a step is too large for that, loads are summed: microbatches
+first, then the lightest sources. Only the most expensive samples are listed. The page says so.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class PageStep:
 
 
 def column(values: np.ndarray) -> list[str]:
-    """Return [kind, base64] with the smallest kind that holds the values. Integers above 2**32
-    become doubles, exact to 2**53.
+    """Return [kind, base64] with the smallest kind that holds the values.
+
+    Integers above 2**32 become doubles, exact to 2**53.
     """
     if values.dtype.kind == "f":
         kind = "f4"
@@ -57,7 +58,7 @@ def column(values: np.ndarray) -> list[str]:
 
 
 def facts(step: PageStep) -> dict[str, Any]:
-    """Return everything on the page."""
+    """Return all data of the page."""
     plan, n = step.plan, len(step.plan.modules)
     names = ["backbone", *sorted(name for name in plan.modules if name != "backbone")]
     modules = [_module(step, name, CELLS // n, GRID // n) for name in names]
@@ -124,9 +125,7 @@ def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[
 
 
 def _grid(a: Assignment, per: int) -> dict[str, Any]:
-    """Return loads by (bucket, microbatch); ``per`` consecutive microbatches are summed into
-    one.
-    """
+    """Return loads by (bucket, microbatch), with ``per`` consecutive microbatches summed."""
     m = -(-a.n_microbatches // per)
     flat, n = a.bucket.astype(np.int64) * m + a.microbatch // per, a.n_buckets * m
     return {"per": per, "columns": m, **_sums(flat, n, a)}
@@ -169,9 +168,7 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
 
 
 def _list_samples(step: PageStep, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
-    """Return ids and slots of all samples, or of as many as there is room for, the most expensive
-    first.
-    """
+    """Return ids and slots of the samples that fit the budget, the most expensive first."""
     plan = step.plan
     whole = _listed(step, np.arange(len(plan)))
     size = _characters(whole["ids"]) + sum(map(_characters, whole["items"]))
@@ -213,8 +210,9 @@ def _characters(columns: dict[str, Any]) -> int:
 
 
 def _flow(step: PageStep, a: Assignment) -> dict[str, Any]:
-    """Return boxes of four layers and the loads between neighbours. Long lists are summed into
-    ranges or one last box.
+    """Return boxes of four layers and the loads between neighbours.
+
+    Long lists are summed into ranges or one last box.
     """
     plan, source = step.plan, step.plan.source[a.sample].astype(np.int64)
     layers: list[tuple[str, list[Any], np.ndarray]] = []
@@ -252,8 +250,9 @@ def _flow(step: PageStep, a: Assignment) -> dict[str, Any]:
 
 
 def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any], np.ndarray]:
-    """Return boxes by number, the most expensive ones in their own order, the others as one box
-    ``-1``; and the box of every item.
+    """Return boxes by number, and the box of every item.
+
+    The most expensive boxes keep their order; all others become one box ``-1``.
     """
     weight, count = np.bincount(of, weights=cost, minlength=n), np.bincount(of, minlength=n)
     there = np.flatnonzero(count)

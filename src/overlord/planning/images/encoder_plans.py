@@ -1,5 +1,6 @@
-"""The images that some ranks encode in a step, as their constructors need them. They are selected
-from the plan once, at the planner. Pure.
+"""Select the images that some ranks encode in a step, for their constructors. Pure.
+
+The planner selects them from the plan, once per step.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ class Encodings:
         self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
 
     def encoded_by(self, ranks: Sequence[int]) -> np.ndarray:
-        """Return the items that these ranks encode, rank by rank, and exchange by exchange for each
-        rank.
-        """
+        """Return the items that these ranks encode, by rank and then by exchange."""
         return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
 
     def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
-        """Return the encoder plan of these ranks. ``at``: payload row of each of
-        ``encoded_by(ranks)``.
+        """Return the encoder plan of these ranks.
+
+        ``at``: payload row of each item of ``encoded_by(ranks)``.
         """
         r, p = self.routes, self.plan
         sent, bounds = _rows(r, ranks, r.sent_bounds)
@@ -88,9 +88,7 @@ class Encodings:
 def _rows(
     routes: Routes, ranks: Sequence[int], bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of an order of the routes that belong to these ranks, and the first row of
-    each group.
-    """
+    """Return the route rows that belong to these ranks, and the first row of each group."""
     groups = (
         np.arange(routes.n_slots)[None, :] * routes.world_size
         + np.asarray(ranks, np.int64)[:, None]
@@ -100,7 +98,7 @@ def _rows(
 
 
 def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
-    """Return the rows exchanged with every rank, group by group."""
+    """Return the number of rows exchanged with every rank, group by group."""
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
     return (
@@ -111,9 +109,7 @@ def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) 
 
 
 def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
-    """Raise unless every image is encoded once. Otherwise its placeholders would have no
-    meaning.
-    """
+    """Raise unless every image is encoded exactly once."""
     column = buffer.column(IMAGES) if IMAGES in buffer.meta or IMAGES in buffer.absent else None
     if not isinstance(column, Ragged):
         return
@@ -155,9 +151,11 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
 
 
 def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Return the number of tokens of a step with a loss, over all ranks: of a document all but one,
-    without placeholders of images, which are not predicted. ``images``: whether the job's images
-    are encoded; else the plan's encoder module has no placeholders.
+    """Return the number of tokens of a step with a loss, over all ranks.
+
+    All but the first token of a document count, without placeholders of images, which are not
+    predicted. ``images``: whether the job's images are encoded; else the plan's encoder module has
+    no placeholders.
     """
     found = int(np.maximum(plan.tokens - 1, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
@@ -169,7 +167,5 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
 
 
 def sliced(place: Mesh, batch: Batch) -> bool:
-    """Return whether context-parallel ranks get slices of a microbatch, unless the plan says
-    otherwise.
-    """
+    """Return whether context-parallel ranks get slices of a microbatch, by mesh and batch alone."""
     return place.cp > 1 and batch.cp_split != "none"

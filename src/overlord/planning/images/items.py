@@ -1,5 +1,4 @@
-"""Items of samples (images): the rank that encodes each, and the tokens of its document that its
-output replaces.
+"""Items of samples (images): the rank that encodes each, and the tokens that its output replaces.
 
 An item's output is ``out`` rows of the encoder. They replace tokens ``offset`` to ``offset + out``
 of its sample, where the document has placeholders. For items selected by ``image_patches``, ``out``
@@ -18,7 +17,7 @@ import numpy as np
 from overlord.array_order import in_documents
 from overlord.errors import PlanError
 from overlord.mesh import Mesh
-from overlord.planning.balance.placement import PackingProblem, Placement, nested
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem, nested
 from overlord.sample import Buffer, Ragged
 
 PER = ("iteration", "microbatch")
@@ -27,9 +26,7 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """Return (buffer row of each node, metadata columns, whether nodes are items), of these sources
-    only.
-    """
+    """Return the nodes of these sources: buffer row, columns, and whether they are items."""
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
         return sample, columns, items
@@ -85,7 +82,7 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placeholders:
-    """The rows of every item that are sent, and their first token in its sample."""
+    """For every item, the number of rows that are sent and their first token in its sample."""
 
     out: np.ndarray  # int64
     offset: np.ndarray  # int64
@@ -96,13 +93,16 @@ class Placeholders:
 def placeholders(
     buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int
 ) -> Placeholders:
-    """Return the placeholders of all items. Sent rows never leave their document nor overlap the
-    next item: a document truncated at the context takes the first rows of an item that it has room
-    for.
+    """Return the placeholders of all items.
+
+    Sent rows never leave their document nor overlap the next item. A truncated document takes only
+    the first rows of an item, as far as it has room.
     """
     stem = column.rpartition("_")[0] or column
-    out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
-    offset = _given(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
+    out = _item_column(
+        buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge)
+    )
+    offset = _item_column(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     offset = np.minimum(offset, tokens[sample])
@@ -115,30 +115,30 @@ def placeholders(
     return Placeholders(out=sent, offset=offset, cut=int((sent < out).sum()))
 
 
-def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
-    """Return a column of the same items by its name, for the samples that have it, and
-    ``otherwise`` for the others.
-    """
+def _item_column(
+    buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray
+) -> np.ndarray:
+    """Return a metadata column of the items; samples without it have ``otherwise``."""
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
     lengths = found.lengths if isinstance(found, Ragged) else np.full(len(buffer), -1)
-    said = (counts > 0) & (lengths != 0)  # a source without this metadata has empty lists
-    if (lengths[said] != counts[said]).any():
-        i = int(np.flatnonzero(said & (lengths != counts))[0])
+    has_column = (counts > 0) & (lengths != 0)  # a source without this metadata has empty lists
+    if (lengths[has_column] != counts[has_column]).any():
+        i = int(np.flatnonzero(has_column & (lengths != counts))[0])
         problem = (
             f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of "
             f"metadata {name!r}"
         )
         raise PlanError(problem, buffer.step, "a list with one number for each item is expected")
-    assert isinstance(found, Ragged) or not said.any()
-    if not isinstance(found, Ragged) or not said.any():
+    assert isinstance(found, Ragged) or not has_column.any()
+    if not isinstance(found, Ragged) or not has_column.any():
         return otherwise
-    held = found.take(np.flatnonzero(said)).values.astype(np.int64)
+    held = found.take(np.flatnonzero(has_column)).values.astype(np.int64)
     if len(held) == len(otherwise):
         return held
     otherwise = otherwise.copy()
-    otherwise[said[sample]] = held
+    otherwise[has_column[sample]] = held
     return otherwise
 
 
@@ -155,12 +155,12 @@ def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Placements of the samples of items: by item."""
+    """The placement of the sample of each item."""
 
     bucket: np.ndarray
     microbatch: np.ndarray
     n_microbatches: int
-    axis: str  # of the buckets
+    axis: str  # axis of the buckets
 
 
 def follow(
@@ -173,16 +173,18 @@ def follow(
     method: str,
     per: str,
     stay: bool,
-) -> Placement:
-    """Balance items by the placement of their samples. ``per="microbatch"``: items of a slot are
-    balanced together and keep the slot. ``stay``: a rank of the sample's group encodes the item.
+) -> ItemPlacement:
+    """Balance items by the placement of their samples.
+
+    ``per="microbatch"``: items of a slot are balanced together and keep the slot. ``stay``: a rank
+    of the sample's group encodes the item.
     """
     if per not in PER:
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
     if stay and axis != "WORLD":
         raise PlanError(
-            'items can stay in their group when they are distributed over "WORLD", not '
-            f"over {axis!r}"
+            f'follow(stay=True): expected items distributed over "WORLD", got {axis!r}; '
+            'call .distribute("WORLD")'
         )
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
@@ -199,11 +201,11 @@ def follow(
         n_bins,
     )
     if m > 1 and n_bins > 1 and method != "none":
-        bins = _evened(costs, parent, bins, len(ranks), m, n_bins)
+        bins = _renumber_bins(costs, parent, bins, len(ranks), m, n_bins)
     way = ("inside the groups" if stay else "over all ranks") + (
         ", slot by slot" if per == "microbatch" else ""
     )
-    return Placement(
+    return ItemPlacement(
         bucket=ranks[group, bins].astype(np.int32),
         microbatch=slot.astype(np.int32, copy=False),
         n_microbatches=m,
@@ -211,11 +213,12 @@ def follow(
     )
 
 
-def _evened(
+def _renumber_bins(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Rename bins slot by slot, the heaviest to the rank with the least work so far: LPT gives bin
-    0 the most expensive item of every slot.
+    """Renumber bins slot by slot, the heaviest to the rank with the least work so far.
+
+    LPT gives bin 0 the most expensive item of every slot.
     """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(

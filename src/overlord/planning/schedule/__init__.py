@@ -1,5 +1,4 @@
-"""Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of
-the trainer's reports.
+"""Mixing schedules, as ``ov.schedule``: source weights by step and by trainer reports.
 
 A schedule is any ``schedule(step, feedback) -> weights``: weights by source name (others weigh 0),
 or one for every source in order. It is called once for every planned step, in step order, so it may
@@ -65,6 +64,7 @@ __all__ = [
     "Staged",
     "Temperature",
     "Weights",
+    "as_float",
     "bind",
     "by_source",
     "constant",
@@ -74,7 +74,6 @@ __all__ = [
     "linear",
     "make",
     "odm",
-    "plain",
     "register_schedule",
     "staged",
     "temperature",
@@ -96,8 +95,9 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 class Registered:
-    """A schedule made by a registered factory. It behaves like the schedule, and keeps its name and
-    arguments for job files.
+    """A schedule made by a registered factory.
+
+    It behaves like the schedule, and keeps its name and arguments for job files.
     """
 
     def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
@@ -142,6 +142,7 @@ class Registered:
 
 def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
     """Allow job files to use ``mixture: {schedule: name, ...}`` with the factory's arguments.
+
     Return a function that does the same in Python.
 
     A name can be registered again only for the same factory, after it was edited.
@@ -153,7 +154,7 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     known = BUILT_IN.get(name) or _registered.get(name)
     if known is not None and _place(known) != _place(factory):
         raise JobError(
-            [f"the name {name!r} stands for {_place(known)} already; choose another"],
+            [f"expected an unused name, got {name!r} of {_place(known)}; choose another"],
             "register_schedule",
         )
     if name not in BUILT_IN:
@@ -175,7 +176,7 @@ def make(name: str, /, **arguments: Any) -> Any:
     made = _registered[name](**arguments)
     if not callable(made):
         raise JobError(
-            [f"the factory of {name!r} made {made!r}, expected a function of step and feedback"],
+            [f"factory of {name!r}: expected a function of step and feedback, got {made!r}"],
             "schedule",
         )
     return Registered(name, arguments, made)
@@ -186,8 +187,9 @@ def _place(fn: Any) -> str:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """Return the weights of a schedule, checked, one for every source in order. Numbers of numpy
-    are accepted.
+    """Return the weights of a schedule, checked, one for every source in order.
+
+    Numbers of numpy are accepted.
     """
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
@@ -202,7 +204,7 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
                 "mixture",
             )
         given = dict(zip(names, given, strict=True))
-    given = {name: plain(weight) for name, weight in given.items()}
+    given = {name: as_float(weight) for name, weight in given.items()}
     known = [given.get(name, 0.0) for name in names]
     # Called at every step, so valid weights take a fast check. Only invalid ones are examined in
     # detail.
@@ -216,10 +218,8 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
     return [float(w) for w in known]
 
 
-def plain(weight: Any) -> Any:
-    """Return a number of any library as a float, and other values unchanged, for the check to
-    report.
-    """
+def as_float(weight: Any) -> Any:
+    """Return a number of any library as a float, and other values unchanged for the check."""
     return (
         float(weight)
         if isinstance(weight, (int, float, np.integer, np.floating))

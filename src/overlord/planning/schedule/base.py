@@ -1,6 +1,4 @@
-"""Base of the library's schedules: inner schedules, names, state, and one check that lists every
-problem.
-"""
+"""Base of the library's schedules: inner schedules, names, state, and the argument check."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ Weights = Mapping[str, float] | Sequence[float]
 
 
 class Schedule(Protocol):
-    """``schedule(step, feedback) -> weights``. Called once for every planned step, in step
-    order.
+    """``schedule(step, feedback) -> weights``.
+
+    Called once for every planned step, in step order.
     """
 
     def __call__(self, step: int, feedback: Feedback) -> Weights: ...
@@ -28,8 +27,9 @@ Part = Mapping[str, float] | Schedule  # accepted wherever a schedule needs weig
 
 
 class Base:
-    """A schedule as a frozen dataclass. Schedules with equal parameters are equal; what they
-    learned is not a parameter.
+    """A schedule as a frozen dataclass.
+
+    Schedules with equal parameters are equal; their learned state is not a parameter.
     """
 
     __slots__ = ()
@@ -65,7 +65,7 @@ class Base:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of sources with a weight, as far as the arguments name them."""
+        """The names of the sources that the arguments give a weight."""
         return tuple(
             dict.fromkeys(
                 name for part in self.parts().values() for name in getattr(part, "sources", ())
@@ -73,20 +73,18 @@ class Base:
         )
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Self:
-        """Return this schedule with values that only the job knows: the sources' own weights, and
-        their sizes in rows.
-        """
+        """Return this schedule with the weights of the job's sources and their sizes in rows."""
         inner = {name: bind(part, weights, rows) for name, part in self.parts().items()}
         changed = {name: part for name, part in inner.items() if part is not getattr(self, name)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether reports change its weights. If not, planning need not wait for them."""
+        """Whether reports change the weights. If not, planning need not wait for them."""
         return any(learns(part) for part in self.parts().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it learned, as plain JSON values; empty if it does not learn."""
+        """Return the learned state, as plain JSON values; empty if the schedule does not learn."""
         kept = {key: part.state_dict() for key, part in self.parts().items() if has_state(part)}
         return {key: state for key, state in kept.items() if state}
 
@@ -102,8 +100,9 @@ class Base:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Constant(Base):
-    """The same weights at every step. Plain weights inside other schedules are also of this
-    class.
+    """The same weights at every step.
+
+    Plain weights inside other schedules are also of this class.
     """
 
     kind: ClassVar[str] = "constant"
@@ -204,8 +203,9 @@ class Check:
 
 
 def bind(part: Any, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Any:
-    """Return a mixture with values that only the job knows. Schedules that need none are returned
-    unchanged.
+    """Return a mixture with values that only the job knows.
+
+    Schedules that need none are returned unchanged.
     """
     return part.bound(weights, rows) if callable(getattr(part, "bound", None)) else part
 
@@ -217,16 +217,18 @@ def has_state(part: Any) -> bool:
 
 
 def learns(part: Any) -> bool:
-    """Return whether a schedule learns: it has ``takes_feedback``, or a state. A plain function of
-    the step does not.
+    """Return whether a schedule learns: it has ``takes_feedback``, or a state.
+
+    A plain function of the step does not.
     """
-    said = getattr(part, "takes_feedback", None)
-    return has_state(part) if said is None else bool(said)
+    given = getattr(part, "takes_feedback", None)
+    return has_state(part) if given is None else bool(given)
 
 
 def follows_from_step(part: Any) -> bool:
-    """Return whether the weights are a function of the step alone, without user code. Then the
-    schedule may be called for any step.
+    """Return whether the weights are a function of the step alone, without user code.
+
+    Then the schedule may be called for any step.
     """
     return (
         isinstance(part, Base)
@@ -246,8 +248,9 @@ def weight_problems(weights: Any) -> list[str]:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights that sum to 1. One rounding per operation and an exactly rounded sum: equal on
-    every machine.
+    """Return weights that sum to 1.
+
+    One rounding per operation and an exactly rounded sum: equal on every machine.
     """
     top = max(weights.values())
     scaled = {name: weight / top for name, weight in weights.items()}
@@ -255,23 +258,24 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight / total for name, weight in scaled.items()}
 
 
-def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
-    """Return the weights of an inner schedule, which must be by name: only the job knows the order
-    of its sources.
+def named(given: Weights, step: int, where: str) -> Mapping[str, float]:
+    """Return the weights of an inner schedule, which must be by source name.
+
+    Only the job knows the order of its sources.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(given, Mapping):
         raise JobError(
-            [f"{where}: expected weights by source name at step {step}, got {said!r}"], "schedule"
+            [f"{where}: expected weights by source name at step {step}, got {given!r}"], "schedule"
         )
-    right = all(type(w) is float and 0 <= w < math.inf for w in said.values()) and any(
-        said.values()
+    right = all(type(w) is float and 0 <= w < math.inf for w in given.values()) and any(
+        given.values()
     )
-    if not right and (problems := weight_problems(said)):
+    if not right and (problems := weight_problems(given)):
         raise JobError(
             [f"{where}: at step {step}, {p.removeprefix('mixture: ')}" for p in problems],
             "schedule",
         )
-    return said
+    return given
 
 
 def is_real(value: Any) -> bool:
@@ -279,13 +283,14 @@ def is_real(value: Any) -> bool:
 
 
 def stable(value: Any) -> str:
-    """Return a value as text without addresses. The text of a function without a ``fingerprint`` is
-    its name.
+    """Return a value as text without addresses.
+
+    The text of a function without a ``fingerprint`` is its name.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {stable(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(said := getattr(value, "fingerprint", None), str):
-        return said
+    if isinstance(given := getattr(value, "fingerprint", None), str):
+        return given
     text = repr(value)
     if " at 0x" not in text:
         return text

@@ -45,8 +45,9 @@ class Curriculum(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """Return the highest difficulty of a step: it rises evenly from ``low`` at step 0, without
-        limit from ``steps`` on.
+        """Return the highest difficulty at a step.
+
+        It rises evenly from ``low`` at step 0, and is unlimited from ``steps`` on.
         """
         return _rise(self.low, self.high, step, self.steps)
 
@@ -85,8 +86,9 @@ class LengthWarmup(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """Return the greatest length of a step: it rises evenly from ``start`` at step 0, without
-        limit from ``steps`` on.
+        """Return the greatest length at a step.
+
+        It rises evenly from ``start`` at step 0, and is unlimited from ``steps`` on.
         """
         return _rise(self.start, self.end, step, self.steps)
 
@@ -104,8 +106,10 @@ class LengthWarmup(Base):
 def curriculum(
     column: str, low: float, high: float, steps: int, weights: Part | None = None
 ) -> Curriculum:
-    """Return a schedule that takes easy samples first: those whose ``column`` is at most a
-    threshold, which rises from ``low`` to ``high`` over ``steps``.
+    """Return a schedule that takes easy samples first.
+
+    A sample is easy if its ``column`` is at most a threshold, which rises from ``low`` to ``high``
+    over ``steps``.
 
     The column is metadata (``ov.Meta``), with the same scale in every source. It needs
     ``Job(look_ahead=...)`` above 1: a step chooses among ``look_ahead`` times its samples. A larger
@@ -117,8 +121,9 @@ def curriculum(
 def length_warmup(
     start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens"
 ) -> LengthWarmup:
-    """Return a schedule that takes short samples first: those of at most ``start`` tokens, rising
-    to ``end`` over ``steps``.
+    """Return a schedule that takes short samples first.
+
+    The limit rises from ``start`` to ``end`` tokens over ``steps``.
     """
     return LengthWarmup(start, end, steps, weights, column)
 
@@ -145,7 +150,7 @@ def _rise(low: float, high: float, step: int, steps: int) -> float:
 
 
 def _above(candidates: Buffer, column: str, threshold: float) -> np.ndarray:
-    """Return the excess of each candidate over the threshold. NaN counts as hardest."""
+    """Return the excess of each candidate over the threshold. NaN counts as the largest."""
     if threshold == math.inf:
         return np.zeros(len(candidates))
     values = candidates.column(column)

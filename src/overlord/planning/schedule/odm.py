@@ -1,5 +1,6 @@
-"""Online data mixing: sources with a higher loss are drawn more, learned while training (Exp3, as
-in "Efficient Online Data Mixing").
+"""Online data mixing: sources with a higher loss are drawn more, learned while training.
+
+The method is Exp3, as in "Efficient Online Data Mixing".
 
 Every reported step adds each source's loss to its reward. Weights are a softmax of the rewards,
 mixed with some exploration that shrinks with time. Exp3 draws one arm a round and divides its
@@ -32,7 +33,7 @@ LARGEST = 1e6
 
 @dataclass(slots=True)
 class Learned:
-    """The state learned from reports."""
+    """The state that ODM learned from reports."""
 
     updates: int = 0
     reward: dict[str, float] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Odm(Base):
     kind: ClassVar[str] = "odm"
     weights: Any = None  # None: the sources' own weights
     warmup: int = 100
-    floor: Any = 0.0  # of every source, or pairs (name, share), sorted
+    floor: Any = 0.0  # least share of every source, or pairs (name, share), sorted
     scale: float = 10.0
     decay: float = 1.0
     rate: float | None = None
@@ -138,15 +139,17 @@ class Odm(Base):
         for name in names:
             if (key := f"{self.metric}/{name}") not in feedback:
                 continue
-            if is_real(said := feedback[key]) and 0 <= said < math.inf:
-                known.loss[name], any_good = min(float(said), LARGEST), True
+            if is_real(loss := feedback[key]) and 0 <= loss < math.inf:
+                known.loss[name], any_good = min(float(loss), LARGEST), True
             else:
                 known.ignored[name] = known.ignored.get(name, 0) + 1
         return any_good
 
     def _reward(self, names: list[str]) -> None:
-        """Update the rewards once. A source without a report counts with its last loss, one that
-        never had any with the mean of the others.
+        """Update the rewards once.
+
+        A source without a report counts with its last loss. A source that never had a report counts
+        with the mean of the others.
         """
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)
@@ -163,9 +166,7 @@ class Odm(Base):
         return {name: known.get(name, middle) for name in names}
 
     def _mixed(self, prior: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights of Exp3's rule, with the given weights in place of equal ones: they
-        are the start and the exploration.
-        """
+        """Return the weights of Exp3's rule, which starts and explores with the given weights."""
         n, t, reward = len(prior), self.learned.updates, self._rewards(list(prior))
         rate = self.rate if self.rate is not None else _exploration(n, t - 1)
         explore = n * _exploration(n, t)
@@ -224,8 +225,9 @@ class Odm(Base):
 
 
 def _exploration(n: int, t: int) -> float:
-    """Return Exp3's exploration share for each of n sources after t updates. A square root is
-    correctly rounded on every machine.
+    """Return Exp3's exploration share for each of n sources after t updates.
+
+    A square root is correctly rounded on every machine.
     """
     if t < 1:
         return 1 / n
@@ -241,8 +243,9 @@ def odm(
     rate: float | None = None,
     metric: str = "loss",
 ) -> Odm:
-    """Return a schedule that follows the losses in ``client.report(step, {"loss/web": 2.31,
-    ...})``: sources that are learned worst are drawn more.
+    """Return a schedule that draws more from sources that are learned worst.
+
+    It uses the losses in ``client.report(step, {"loss/web": 2.31, ...})``.
 
     ``weights`` are those of the first ``warmup`` steps and of later exploration; a list of names
     means equal weights. No source gets less than ``floor``. A loss counts as ``loss / scale``.

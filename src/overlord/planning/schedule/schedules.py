@@ -66,9 +66,9 @@ class Staged(Base):
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
         # Every stage is called at every step, so that one that learns from feedback has learned
-        # when its time comes.
-        said = [part(step, feedback) for _, part in self.stages]
-        return said[bisect_right([first for first, _ in self.stages], step) - 1]
+        # when it begins.
+        weights = [part(step, feedback) for _, part in self.stages]
+        return weights[bisect_right([first for first, _ in self.stages], step) - 1]
 
     def parameters(self) -> dict[str, Any]:
         return {
@@ -86,8 +86,10 @@ class Staged(Base):
 
 
 def staged(stages: Mapping[int, Part]) -> Staged:
-    """Return a schedule with weights by step ranges: ``staged({0: {"web": 1}, 1000: {"web": 1,
-    "code": 1}})``. Each entry holds until the next one starts.
+    """Return a schedule with weights by step ranges.
+
+    As in ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``: each entry holds until the next
+    one starts.
     """
     return Staged(stages)
 
@@ -137,8 +139,9 @@ def _check_ramp(ramp: Linear | Cosine) -> None:
 def _ramp_weights(
     ramp: Linear | Cosine, step: int, feedback: Feedback, curve: Callable[[int, int], float]
 ) -> Any:
-    """Return the weights of a ramp at a step. ``curve(k, n)``: the part of it, 0 to 1, done after
-    k of n steps.
+    """Return the weights of a ramp at a step.
+
+    ``curve(k, n)``: the fraction of the ramp, 0 to 1, that is done after k of n steps.
     """
     # Both ends are called at every step: one that learns must receive every report.
     first = named(ramp.start(step, feedback), step, f"{ramp.kind}.start")
@@ -159,15 +162,14 @@ def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) ->
 
 
 def linear(start: Part, end: Part, steps: int, begin: int = 0) -> Linear:
-    """Return a ramp from ``start`` to ``end`` in equal steps: ``end`` is reached at step ``begin +
-    steps``.
-    """
+    """Return a ramp from ``start`` to ``end`` in equal steps, which ends at ``begin + steps``."""
     return Linear(start, end, steps, begin)
 
 
 def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
-    """Return a ramp from ``start`` to ``end`` along half a cosine: slow at both ends, fastest in
-    the middle.
+    """Return a ramp from ``start`` to ``end`` along half a cosine.
+
+    It is slow at both ends and fastest in the middle.
     """
     return Cosine(start, end, steps, begin)
 
@@ -281,8 +283,10 @@ def temperature(
     steps: int | None = None,
     begin: int = 0,
 ) -> Temperature:
-    """Return a schedule with weights ``size ** (1/tau)``: 1 draws in proportion, more favours small
-    sources, infinity draws all equally.
+    """Return a schedule with weights ``size ** (1/tau)``.
+
+    A ``tau`` of 1 draws in proportion, a larger one favours small sources, infinity draws all
+    equally.
 
     ``sizes`` are rows, tokens or bytes. The default is the rows of the files, if their format
     contains them. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to ``end_tau``
