@@ -65,7 +65,7 @@ def connect(
     control = ControlClient(address, token, rank, timeout_s=timeout_s)
     try:
         started = _started(control, timeout_s)
-        return _Connected(control, started, timeout_s, reconnect_s).client(
+        return SessionConnection(control, started, timeout_s, reconnect_s).client(
             stall_warn_s, stall_limit_s, on_stall
         )
     except BaseException:
@@ -121,7 +121,7 @@ def _rank() -> Any:
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
 
-class _Connected:
+class SessionConnection:
     """The callbacks of a client, which send requests to its session."""
 
     def __init__(
@@ -152,9 +152,9 @@ class _Connected:
             begin=lambda: None,
             consumed=lambda queue, step: queue.ack(step),
             waiting_for=self._waiting_for,
-            export=self._export,
+            export=self.export,
             rewind=self._rewind,
-            report=self._report,
+            report=self.report,
             start=s["state"],
             close=self._close,
             stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s,
@@ -237,7 +237,7 @@ class _Connected:
             words = f"{CONTROL_SERVER} at {self._control.address} gave no reason: {fault}"
         return f"{trouble}; {words}" if trouble else words
 
-    def _export(self, queue: StepQueue, state: State) -> dict[str, Any]:
+    def export(self, queue: StepQueue, state: State) -> dict[str, Any]:
         generation = cast(RemoteStepQueue, queue).generation
         saved: dict[str, Any] = self._control.ask(
             "export", timeout_s=self._timeout_s, generation=generation, state=state
@@ -273,7 +273,7 @@ class _Connected:
         )
         return new, at["state"]
 
-    def _report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
+    def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Check the report here: scalars of any library become numbers, and errors are local."""
         from overlord.messages.reports import checked
 
@@ -293,6 +293,10 @@ class _Connected:
             metrics=values,
             next_step=next_step,
         )
+
+    def disconnect(self) -> None:
+        """Close the control connection only: the rank stays attached."""
+        self._control.close()
 
     def _close(self) -> None:
         client, took = self._client, (-1, -1)

@@ -23,6 +23,7 @@ import numpy as np
 
 from overlord.buffer_pool import BufferPool
 from overlord.client.client import Client
+from overlord.client.connect import SessionConnection
 from overlord.client.step import Step
 from overlord.client.step_queue import State, StepQueue
 from overlord.constructor.batch_arrays import BatchArrays
@@ -85,7 +86,7 @@ class BroadcastSetup:
     clients: Mapping[int, Client]
     split: tuple[str, tuple[str, ...]]  # the axis of the plan, and its broadcasts
     start: State
-    connect_control: Callable[[], Any]
+    connect_control: Callable[[], SessionConnection]
     leave: Callable[[Mapping[int, Client], bool], None]  # (clients, whether this rank failed)
     departures: Departures
     microbatches: int | None = None
@@ -103,7 +104,8 @@ class BroadcastClient(Client):
         self._clients, self._split = dict(setup.clients), setup.split
         self._own = self._clients.get(self.service.rank)
         self._pool = BufferPool()  # for arrays that the trainer expands
-        self._connect_control, self._control = setup.connect_control, cast("Any", None)
+        self._connect_control = setup.connect_control
+        self._control: SessionConnection | None = None
         self._leave, self._departures = setup.leave, setup.departures
         self._over: BaseException | None = None  # the reason why no more frames come
         # Frames that arrived in a call that did not expect them.
@@ -299,16 +301,16 @@ class BroadcastClient(Client):
             return mine.state_dict() if now else mine.state_dict((mine.queue, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)
-        saved: dict[str, Any] = self._session_control()._export(queue, state)
+        saved: dict[str, Any] = self._session_control().export(queue, state)
         return saved
 
     def _send_report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         if self._own is not None:
             self._own.report(step, metrics)
         else:
-            self._session_control()._report(queue, step, metrics, next_step)
+            self._session_control().report(queue, step, metrics, next_step)
 
-    def _session_control(self) -> Any:
+    def _session_control(self) -> SessionConnection:
         """Return the connection to the session's control server, opened by the first call."""
         if self._control is None:
             self._control = self._connect_control()
@@ -404,7 +406,7 @@ class BroadcastClient(Client):
         if self._over is None and self._fault is not None and self.rank == 0:
             self._departures.wait_for_others(NOTE_S)
         if self._control is not None:
-            self._control._asking.close()
+            self._control.disconnect()
         self._leave(self._clients, self._failed)
 
     def _at_exit(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from overlord.client.client import Client
-from overlord.client.connect import _Connected, connect
+from overlord.client.connect import SessionConnection, connect
 from overlord.client.control_client import ControlClient
 from overlord.client.step_queue import State
 from overlord.errors import DataStall
@@ -288,8 +288,8 @@ class _ClientFactory:
         start: EncodedState = self._published["start"]
         return clients[self._rank].position if self._rank in clients else start
 
-    def _connect_control(self) -> _Connected:
-        return _Connected(
+    def _connect_control(self) -> SessionConnection:
+        return SessionConnection(
             ControlClient(
                 self._published["address"],
                 self._published["token"],
