@@ -891,7 +891,7 @@ def test_a_closed_session_holds_no_payload() -> None:
 def test_plans_kept_for_people_are_bounded_by_their_samples_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("overlord.cluster.plan_history.KEPT_SAMPLES", 40)
+    monkeypatch.setattr("overlord.planning.recent_plans.KEPT_SAMPLES", 40)
     with launch(job(dp=1)) as session:
         take(session.client(0), 12)
         assert len(session.plan(11)) == 8

@@ -24,7 +24,7 @@ from overlord.cluster.job_sources import JobSources
 from overlord.cluster.loader_starts import LoaderStarts
 from overlord.cluster.node_placement import watch
 from overlord.cluster.placement import Placement
-from overlord.cluster.plan_history import PlanHistory, RecentPlans
+from overlord.cluster.plan_history import PlanHistory
 from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
 from overlord.cluster.recovery import RecoveryActions, RecoveryManager
 from overlord.cluster.rollback_messages import rollback_messages
@@ -64,6 +64,7 @@ from overlord.messages.control import (
 from overlord.messages.loader import Announce
 from overlord.planning.events import with_every_weight
 from overlord.planning.planner import Planner
+from overlord.planning.recent_plans import RecentPlans
 from overlord.planning.spec import NewSource
 from overlord.process.pickle_check import sendable
 from overlord.rpc.actors import ActorSystem

@@ -19,13 +19,13 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.cp_split import ranges
 from overlord.constructor.pack import (
     BLOCK,
     IGNORE,
     SLICE_FROM,
     documents,
     new_buffer,
-    ranges,
     with_document_arrays,
 )
 from overlord.constructor.rank_views import PER_TOKEN

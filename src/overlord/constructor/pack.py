@@ -44,7 +44,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.rank_views import pieces
+from overlord.constructor.cp_split import pieces, ranges
 
 IGNORE = -100  # a label without a loss
 BLOCK = (
@@ -383,12 +383,6 @@ def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
     mask = np.ones(total, np.bool_)
     mask[ranges(start, count)] = False
     return mask
-
-
-def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the numbers start[i], start[i]+1, ..., count[i] of them, for each i in turn."""
-    ends = np.cumsum(count)
-    return np.repeat(start - ends + count, count) + np.arange(int(ends[-1]))
 
 
 def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:

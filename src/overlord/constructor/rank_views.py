@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.cp_split import cp_runs, ranges
 from overlord.plan.rank_view import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
@@ -55,10 +56,10 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 
     Raises ``ValueError`` if the microbatch does not divide evenly.
     """
-    start, length = _runs(
+    start, length = cp_runs(
         _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split
     )
-    return _ranges(start, length)
+    return ranges(start, length)
 
 
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
@@ -153,7 +154,7 @@ def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:
         if padded
         else _batch_units(batch, view.split)
     )
-    index = _ranges(*_runs(units, view.cp, [view.cp_rank], view.split))
+    index = ranges(*cp_runs(units, view.cp, [view.cp_rank], view.split))
     arrays, starts = {}, []
     for (key, array), rows in zip(kept.arrays.items(), kept.starts, strict=True):
         cut_here = key in PER_TOKEN
@@ -166,42 +167,6 @@ def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:
 def of_stage(batch: BatchArrays, view: View) -> BatchArrays:
     """Return only the keys of a view."""
     return batch.only(view.has)
-
-
-def pieces(
-    size: np.ndarray,
-    first: np.ndarray,
-    cp: int,
-    cp_ranks: Sequence[int],
-    split: str,
-    *,
-    by_row: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slices of some cp ranks as runs of documents, rank after rank.
-
-    A run is a document, an offset in it, and a length.
-
-    Documents of ``size`` tokens are concatenated; those of microbatch m begin with number
-    ``first[m]``. ``by_row``: each document is sliced by itself.
-    """
-    ends = np.cumsum(size)
-    bounds = np.append(0, ends)
-    if by_row or split == "zigzag":
-        start, length = _runs(bounds, cp, cp_ranks, split)
-        doc = np.tile(
-            np.repeat(np.arange(len(size)), len(start) // (len(size) * len(cp_ranks))),
-            len(cp_ranks),
-        )
-        return doc, start - bounds[doc], length
-    start, length = _runs(bounds[first], cp, cp_ranks, split)
-    opens, closes = (
-        np.searchsorted(ends, start, side="right"),
-        np.searchsorted(ends, start + length, side="left"),
-    )
-    doc = _ranges(opens, closes - opens + 1)
-    run = np.repeat(np.arange(len(start)), closes - opens + 1)
-    begins = np.maximum(start[run], bounds[doc])
-    return doc, begins - bounds[doc], np.minimum((start + length)[run], ends[doc]) - begins
 
 
 def _units(ends: np.ndarray, split: str) -> np.ndarray:
@@ -222,41 +187,5 @@ def _batch_units(batch: BatchArrays, split: str) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(steps[within])])
 
 
-def _runs(
-    bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length of the runs of some cp ranks, rank after rank.
-
-    ``bounds``: of the evenly divided units.
-    """
-    pieces = (
-        {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
-        if cp > 1
-        else 1
-    )
-    start, size = bounds[:-1], np.diff(bounds)
-    if (size % pieces).any():
-        what = "a document" if split == "zigzag" else "a microbatch"
-        raise ValueError(
-            f"{what} of {int(size[size % pieces > 0][0])} tokens does not divide into "
-            f"{pieces} for cp={cp}, cp_split={split!r}"
-        )
-    chunk = size // pieces
-    if pieces == 1:
-        numbers = np.zeros((len(ranks), 1), np.int64)
-    elif pieces == cp:
-        numbers = np.array([[r] for r in ranks])
-    else:
-        numbers = np.array([[r, 2 * cp - 1 - r] for r in ranks])
-    starts = start[None, :, None] + numbers[:, None, :] * chunk[None, :, None]
-    return starts.reshape(-1), np.broadcast_to(chunk[None, :, None], starts.shape).reshape(-1)
-
-
 def _columns(context: int, view: View) -> np.ndarray:
     return slice_index(np.array([0, context]), view.cp, view.cp_rank, view.split)
-
-
-def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return start[i], start[i] + 1, ..., length[i] of them, for each i in turn."""
-    before = np.cumsum(length) - length
-    return np.repeat(start - before, length) + np.arange(int(length.sum()))

@@ -20,7 +20,6 @@ import numpy as np
 from overlord.buffer_pool import BufferPool
 from overlord.client.step_queue import LocalStepQueue
 from overlord.cluster.loader_stats import LoadObserver, observing_scaler
-from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.command_loop import CommandLoop, Done, Executor
 from overlord.concurrency.event_loop import ThreadExecutor
 from overlord.constructor.assembler import Assembler
@@ -51,6 +50,7 @@ from overlord.messages.control import (
 )
 from overlord.messages.loader import Announce, Evaluate, Read
 from overlord.planning.images.encoder_plans import Encodings
+from overlord.planning.recent_plans import RecentPlans
 from overlord.planning.spec import NewSource
 from overlord.sample import Content, Ragged, Scattered
 from overlord.transforms.transform_process import TransformWorker

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.step_queue import StepQueue
-from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
@@ -19,6 +18,7 @@ from overlord.job.job import Job
 from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
+from overlord.planning.recent_plans import RecentPlans
 from overlord.planning.spec import NewSource
 from overlord.process.shutdown import Steps, run_all
 from overlord.ray.node_choice import cores_for_loading, problems, with_one_name
