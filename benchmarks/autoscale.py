@@ -38,7 +38,7 @@ import overlord as ov
 from augment import augmented, decoded, hashed, write_jpegs, write_texts
 from overlord.hashing import digest
 from overlord.observe.svg import Axes, PlotLine, lines, series_color
-from overlord.process.cgroup import cores
+from overlord.process.resources import cores
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 # The cost of a source that is never drawn cannot be predicted.

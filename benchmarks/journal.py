@@ -24,12 +24,11 @@ import numpy as np
 
 from corpus import Corpus, default_folder, make_corpus
 from overlord.journal import checkpoint, job_journal
-from overlord.journal.append_thread import AppendThread
 from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import Record
-from overlord.journal.segment import Header
+from overlord.journal.segments import Header
 from overlord.journal.storage import storage_of
-from overlord.journal.write_ahead import JournalStart
+from overlord.journal.write_ahead import AppendThread, JournalStart
 from overlord.messages.control import PlannedStep
 from overlord.session.session import Session
 from overlord.setup.options import Options

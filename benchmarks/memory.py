@@ -37,7 +37,7 @@ from holding.compared import MOST, SMALLEST, compare, on_off, source_parallelism
 from holding.corpora import mixed_corpus
 from holding.grids import Extent, extras, grid, needless, parallelism
 from holding.slopes import Slopes, fit, guess
-from overlord.process import cgroup
+from overlord.process import resources
 from page import (
     Numbers,
     command_line,
@@ -74,7 +74,7 @@ SLOPE_HEAD = ("loader", "shuffle", "MB for each", "", "", "", "", "worst fit")
 
 def free_mb() -> float:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(int(lines["MemAvailable"].split()[0]) / 1024, cgroup.memory_bytes() / 2**20)
+    return min(int(lines["MemAvailable"].split()[0]) / 1024, resources.memory_bytes() / 2**20)
 
 
 def measure(

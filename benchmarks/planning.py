@@ -23,9 +23,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from overlord.batch import Batch
 from overlord.job.job import SYNCS
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import STRATEGIES, resolve
 from overlord.sample import Buffer

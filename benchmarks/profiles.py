@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.batch import Batch
+from overlord.mesh import Batch
 from overlord.sample import Buffer, Ragged
 
 SHORT_TEXT = 64  # tokens; Figure 2 counts what is longer

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.transport.address import Address
+from overlord.transport.address import Address, client_side
 from overlord.transport.connection import Connection
-from overlord.transport.handshake import client_side
 from overlord.transport.server import Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 

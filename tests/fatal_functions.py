@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.journal.directory import DirectoryStorage
+from overlord.journal.storage import DirectoryStorage
 from overlord.planning.strategies import llm_balance
 from tests.internals import JOURNAL_WRITES
 

@@ -36,11 +36,11 @@ from overlord.messages.control import (
     StreamState,
     TakeOverLoader,
 )
-from overlord.messages.loader import Announce
+from overlord.messages.data import Announce
 from overlord.sample import Content
-from overlord.scaling.shards import kept, spread
+from overlord.scaling.loader_placement import kept, spread
 from overlord.setup.prepared_job import PreparedJob, open_loader
-from overlord.transport.state_codec import encode_state
+from overlord.transport.codec import encode_state
 
 MOST_MOVES = 100_000  # far more than any of these jobs needs
 # The samples of a step in the order of its plan: (id, tokens).

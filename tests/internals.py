@@ -53,7 +53,7 @@ COORDINATOR_STARTS = Seam("overlord.cluster.launcher:Launcher", "_start_planner"
 COORDINATOR_RESTARTS = Seam("overlord.cluster.launcher:Launcher", "_start_again")
 COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "_is_ready")
 COORDINATOR_WAITS = Seam("overlord.cluster.launcher:Launcher", "_is_awaited")
-COORDINATOR_REPLACED = Seam("overlord.cluster.coordinator_heartbeat:CoordinatorHeartbeat", "kill")
+COORDINATOR_REPLACED = Seam("overlord.cluster.launcher:CoordinatorHeartbeat", "kill")
 COORDINATOR_AWAITED = Seam("overlord.cluster.launcher:Launcher", "_wait_for_planner")
 LAUNCHER_EXECUTES = Seam("overlord.cluster.launcher:Launcher", "_execute")
 SESSION_RECEIVES = Seam("overlord.session.cluster_runtime:ClusterRuntime", "_received")
@@ -65,8 +65,8 @@ QUEUE_CONNECTS = Seam("overlord.client.remote_queue:RemoteStepQueue", "_connect"
 QUEUE_ASKS_AGAIN = Seam("overlord.client.remote_queue:RemoteStepQueue", "_reconnect_early")
 RENDEZVOUS_STORE = Seam("overlord.session.rendezvous", "_store")
 # storage
-JOURNAL_WRITES = Seam("overlord.journal.directory:DirectoryStorage", "_write")
-JOURNAL_SYNCS = Seam("overlord.journal.directory", "_sync_data")
+JOURNAL_WRITES = Seam("overlord.journal.storage:DirectoryStorage", "_write")
+JOURNAL_SYNCS = Seam("overlord.journal.storage", "_sync_data")
 LOCAL_FILES = Seam("overlord.sources.files", "_local")
 FOOTER_READS = Seam("overlord.sources.parquet", "_footer_bytes")
 # other functions
@@ -300,9 +300,9 @@ def serve_clients(worker: Any, token: str, **where: Any) -> Any:
 
 def send_raw(data: bytes) -> None:
     """Send bytes that are not a frame on the first socket of this worker process."""
-    from overlord.rpc import process_server
+    from overlord.rpc import process_launcher
 
-    process_server._open_sockets[0].send(data)
+    process_launcher._open_sockets[0].send(data)
 
 
 def has_waiter(pool: Any) -> bool:

@@ -18,10 +18,10 @@ import overlord as ov
 from overlord.cluster import launcher
 from overlord.journal import job_journal
 from overlord.journal.checkpoint import Interval
-from overlord.journal.directory import DirectoryStorage
 from overlord.journal.job_journal import entries
 from overlord.journal.log import read_all
 from overlord.journal.replay import Recovered
+from overlord.journal.storage import DirectoryStorage
 from overlord.journal.timeouts import Timeouts
 from tests.corpus import write_rows
 from tests.internals import JOURNAL_WRITES, generation_of, launcher_of

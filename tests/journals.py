@@ -8,8 +8,7 @@ from typing import Any
 
 from overlord.journal.log import JournalLog, Where, read_all
 from overlord.journal.record import Record
-from overlord.journal.segment import Header
-from overlord.journal.segments import Reading, SegmentChain
+from overlord.journal.segments import Header, Reading, SegmentChain
 from overlord.journal.storage import NameTaken, refusal
 
 JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})

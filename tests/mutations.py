@@ -153,7 +153,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "scaling/shards.py",
+        "scaling/loader_placement.py",
         ("a crowded worker is not spared", "0.5 if h in crowded else 1.0", "1.0"),
         (
             "workers of the launch do not stay first",
@@ -209,7 +209,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "scaling/memory_budget.py",
+        "scaling/profile.py",
         ("constructor workers cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
         (
             "each worker gets the whole shared-memory pool",
@@ -323,7 +323,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/sample_blocks.py",
+        "planning/stream.py",
         (
             "rows of the bound itself are final",
             'np.uint64(bound), side="left")',
@@ -351,7 +351,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/buffer.py",
+        "planning/step.py",
         (
             "the cursor one sample early",
             "np.cumsum(self.sizes) - 1",
@@ -364,7 +364,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/demand.py",
+        "planning/draw.py",
         (
             "a loader is not asked again",
             "if self._held[loader] >= self._must[loader]:",
@@ -372,7 +372,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/look_ahead.py",
+        "planning/step.py",
         (
             "those that wait for their turn age too",
             "rows if left else rows[: int(last[0]) if len(last) else 0]",
@@ -417,7 +417,7 @@ MUTATIONS = [
         ("the horizon stands still", "if stream.group > group\n", "if False\n"),
     ),
     *_at(
-        "planning/events.py",
+        "planning/mixture.py",
         ("a mixture one step late", "and after < e.at <= step]", "and after < e.at < step]"),
         (
             "a change that is to come is forgotten",
@@ -451,7 +451,7 @@ MUTATIONS = [
         ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
     ),
     *_at(
-        "planning/feedback.py",
+        "planning/mixture.py",
         (
             "feedback a step early",
             "self._steps.pop(step - self._lag, {})",
@@ -500,7 +500,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/order.py",
+        "loader/samples.py",
         (
             "chunks of a group by place in the group",
             "places[places % loaders == loader]",
@@ -556,7 +556,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/blocks.py",
+        "loader/reader.py",
         (
             "pieces of separate tables unordered",
             'order = np.argsort(index, kind="stable")\n    content',
@@ -569,7 +569,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/replay_buffer.py",
+        "loader/samples.py",
         (
             "going back counts the loss of the cursor's document again",
             "(rows < c.row + own)",
@@ -679,7 +679,7 @@ MUTATIONS = [
         ("long runs from their document's start", "(start + base).tolist(),", "start.tolist(),"),
     ),
     *_at(
-        "plan/rank_view.py",
+        "plan/plan.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",
@@ -703,7 +703,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "constructor/rank_views.py",
+        "constructor/pack.py",
         (
             "zigzag without the mirror",
             "[[r, 2 * cp - 1 - r] for r in ranks]",
@@ -714,13 +714,7 @@ MUTATIONS = [
             "np.array([[r] for r in ranks])",
             "np.array([[cp - 1 - r] for r in ranks])",
         ),
-        (
-            "documents divided where the microbatch should be",
-            'return ends if split == "zigzag" else ends[[0, -1]]',
-            "return ends",
-        ),
         ("a remainder is divided unevenly", "if (size % pieces).any():", "if False:"),
-        ("narrowed twice, sliced twice", "array.shape[: len(shape)] == shape", "True"),
         (
             "runs across documents lose their tail",
             "np.minimum((start + length)[run], ends[doc]) - begins",
@@ -728,7 +722,16 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "plan/rank_view.py",
+        "constructor/rank_views.py",
+        (
+            "documents divided where the microbatch should be",
+            'return ends if split == "zigzag" else ends[[0, -1]]',
+            "return ends",
+        ),
+        ("narrowed twice, sliced twice", "array.shape[: len(shape)] == shape", "True"),
+    ),
+    *_at(
+        "plan/plan.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",
@@ -752,7 +755,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "plan/delivery.py",
+        "plan/summary.py",
         (
             "empty microbatches cost nothing",
             "np.maximum(counts, 1).sum(axis=1)",
@@ -820,7 +823,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/lost_sources.py",
+        "planning/spec.py",
         (
             "a step that was begun goes on as it is",
             "if self.has_begun(state.step) and event.at == state.step:",
@@ -835,11 +838,11 @@ MUTATIONS = [
         ("bad data are a reason to leave", " and isinstance(error, StorageError)\n", "\n"),
     ),
     *_at(
-        "planning/look_ahead.py",
+        "planning/step.py",
         ("samples of a lost source stay held", "return self._release(i)[1] > 0", "return False"),
     ),
     *_at(
-        "planning/placed_step.py",
+        "planning/step.py",
         (
             "payload by source, not by loader",
             "by_stream = np.lexsort((order, loader))",
@@ -875,7 +878,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "sources/file_errors.py",
+        "sources/retry.py",
         (
             "any time will do",
             "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))",

@@ -14,7 +14,7 @@ import numpy as np
 from overlord.loader.loader import Loader
 from overlord.loader.service import LoaderService
 from overlord.messages.control import Cursor, LoaderStart, Refill, Rollback
-from overlord.messages.loader import Announce
+from overlord.messages.data import Announce
 from overlord.planning.stream import SourceStream, StreamPiece
 from overlord.sample import Content
 from overlord.setup.prepared_job import PreparedJob, open_loader

@@ -11,8 +11,7 @@ import numpy as np
 
 from balancing.bounds import iteration_bound
 from balancing.grid import Case
-from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.selection import hold_long
@@ -79,7 +78,7 @@ class Stream:
         )
 
     def settle(self, plan: LoadingPlan) -> None:
-        """As ``overlord.planning.look_ahead.Reserve.settle`` counts: a candidate that another of
+        """As ``overlord.planning.step.Reserve.settle`` counts: a candidate that another of
         its source was taken before is a step older.
         """
         chosen = self.first[plan.source] + plan.row

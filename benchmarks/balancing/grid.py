@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.bounds import iteration_bound, microbatch_bound
-from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.strategies import DENSE_12B, packed, vanilla

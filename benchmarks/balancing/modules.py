@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import Strategy, packed, vanilla, vlm
 from page import context_name

@@ -9,7 +9,7 @@ import numpy as np
 
 from endtoend.setups import CARD_FLOPS, Pair, Setup
 from endtoend.times import BACKWARD, loads_of, seconds
-from overlord.batch import Batch
+from overlord.mesh import Batch
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.balance.balance import ItemPlacement

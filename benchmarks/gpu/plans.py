@@ -46,8 +46,8 @@ from gpu.bench import (
 from gpu.model import LLAMA_12B, TINY, Shape, Stack
 from gpu.timing import all_seconds, default_folder, device_of, machine, save, table
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.cost.base import CostFn
 from overlord.planning.cost.fit import Fitted
+from overlord.planning.cost.models import CostFn
 from overlord.planning.strategies import DENSE_12B, packed, vanilla
 from overlord.sample import Buffer
 from page import command_line

@@ -31,14 +31,14 @@ _ERRORS = (
 _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
-    "Batch": "overlord.batch",
+    "Batch": "overlord.mesh",
     "Mesh": "overlord.mesh",
     "ClientPlaceTree": "overlord.mesh",
     "SampleId": "overlord.sample",
     "Buffer": "overlord.sample",
     "Ragged": "overlord.sample",
     "LoadingPlan": "overlord.plan.plan",
-    "plan_raw": "overlord.planning.raw_plan",
+    "plan_raw": "overlord.planning.strategies",
     "loader_do_plan": "overlord.job.hooks",
     "constructor_do_plan": "overlord.job.hooks",
     "Popped": "overlord.job.hooks",
@@ -66,8 +66,8 @@ _HOME = {
     "connect": "overlord.client.connect",
     "join": "overlord.session.rendezvous",
     "Client": "overlord.client.client",
-    "Step": "overlord.client.step",
-    "Microbatch": "overlord.client.step",
+    "Step": "overlord.client.client",
+    "Microbatch": "overlord.client.client",
     "simulate": "overlord.dryrun.virtual_run",
     "Explanation": "overlord.observe.explain",
     **dict.fromkeys(_ERRORS, "overlord.errors"),
@@ -113,11 +113,10 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from overlord.batch import Batch as Batch
     from overlord.client.client import Client as Client
+    from overlord.client.client import Microbatch as Microbatch
+    from overlord.client.client import Step as Step
     from overlord.client.connect import connect as connect
-    from overlord.client.step import Microbatch as Microbatch
-    from overlord.client.step import Step as Step
     from overlord.dryrun.virtual_run import simulate as simulate
     from overlord.errors import ActorLost as ActorLost
     from overlord.errors import DataStall as DataStall
@@ -139,6 +138,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Job as Job
     from overlord.job.job import Source as Source
     from overlord.jobfile.yaml_file import register_function as register_function
+    from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
     from overlord.mesh import Mesh as Mesh
     from overlord.observe.explain import Explanation as Explanation
@@ -151,9 +151,9 @@ if TYPE_CHECKING:
     from overlord.planning.balance.balance import register_balance as register_balance
     from overlord.planning.cost import register_cost as register_cost
     from overlord.planning.graph.dgraph import DGraph as DGraph
-    from overlord.planning.raw_plan import plan_raw as plan_raw
     from overlord.planning.schedule import register_schedule as register_schedule
     from overlord.planning.selection import hold_long as hold_long
+    from overlord.planning.strategies import plan_raw as plan_raw
     from overlord.sample import Buffer as Buffer
     from overlord.sample import Ragged as Ragged
     from overlord.sample import SampleId as SampleId

@@ -1,10 +1,17 @@
-"""Checks that the validators of jobs, batches and sources share."""
+"""Checks that validators share: names, numbers, extras, and the signatures of user functions."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
+
+from overlord.errors import JobError, OverlordError, SourceError
+
+# ----------------------------------------------------------------------------
+# Checks that the validators of jobs, batches and sources share.
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -24,3 +31,100 @@ def is_int(value: Any) -> bool:
 
 def is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ----------------------------------------------------------------------------
+# User functions: checks of their signatures, and the location of errors raised in them.
+
+_PACKAGE = __file__.rpartition("/")[0] + "/"
+_LIBRARY = str(inspect.__file__).rpartition("/")[0] + "/"  # Python's own
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
+    """Return why a function cannot be called with these arguments; "" if it can or is unknown."""
+    try:
+        return _cannot_take(fn, tuple(arguments))
+    except TypeError:  # not hashable
+        return _cannot_take.__wrapped__(fn, tuple(arguments))
+
+
+@lru_cache(maxsize=64)
+def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
+    """Cached, since costs and similar functions are checked at every step."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # functions written in C, mostly
+        return ""
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(fn, "__name__", None) or type(fn).__name__
+        return f"expected a function of ({', '.join(arguments)}), got {name}{signature}"
+    return ""
+
+
+def where_raised(error: BaseException) -> str:
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error, or "".
+
+    The innermost frame outside of this package, of Python's library and of installed packages
+    counts; else the first one outside of this package. Tracebacks do not reach the quarantine or
+    other processes; texts do.
+    """
+    outside, trace = list[str](), error.__traceback__
+    own = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, "<frozen")):
+            outside.append(f" (at {code.co_filename}:{trace.tb_lineno}, in {code.co_name})")
+            if not code.co_filename.startswith(_LIBRARY) and not any(
+                part in code.co_filename for part in _INSTALLED
+            ):
+                own = outside[-1]
+        trace = trace.tb_next
+    return own or next(iter(outside), "")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and text of an error, with the location in user code that raised it."""
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
+
+
+def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
+    """Return ``fn`` if it can be called with these arguments; else raise a JobError."""
+    if (
+        problem := cannot_take(fn, arguments)
+        if callable(fn)
+        else f"expected a function, got {fn!r}"
+    ):
+        raise JobError([problem], where)
+    return fn
+
+
+def name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def as_exception(error: BaseException, source: str = "") -> Exception:
+    """Return the error itself, or an Exception in place of one that would end a program or loop."""
+    # StopIteration would look like the end of the data
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    what = describe_error(error)
+    return (
+        SourceError(source, what, remedy="a transform must not end the program")
+        if source
+        else OverlordError(what)
+    )
+
+
+# ----------------------------------------------------------------------------
+# The name of the distribution and its extras, for errors that suggest an installation.
+
+# the import name is `overlord`; that name on PyPI belongs to another project
+DISTRIBUTION = "overlord-data"
+
+
+def pip_install(*extras: str) -> str:
+    """Return the command that installs these extras of the distribution."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'"

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import ActorLost
-from overlord.messages.constructor import (
-    Build,
-    Built,
-    Deliver,
-    EndRank,
-    PayloadReady,
-    Release,
-    Unfinish,
-)
 from overlord.messages.control import Attach, Consumed, EndOfJob, PlannedStep, Rollback
+from overlord.messages.data import Build, Built, Deliver, EndRank, PayloadReady, Release, Unfinish
 from tests.internals import has_step
 from tests.laws import examples
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.array_order import by_key
 from overlord.errors import PlanError
 from overlord.plan.plan import ROUNDING
 from overlord.planning import cost
@@ -28,6 +27,7 @@ from overlord.planning.balance.balance import (
 )
 from overlord.planning.balance.binpack import NOWHERE
 from overlord.planning.balance.local_search import even_out
+from overlord.sample import by_key
 from tests.laws import examples
 
 # Small whole numbers make ties, floats make rounding; sizes on both sides of binpack.FEW_BINS run

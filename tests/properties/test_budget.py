@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.dryrun.virtual_run import Delays, VirtualExecutor
 from overlord.loader.reader import SourceReader
-from overlord.messages.client import StepInfo
 from overlord.messages.control import PlannedStep, Refill
-from overlord.messages.loader import Evaluate, Pop, Read
+from overlord.messages.data import Evaluate, Pop, Read, StepInfo
 from overlord.session.local_runtime import Done, LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.internals import (

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.journal.checkpoint import Interval, changed, changes, snapshot
-from overlord.journal.checkpoint_codec import packed, unpacked
+from overlord.journal.checkpoint import Interval, changed, changes, packed, snapshot, unpacked
 from overlord.journal.job_journal import JobJournal, entries
 from overlord.journal.log import read_all
 from overlord.journal.record import Record
@@ -30,7 +29,7 @@ from overlord.messages.control import (
     Skip,
     StreamState,
 )
-from overlord.planning.events import EventLog
+from overlord.planning.mixture import EventLog
 from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob

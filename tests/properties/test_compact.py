@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.compact import (
     IDS,
     Expander,
@@ -22,9 +21,9 @@ from overlord.constructor.compact import (
     layout_of,
     narrowest,
 )
-from overlord.constructor.pack import build_arrays, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
-from overlord.plan.rank_view import View
+from overlord.plan.plan import View
 from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]

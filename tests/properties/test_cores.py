@@ -22,7 +22,6 @@ from overlord.constructor.assembler import Assembler
 from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader, _at_or_after
-from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -35,7 +34,19 @@ from overlord.messages.control import (
     Skip,
     StreamState,
 )
-from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed
+from overlord.messages.data import (
+    Announce,
+    Build,
+    Built,
+    Deliver,
+    EndRank,
+    Evaluate,
+    PayloadReady,
+    Pop,
+    Read,
+    ReadFailed,
+    Release,
+)
 from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
 from overlord.planning.stream import SourceStream
 from overlord.session.local_runtime import LocalRuntime

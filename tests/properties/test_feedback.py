@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.dryrun.virtual_run import Add, Run
 from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.feedback import reduced
+from overlord.planning.mixture import reduced
 from overlord.planning.schedule import bind
 from tests.laws import examples
 from tests.properties.test_stream import delivered, fingerprint

@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from overlord import errors
-from overlord.batch import Batch
 from overlord.errors import FrameError
-from overlord.mesh import AXES, ClientPlaceTree
+from overlord.mesh import AXES, Batch, ClientPlaceTree
 from overlord.sample import Columns, Ragged
-from overlord.transport.codec import decode, encode
+from overlord.transport.codec import KINDS, decode, encode
 from overlord.transport.frame import DTYPES, PREFIX_BYTES, frame_bytes, pack, size_of, unpack
-from overlord.transport.record_codec import KINDS
 from tests.laws import examples
 
 ENTRY = struct.Struct("<BB6sQQ8Q")

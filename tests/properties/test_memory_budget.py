@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.errors import JobError
-from overlord.scaling import memory_budget
-from overlord.scaling.memory_budget import (
+from overlord.scaling import profile
+from overlord.scaling.profile import (
     BUILDER_BYTES,
     HOST_BYTES,
     LEAST,
@@ -134,8 +134,8 @@ def test_in_a_run_nothing_is_held_beyond_the_budget(
     is larger.
     """
     with pytest.MonkeyPatch.context() as patch:  # of the size of these jobs
-        patch.setattr(memory_budget, "WINDOW_BYTES", 256)
-        patch.setattr(memory_budget, "LEAST", 512)
+        patch.setattr(profile, "WINDOW_BYTES", 256)
+        patch.setattr(profile, "LEAST", 512)
         job = job_of(list(lengths), sources)
         options = with_memory_bounds("local", job, Options(memory=total, read_ahead=64))
     held = Held(

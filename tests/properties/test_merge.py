@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, LongDocuments, SampleBlock
+from overlord.messages.data import Announce, LongDocuments, SampleBlock
 from overlord.planning.stream import SourceStream
 
 Row = tuple[

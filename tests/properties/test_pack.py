@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
 from overlord.constructor import pack as module
 from overlord.constructor.pack import build, valid_tokens
+from overlord.mesh import Batch
 
 CONTEXT = 24
 

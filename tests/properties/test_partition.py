@@ -14,9 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.levels import clusters_of
 from overlord.scaling.loader_placement import SourceLoad, place_loaders
-from overlord.scaling.partition import HOST_BYTES, Limits, Partition, Resources, partition
+from overlord.scaling.partition import (
+    HOST_BYTES,
+    Limits,
+    Partition,
+    Resources,
+    clusters_of,
+    partition,
+)
 from tests.laws import examples
 
 MB = 2**20

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
-from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, Batch, ClientPlaceTree
 from overlord.planning.strategies import resolve
 from overlord.sample import Buffer
 

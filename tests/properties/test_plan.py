@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.codec import MAGIC
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.graph.dgraph import DGraph

@@ -17,7 +17,7 @@ from overlord.constructor.build import StepDocuments
 from overlord.constructor.images import PixelForm, encoder_inputs
 from overlord.messages.control import EncodedState, EncoderPlan, PlannedStep
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.images.encoder_plans import Encodings
+from overlord.planning.images import Encodings
 from overlord.sample import Content, Items, Ragged, Scattered
 from overlord.transforms.image_items import Prefix
 from tests.laws import examples

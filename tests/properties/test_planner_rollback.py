@@ -18,11 +18,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.batch import Batch
-from overlord.cluster.plan_history import PlanHistory
+from overlord.cluster.plan_router import PlanHistory
 from overlord.dryrun.virtual_run import Add
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import (
     STRIDE,
     AddSource,
@@ -37,8 +36,8 @@ from overlord.messages.control import (
     SetMixture,
     Skip,
 )
-from overlord.messages.loader import Announce, Pop
-from overlord.planning.events import with_every_weight
+from overlord.messages.data import Announce, Pop
+from overlord.planning.mixture import with_every_weight
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve

@@ -22,7 +22,7 @@ from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segments import read_segment
 from overlord.messages.control import AddSource, StreamState
-from overlord.planning.events import with_added_sources
+from overlord.planning.mixture import with_added_sources
 from tests.internals import snapshot_every
 from tests.journals import Memory
 from tests.laws import examples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.rank_progress import RankProgress
+from overlord.planning.draw import RankProgress
 from tests.laws import examples
 
 SAID = st.lists(

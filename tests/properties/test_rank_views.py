@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import build_arrays, build_slices, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, build_slices, new_buffer
 from overlord.constructor.rank_views import PER_TOKEN, join, narrow, slice_arrays, slice_index
-from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
-from overlord.plan.rank_view import FIRST, LAST, SPLITS, View, view_of, views_of
+from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, Batch, ClientPlaceTree
+from overlord.plan.plan import FIRST, LAST, SPLITS, View, view_of, views_of
 
 CUTS = ("zigzag", "zigzag_whole", "contiguous")
 degree = st.integers(1, 3)

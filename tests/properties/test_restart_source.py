@@ -20,10 +20,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.batch import Batch
 from overlord.dryrun.virtual_run import Moved, Run
 from overlord.loader.service import LoaderService
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -34,7 +33,7 @@ from overlord.messages.control import (
     RestartLoader,
     RestartSource,
 )
-from overlord.messages.loader import Announce, SampleBlock
+from overlord.messages.data import Announce, SampleBlock
 from overlord.planning.planner import Planner
 from overlord.planning.spec import PlannerSpec, SourceSpec
 from overlord.planning.strategies import resolve

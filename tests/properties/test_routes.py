@@ -13,9 +13,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes
 from overlord.planning.graph.dgraph import DGraph

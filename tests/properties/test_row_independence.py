@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.messages.loader import Evaluate, Read
+from overlord.messages.data import Evaluate, Read
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.python_objects import Factory

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.scaling.core_demand import Demand, cores_used, needs_of
+from overlord.scaling.loader_placement import kept, measured_part, spread, useful, widened, worth
 from overlord.scaling.scaler import Limits, Observation, Scale, Scaler, SourceSample
-from overlord.scaling.shards import kept, spread, widened
-from overlord.scaling.threads import measured_part, useful, worth
 from tests.laws import examples
 
 HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord import Job, Source
-from overlord.batch import Batch
 from overlord.errors import JobError
+from overlord.mesh import Batch
 from overlord.planning import integer_math
 from overlord.planning.draw import whole_weights
 from overlord.planning.schedule.base import shares

@@ -16,7 +16,7 @@ from overlord.errors import PlanError
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import placement
 from overlord.planning.balance.balance import ItemPlacement, PackingProblem, place
-from overlord.planning.balance.spread import LITTLE, even_marks, none_empty
+from overlord.planning.balance.binpack import LITTLE, even_marks, none_empty
 from overlord.planning.strategies import STRATEGIES, vlm
 from tests import reference_place
 from tests.laws import examples

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import digest
-from overlord.messages.client import StepInfo
+from overlord.messages.data import StepInfo
 from tests.laws import examples
 from tests.reference import reference_stream
 from tests.worlds import World, folder, some_steps, worlds

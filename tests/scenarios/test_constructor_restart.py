@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from overlord.batch import Batch
 from overlord.client import remote_queue
 from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteStepQueue
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
+from overlord.mesh import Batch
 from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback, StepsAcked
-from overlord.messages.loader import StepPayload
+from overlord.messages.data import StepPayload
 from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import open_connection
 from tests.internals import connect_at, connection_of, drop_connection, serve_clients

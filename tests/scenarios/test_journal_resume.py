@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from overlord.errors import JournalError
-from overlord.journal.directory import DirectoryStorage
+from overlord.journal.storage import DirectoryStorage
 from tests.journal_faults import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
 from tests.processes import WORKER_RUNTIME, Program, program, until
 from tests.stores import BUCKET, Proxy

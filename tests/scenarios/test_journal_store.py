@@ -10,10 +10,10 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JournalError
-from overlord.journal.append_thread import AppendThread
 from overlord.journal.log import JournalLog, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.verify import verify
+from overlord.journal.write_ahead import AppendThread
 from overlord.setup import profile_store
 from tests.journals import JOB
 from tests.stores import BUCKET, Fault, Proxy

@@ -15,9 +15,8 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, LinkRefused, OverlordError
-from overlord.messages.client import StepAck, StepMessage
 from overlord.messages.control import STRIDE, Attach, EndOfJob
-from overlord.messages.loader import StepPayload
+from overlord.messages.data import StepAck, StepMessage, StepPayload
 from overlord.sample import Ragged
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import open_connection

@@ -33,11 +33,10 @@ from overlord.errors import (
     OverlordError,
     StateMismatch,
 )
-from overlord.messages.client import EndOfStream, StepAck
+from overlord.messages.data import EndOfStream, StepAck
 from overlord.serving.session_server import ServedAddress
 from overlord.serving.step_publisher import StepPublisher
-from overlord.transport.connect import open_connection
-from overlord.transport.connection import TIMEOUT, Connection
+from overlord.transport.connection import TIMEOUT, Connection, open_connection
 from overlord.transport.server import Server
 from tests.internals import (
     connection_of,

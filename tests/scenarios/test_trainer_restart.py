@@ -21,8 +21,7 @@ import overlord as ov
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import LinkRefused, OverlordError
 from overlord.serving.session_server import ServedAddress
-from overlord.transport.connect import open_connection
-from overlord.transport.connection import CLOSES
+from overlord.transport.connection import CLOSES, open_connection
 from tests.internals import QUEUE_CONNECTS, running_job, runtime_of
 from tests.processes import WORKER_RUNTIME, halt, until, workers_of
 from tests.scenarios.test_serving import found, runtimes, trainer
@@ -219,7 +218,7 @@ def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was
     lost.
     """
-    monkeypatch.setattr("overlord.cluster.client_endpoints.TAKEN_S", 0.2)
+    monkeypatch.setattr("overlord.cluster.status.TAKEN_S", 0.2)
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.transport import server_connection
+from overlord.transport import server
 from overlord.transport.address import Address, shown
 from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.transport.server import Server
@@ -374,8 +374,8 @@ def test_one_slow_connection_holds_up_no_other():
 
 def test_what_is_queued_when_a_connection_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
     # The reader may be suspended for longer than a connection lingers.
-    patient = replace(server_connection.TIMEOUTS, linger_s=SOON_S)
-    monkeypatch.setattr(server_connection, "TIMEOUTS", patient)
+    patient = replace(server.TIMEOUTS, linger_s=SOON_S)
+    monkeypatch.setattr(server, "TIMEOUTS", patient)
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.transport import connect
-from overlord.transport.address import Address
-from overlord.transport.handshake import (
+from overlord.transport import connection
+from overlord.transport.address import (
+    HANDSHAKE_MAGIC,
     HELLO,
     LATER,
-    MAGIC,
     PREFIX,
     REFUSED,
     VERSION,
+    Address,
     client_side,
     refusal,
 )
@@ -67,7 +67,7 @@ def test_the_token_never_travels(story: Story):
         )
         link.close()
         middle.join(SOON_S)
-    assert b"".join(heard).startswith(MAGIC)
+    assert b"".join(heard).startswith(HANDSHAKE_MAGIC)
     assert TOKEN.encode() not in b"".join(heard)
 
 
@@ -120,17 +120,19 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
         sock, _ = listener.accept()
         with sock:
             exactly(sock, PREFIX.size + 32)
-            sock.sendall(PREFIX.pack(MAGIC, VERSION, 2, 32) + bytes(32))
+            sock.sendall(PREFIX.pack(HANDSHAKE_MAGIC, VERSION, 2, 32) + bytes(32))
             _, _, _, size = PREFIX.unpack(exactly(sock, PREFIX.size))
             exactly(sock, size)
-            sock.sendall(PREFIX.pack(MAGIC, VERSION, 4, 40) + bytes(40))
+            sock.sendall(PREFIX.pack(HANDSHAKE_MAGIC, VERSION, 4, 40) + bytes(40))
 
     _against(impostor, LinkRefused, "does not have the token")
 
 
 def test_a_server_of_another_version_is_named_with_both_versions():
     _against(
-        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 1 .* version 99"
+        _saying(PREFIX.pack(HANDSHAKE_MAGIC, 99, 2, 32) + bytes(32)),
+        LinkRefused,
+        "version 1 .* version 99",
     )
 
 
@@ -178,7 +180,7 @@ def _against(body: Callable[[socket.socket], None], error: type[Exception], text
 
 def test_a_client_of_another_version_is_told_both_versions(story: Story):
     with raw_silent(Address.parse(story.address)) as sock:
-        sock.sendall(PREFIX.pack(MAGIC, 99, HELLO, 32) + bytes(32))
+        sock.sendall(PREFIX.pack(HANDSHAKE_MAGIC, 99, HELLO, 32) + bytes(32))
         assert "version 99" in (said := _refusal(sock))
         assert "version 1" in said
 
@@ -186,9 +188,9 @@ def test_a_client_of_another_version_is_told_both_versions(story: Story):
 GREETINGS = {
     "garbage": random.Random(1).randbytes(500),
     "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "too long a message": PREFIX.pack(MAGIC, VERSION, HELLO, 2**31) + bytes(100),
-    "the wrong message": PREFIX.pack(MAGIC, VERSION, 4, 32) + bytes(32),
-    "a short nonce": PREFIX.pack(MAGIC, VERSION, HELLO, 8) + bytes(8),
+    "too long a message": PREFIX.pack(HANDSHAKE_MAGIC, VERSION, HELLO, 2**31) + bytes(100),
+    "the wrong message": PREFIX.pack(HANDSHAKE_MAGIC, VERSION, 4, 32) + bytes(32),
+    "a short nonce": PREFIX.pack(HANDSHAKE_MAGIC, VERSION, HELLO, 8) + bytes(8),
 }
 
 
@@ -207,7 +209,7 @@ def test_a_peer_that_says_nothing_or_not_enough_is_cut():
             sockets.enter_context(raw_silent(Address.parse(story.address), how))
             for how in ("unix", "tcp")
         )
-        halting.sendall(PREFIX.pack(MAGIC, VERSION, HELLO, 32) + bytes(5))
+        halting.sendall(PREFIX.pack(HANDSHAKE_MAGIC, VERSION, HELLO, 32) + bytes(5))
         for sock in (silent, halting):
             assert "did not finish the handshake" in _refusal(sock, LATER)
             with contextlib.suppress(ConnectionResetError):
@@ -235,7 +237,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(
                 except StopIteration as done:
                     return done.value
 
-        monkeypatch.setattr(connect, "client_side", halting)
+        monkeypatch.setattr(connection, "client_side", halting)
         with dialled(story.address, transport) as link:
             link.send(message(1))
             story.wait(lambda s: s.got)

@@ -17,10 +17,9 @@ import pytest
 
 from overlord.errors import ActorLost, FrameError
 from overlord.transport import codec, frame
-from overlord.transport.segment import sealed_memfd
-from overlord.transport.shared_memory import RELEASE_FLAGS
-from overlord.transport.socket_io import BYE, FORGET, FRAME, HEAD, POOL, SHARED
-from overlord.transport.socket_io import MAGIC as ENVELOPE
+from overlord.transport.frame import BYE, FORGET, FRAME, HEAD, POOL, SHARED
+from overlord.transport.frame import HEAD_MAGIC as ENVELOPE
+from overlord.transport.shared_memory import RELEASE_FLAGS, sealed_memfd
 from overlord.transport.value_codec import SMALL_BYTES
 from tests.connections import MB, SOON_S, TOKEN, Story, dialled, message, raw, watched_story
 

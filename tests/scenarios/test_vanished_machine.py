@@ -19,7 +19,7 @@ import pytest
 import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost
-from overlord.rpc import listener
+from overlord.rpc import peers
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
@@ -102,7 +102,7 @@ def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
     assert handle.pid is not None
     halt(handle.pid)
     answer = here.call(handle, "echo", "last words")
-    monkeypatch.setattr(listener, "TIMEOUTS", replace(listener.TIMEOUTS, death_notice_s=4 * WAIT_S))
+    monkeypatch.setattr(peers, "TIMEOUTS", replace(peers.TIMEOUTS, death_notice_s=4 * WAIT_S))
     here.died(ticket, "its node is gone")
     os.kill(handle.pid, signal.SIGCONT)
     assert here.get(answer, WAIT_S) == "last words"

@@ -17,21 +17,19 @@ from typing import Any
 
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster import recovery, takeover
-from overlord.cluster.attached_ranks import AttachedRanks
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.loader_worker import LoaderWorker
-from overlord.cluster.plan_history import PlanHistory
-from overlord.cluster.report_barrier import ReportBarrier
-from overlord.constructor.payload_gather import PayloadGatherer
-from overlord.journal.append_thread import AppendThread
+from overlord.cluster.placement import AttachedRanks
+from overlord.cluster.plan_router import PlanHistory, ReportBarrier
+from overlord.constructor.service import PayloadGatherer
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
+from overlord.journal.write_ahead import AppendThread
 from overlord.loader.loader import Loader
-from overlord.messages.client import StepMessage
 from overlord.messages.control import STRIDE, Cursor, Rollback
-from overlord.messages.loader import Announce, StepPayload
+from overlord.messages.data import Announce, StepMessage, StepPayload
 from overlord.planning.mixture import Mixture
 from overlord.planning.planner import Planner
 from overlord.serving.step_publisher import PublishedQueue

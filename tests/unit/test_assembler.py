@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import SourceError
-from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
 from overlord.messages.control import Attach, Consumed, Detach, EndOfJob, PlannedStep
+from overlord.messages.data import Build, Built, Deliver, EndRank, PayloadReady, Release
 
 
 def stage(step: int, skipped: bool = False) -> PlannedStep:

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.strategies import packed
 from overlord.sample import Ragged

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from overlord.process import cgroup
+from overlord.process import resources
 from overlord.setup import options, partition
 from overlord.setup.options import Options
 
@@ -30,7 +30,7 @@ def system(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
-    assert (cgroup.cores(tmp_path), cgroup.memory_bytes(tmp_path)) == (HERE, MACHINE)
+    assert (resources.cores(tmp_path), resources.memory_bytes(tmp_path)) == (HERE, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
 )
 def test_what_a_group_allows_counts(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     root = system(tmp_path, groups, files)
-    assert (cgroup.cores(root), cgroup.memory_bytes(root)) == (1, 300 * MB)
+    assert (resources.cores(root), resources.memory_bytes(root)) == (1, 300 * MB)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +108,23 @@ def test_no_bound_and_what_cannot_be_read_is_the_machine(
     tmp_path: Path, groups: str, files: dict[str, str]
 ) -> None:
     root = system(tmp_path, groups, files)
-    assert (cgroup.cores(root), cgroup.memory_bytes(root)) == (HERE, MACHINE)
+    assert (resources.cores(root), resources.memory_bytes(root)) == (HERE, MACHINE)
 
 
 def test_a_part_of_a_core_counts_as_one_and_no_bound_gives_more_cores_than_there_are(
     tmp_path: Path,
 ) -> None:
     root = system(tmp_path, "0::/\n", {"cpu.max": "150000 100000\n"})
-    assert cgroup.cores(root) == min(2, HERE)
+    assert resources.cores(root) == min(2, HERE)
     (root / "sys/fs/cgroup/cpu.max").write_text("9900000 100000\n")
-    assert cgroup.cores(root) == HERE
+    assert resources.cores(root) == HERE
 
 
 def test_partition_rings_and_numbers_of_threads_go_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = system(tmp_path, "0::/\n", {"memory.max": f"{400 * MB}\n", "cpu.max": "100000 100000\n"})
-    monkeypatch.setattr(cgroup, "ROOT", root)
+    monkeypatch.setattr(resources, "ROOT", root)
     assert options.n_cores() == 1
     assert options.ring_bytes(Options()) == 100 * MB
     assert partition.machine_memory() == int(0.8 * 400 * MB)

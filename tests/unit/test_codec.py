@@ -13,15 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from overlord.batch import Batch
 from overlord.errors import FrameError, OverlordError
-from overlord.mesh import Mesh
-from overlord.messages import client, constructor, control, loader
+from overlord.mesh import Batch, Mesh
+from overlord.messages import control, data
 from overlord.messages.control import Consumed, Cursor, SetMixture, Skip, StreamState
-from overlord.messages.loader import Announce, BlockReady, SampleBlock
+from overlord.messages.data import Announce, BlockReady, SampleBlock
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, Columns, Ragged
-from overlord.transport import record_codec
+from overlord.transport import codec
 from overlord.transport.codec import decode, encode, register
 from overlord.transport.frame import DTYPES, pack, unpack
 from tests.frames import joined, sent, tree
@@ -180,7 +179,7 @@ def test_what_cannot_travel_is_refused_with_its_place(value: Any):
                     0,
                     0,
                     SampleBlock(
-                        *[getattr(found, n) for n in record_codec.KINDS["SampleBlock"].names[:4]],
+                        *[getattr(found, n) for n in codec.KINDS["SampleBlock"].names[:4]],
                         {"x": value},
                         *[()] * 5,
                     ),
@@ -293,14 +292,14 @@ def test_a_plan_comes_back_valid_and_with_the_same_digest():
 
 
 def test_all_messages_and_what_they_hold_are_known_from_the_start():
-    modules = (control, loader, constructor, client)
+    modules = (control, data, data, data)
     wanted = {
         c.__name__
         for m in modules
         for c in vars(m).values()
         if isinstance(c, type) and c.__module__ == m.__name__
     }
-    assert wanted | {"LoadingPlan", "Assignment", "Mesh", "Buffer"} <= set(record_codec.KINDS)
+    assert wanted | {"LoadingPlan", "Assignment", "Mesh", "Buffer"} <= set(codec.KINDS)
 
 
 STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
@@ -339,7 +338,7 @@ def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(
 ):
     object.__setattr__(
         record := type(record)(
-            **{n: getattr(record, n) for n in record_codec.KINDS[type(record).__name__].names}
+            **{n: getattr(record, n) for n in codec.KINDS[type(record).__name__].names}
         ),
         field,
         wrong,
@@ -368,7 +367,7 @@ def test_numbers_of_numpy_fit_where_numbers_are_wanted():
 
 
 def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
-    layout = record_codec.KINDS["Consumed"].layout
+    layout = codec.KINDS["Consumed"].layout
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError,
@@ -448,7 +447,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
                 register(no_record)
     finally:
         for name in ("Nothing", "Parcel", "Pair"):
-            record_codec.KINDS.pop(name, None)
+            codec.KINDS.pop(name, None)
 
 
 def test_a_buffer_comes_back_for_a_strategy_to_see():

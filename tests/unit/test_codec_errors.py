@@ -18,7 +18,7 @@ from overlord.errors import (
     SourceError,
     StateMismatch,
 )
-from overlord.messages.loader import Announce
+from overlord.messages.data import Announce
 from overlord.transport.codec import decode, encode
 from tests.frames import sent, tree
 

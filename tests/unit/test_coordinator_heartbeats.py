@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlord.cluster.coordinator_heartbeat import TICKS, CoordinatorHeartbeat
+from overlord.cluster.launcher import TICKS, CoordinatorHeartbeat
 from overlord.rpc.actors import ActorHandle, ActorRecord
 from tests.internals import stop_heartbeats_by
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.planning import cost, schedule
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.strategies import llm_balance, packed

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import overlord as ov
-from overlord.planning.images.encoder_plans import check_images
+from overlord.planning.images import check_images
 
 
 @pytest.mark.parametrize("axis", ["PP", "TP"])

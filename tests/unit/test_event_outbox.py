@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from overlord.cluster.event_outbox import EventOutbox
 from overlord.errors import DataStall, PlanError
 from overlord.messages.control import SetMixture
+from overlord.session.events import EventOutbox
 
 A, B = SetMixture(10, {"a": 1.0}), SetMixture(10, {"a": 2.0})
 

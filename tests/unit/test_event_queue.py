@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overlord.cluster.worker import QUIET_S, EventQueue
-from overlord.planning.demand import HORIZON_STRIDE, LoaderRequests
+from overlord.planning.draw import HORIZON_STRIDE, LoaderRequests
 
 
 def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:

@@ -225,7 +225,7 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
 def test_a_plan_that_is_no_longer_kept_is_told_from_one_to_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("overlord.planning.recent_plans.KEPT_SAMPLES", 24)
+    monkeypatch.setattr("overlord.planning.spec.KEPT_SAMPLES", 24)
     with ov.launch(small(), prefetch=1) as session:
         client = session.client(0)
         first = session.plan(next(client).step)

@@ -19,8 +19,7 @@ import torch
 import overlord as ov
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
 from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.events import EventLog
-from overlord.planning.feedback import promised
+from overlord.planning.mixture import EventLog, promised
 from overlord.planning.schedule.base import learns
 from tests.internals import generation_of, loop_of, runtime_of
 from tests.processes import until

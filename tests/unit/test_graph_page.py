@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.errors import OverlordError, PlanError
-from overlord.loader.order import SourceOrder
+from overlord.loader.samples import SourceOrder
 from overlord.planning.graph import page_data
 from overlord.planning.graph.lineage import Binding, planned_graph
 from overlord.planning.graph.mermaid import escaped

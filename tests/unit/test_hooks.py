@@ -14,7 +14,7 @@ import pytest
 import overlord as ov
 from overlord.job.hooks import CONTRACT
 from overlord.planning.balance.binpack import best_fit
-from overlord.setup.fingerprint import code_text
+from overlord.setup.state_json import code_text
 from tests.processes import until
 from tests.worlds import Rows
 

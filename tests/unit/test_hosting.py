@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, place_loaders
 from overlord.scaling.partition import HOST_BYTES, Limits, Resources, partition
-from overlord.setup.partition import loads_of
+from overlord.setup.partition import load_of, loads_of
 from overlord.setup.prepared_job import Options, PreparedJob
-from overlord.setup.source_loads import load_of
 from tests.corpus import write_rows
 from tests.laws import examples
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from overlord.batch import Batch
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job, Source, mixture_problems
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Tokens
 
 BATCH = Batch(samples=8, context=16)

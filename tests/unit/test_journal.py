@@ -15,7 +15,7 @@ import pytest
 from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.log import JournalLog, read, read_all
 from overlord.journal.record import Record
-from overlord.journal.segment import Header, name_of
+from overlord.journal.segments import Header, name_of
 from overlord.journal.storage import storage_of
 from overlord.sample import SampleId
 from tests.journals import JOB, Memory, numbers, plan, written
@@ -339,7 +339,7 @@ def test_a_launch_continues_an_empty_journal_and_not_one_that_names_no_launch(mo
     JournalLog.open(place, of("a"), goes_on=True)[0].close()
     with monkeypatch.context() as patch:  # as it was written before headers had it
         patch.setattr(
-            "overlord.journal.segment.asdict",
+            "overlord.journal.segments.asdict",
             lambda header: {k: v for k, v in asdict(header).items() if k != "launch"},
         )
         JournalLog.open(place, JOB)[0].append([plan(1)])

@@ -18,7 +18,7 @@ from overlord.journal.job_journal import entries
 from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
-from overlord.journal.segment import Header, name_of
+from overlord.journal.segments import Header, name_of
 from overlord.journal.verify import verify
 from tests.journals import JOB, plain, plan
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import JournalError
-from overlord.journal import directory
+from overlord.journal import storage
 from overlord.journal.log import JournalLog, read
-from overlord.journal.segment import name_of
+from overlord.journal.segments import name_of
 from overlord.journal.verify import verify
 from tests.internals import JOURNAL_SYNCS
 from tests.journals import JOB, numbers, plan
@@ -155,7 +155,7 @@ def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, 
     written what no disk has yet.
     """
     synced: list[str] = []
-    for module, call in ((directory.os, "fsync"), (directory, "_sync_data")):
+    for module, call in ((storage.os, "fsync"), (storage, "_sync_data")):
         monkeypatch.setattr(module, call, _noting(getattr(module, call), synced))
 
     def since() -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from overlord.errors import JournalError
-from overlord.journal import directory, log
-from overlord.journal.append_thread import AppendThread
+from overlord.journal import log, storage
 from overlord.journal.log import JournalLog
+from overlord.journal.write_ahead import AppendThread
 from tests.internals import JOURNAL_SYNCS, join_writer
 from tests.journals import JOB, Memory, numbers, plan
 
@@ -48,8 +48,8 @@ def test_a_file_that_its_server_has_lost_is_a_failure_as_any_other(
 ) -> None:
     with JournalLog.create(tmp_path, JOB) as made:
         made.append([plan(0)])
-        monkeypatch.setattr(directory.os, "fstat", _stale)
-        monkeypatch.setattr(directory.os, "close", _closing_stale(os.close))
+        monkeypatch.setattr(storage.os, "fstat", _stale)
+        monkeypatch.setattr(storage.os, "close", _closing_stale(os.close))
         says = (
             rf"{tmp_path}/000000000000.ovj: could not be checked before an append at byte \d+: "
             r".*\(ESTALE\); the server .* resume"
@@ -151,7 +151,7 @@ def test_a_refused_removal_is_logged_once_and_tried_again_and_nothing_is_lost_or
 ) -> None:
     with _three_segments(tmp_path) as made:
         writer = AppendThread(made)
-        monkeypatch.setattr(directory.Path, "unlink", _refused)
+        monkeypatch.setattr(storage.Path, "unlink", _refused)
         for k, before in ((3, 1), (4, 2), (5, None)):
             writer.wait(writer.put([plan(k)], before=before))
             assert numbers(tmp_path) == [n for n in range(k + 1) if n >= (before or 2)]
@@ -174,7 +174,7 @@ def test_what_could_not_be_removed_goes_when_the_next_writer_prunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _three_segments(tmp_path) as made:
-        monkeypatch.setattr(directory.Path, "unlink", _refused)
+        monkeypatch.setattr(storage.Path, "unlink", _refused)
         AppendThread(made).put([plan(3)], before=2)
     monkeypatch.undo()
     again, found = JournalLog.open(tmp_path, JOB)
@@ -196,7 +196,7 @@ def test_who_waits_does_not_wait_for_a_removal_and_a_refused_one_does_not_end_th
 
     with _three_segments(tmp_path) as made:
         writer = AppendThread(made, told)
-        monkeypatch.setattr(directory.Path, "unlink", slow)
+        monkeypatch.setattr(storage.Path, "unlink", slow)
         writer.wait(writer.put([plan(3)], before=2), 30)
         assert told.once()
         gate.set()

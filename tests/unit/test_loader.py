@@ -6,9 +6,9 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.loader.loader import Loader
-from overlord.loader.order import SourceOrder
+from overlord.loader.samples import SourceOrder
 from overlord.messages.control import Cursor, Refill
-from overlord.messages.loader import (
+from overlord.messages.data import (
     Announce,
     BlockReady,
     Evaluate,

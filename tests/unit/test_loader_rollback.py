@@ -15,11 +15,9 @@ from overlord.cluster import loader_worker
 from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import StorageError
-from overlord.loader import replay_buffer
+from overlord.loader import samples
 from overlord.loader.loader import Loader
-from overlord.loader.order import SourceOrder
-from overlord.loader.replay_buffer import ReplayBuffer
-from overlord.loader.sample_buffer import SampleBuffer
+from overlord.loader.samples import ReplayBuffer, SampleBuffer, SourceOrder
 from overlord.messages.control import (
     ConnectConstructor,
     ConnectionLost,
@@ -32,7 +30,7 @@ from overlord.messages.control import (
     Refill,
     Rollback,
 )
-from overlord.messages.loader import (
+from overlord.messages.data import (
     Announce,
     LongDocuments,
     Read,
@@ -159,7 +157,7 @@ def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
 
 
 def again(kept: ReplayBuffer, *cursor: int) -> Any:
-    made = kept.replay_from(replay_buffer.ReplayCursor.of(Cursor(*cursor), PLAIN))
+    made = kept.replay_from(samples.ReplayCursor.of(Cursor(*cursor), PLAIN))
     return None if made is None else (made[0], brief(made[1]))
 
 
@@ -205,7 +203,7 @@ def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
     """
     kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
-    made = kept.replay_from(replay_buffer.ReplayCursor.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
+    made = kept.replay_from(samples.ReplayCursor.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
     assert made is not None
     (news,) = made[1]
     assert news.found is not None
@@ -235,7 +233,7 @@ def test_memory_reaches_from_the_last_sample_released_on() -> None:
 def test_announcements_without_a_sample_are_not_kept_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replay_buffer, "MAX_EMPTY", 4)
+    monkeypatch.setattr(samples, "MAX_EMPTY", 4)
     kept = ReplayBuffer(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))

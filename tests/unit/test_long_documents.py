@@ -16,7 +16,7 @@ import pytest
 import overlord as ov
 from overlord.errors import SourceError
 from overlord.observe.metrics import losses
-from overlord.planning.lost_tokens import TokenLosses
+from overlord.planning.spec import TokenLosses
 from tests.reference import reference_stream
 from tests.worlds import Rows
 

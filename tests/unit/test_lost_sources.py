@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from overlord.messages.control import AddSource, Cursor, SetMixture, SourceLost, StreamState
-from overlord.planning.events import with_added_sources
-from overlord.planning.lost_sources import LostSources
+from overlord.planning.mixture import with_added_sources
+from overlord.planning.spec import LostSources
 
 LOST = SourceLost(3, "a", "the disk is gone")
 

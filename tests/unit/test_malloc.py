@@ -24,12 +24,18 @@ from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.worker import WorkerConfig
 from overlord.concurrency import platform
 from overlord.concurrency.platform import Platform
-from overlord.process import malloc
-from overlord.process.cgroup import cores
-from overlord.process.malloc import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
+from overlord.process import resources
+from overlord.process.resources import (
+    DEFAULT,
+    LATER,
+    arena_limit,
+    chosen_by_user,
+    cores,
+    limit_arenas,
+)
 from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
-from overlord.sources.arrow_numpy import arrow_of, numpy_of
+from overlord.sources.tables import arrow_of, numpy_of
 from overlord.transport.server import open_connection
 from tests.corpus import write_rows
 from tests.laws import examples
@@ -143,11 +149,11 @@ class Arenas:
     def shared(self, workers: int) -> list[list[str]]:
         """Return the threads that share an arena with a worker."""
         Platform().prepare(workers)
-        malloc, over, where = ctypes.CDLL(None).malloc, threading.Event(), dict[str, int]()
-        malloc.restype = ctypes.c_void_p
+        resources, over, where = ctypes.CDLL(None).malloc, threading.Event(), dict[str, int]()
+        resources.restype = ctypes.c_void_p
 
         def allocate(name: str, done: threading.Event) -> None:
-            where[name] = malloc(5000) // HEAP  # more than the cache of a thread serves
+            where[name] = resources(5000) // HEAP  # more than the cache of a thread serves
             done.set()
             over.wait()
 
@@ -265,7 +271,7 @@ def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(
         raise AssertionError("the arenas of a trainer's process are not for hosts to limit")
 
     monkeypatch.setattr(platform, "limit_arenas", called)
-    monkeypatch.setattr(malloc, "limit_arenas", called)
+    monkeypatch.setattr(resources, "limit_arenas", called)
     write_rows(tmp_path / "ids", "parquet", [{"ids": [1, 2]} for _ in range(20)])
     source = ov.Source("ids", str(tmp_path / "ids"), transforms=[ov.Tokens("ids")])
     job = ov.Job(

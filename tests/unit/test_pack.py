@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.batch import Batch
 from overlord.constructor.pack import SLICE_FROM, build, valid_tokens
+from overlord.mesh import Batch
 
 VALUES = np.array([90, 91, 10, 11, 12, 20, 21, 92, 30, 31, 32, 33], np.uint16)
 DTYPES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import overlord
-from overlord.extras import DISTRIBUTION, pip_install
+from overlord.checks import DISTRIBUTION, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -77,7 +77,7 @@ def test_code_suggests_installations_through_one_helper() -> None:
         for p in sorted((ROOT / "src").rglob("*.py"))
         if written.search(p.read_text(encoding="utf-8"))
     ]
-    assert modules == [ROOT / "src" / "overlord" / "extras.py"]
+    assert modules == [ROOT / "src" / "overlord" / "checks.py"]
 
 
 def test_every_extra_that_the_code_suggests_exists() -> None:

@@ -15,12 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm, _fill_all
-from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
-from overlord.constructor.service import ConstructorService
+from overlord.constructor.service import (
+    MAX_EARLY,
+    ConstructorService,
+    PayloadGatherer,
+    check_payload,
+)
 from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.mesh import Batch
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -29,7 +33,7 @@ from overlord.messages.control import (
     EndOfJob,
     PlannedStep,
 )
-from overlord.messages.loader import StepPayload
+from overlord.messages.data import StepPayload
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
 from overlord.transforms.image_items import Prefix

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
-from overlord.constructor.service import ConstructorService
+from overlord.constructor.service import (
+    MAX_EARLY,
+    ConstructorService,
+    PayloadGatherer,
+    check_payload,
+)
 from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.mesh import Batch
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
-from overlord.messages.loader import StepPayload
+from overlord.messages.data import StepPayload
 from tests.internals import built_bucket, early_payload, payload_holders
 from tests.laws import examples
 from tests.unit.test_payload_gather import Box, Here, documents, placed

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster import node_placement
+from overlord.cluster import worker_factory
 from overlord.cluster.coordinator import Coordinator
-from overlord.cluster.node_placement import NodePlacement, watch
-from overlord.cluster.worker_factory import WorkerFactory, settings_of
+from overlord.cluster.worker_factory import NodePlacement, WorkerFactory, settings_of, watch
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, JobError
 from overlord.observe.tables import placement_facts
@@ -51,7 +50,7 @@ class Nodes:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr(node_placement.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(worker_factory.time, "monotonic", lambda: clock[0])
     return clock
 
 
@@ -72,7 +71,7 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     assert made.figures() == {"sidecar": 0.5, "exceeded": []}, (
         "figures of nodes have not settled yet"
     )
-    now[0] += node_placement.SETTLED_S + 1
+    now[0] += worker_factory.SETTLED_S + 1
     for _ in range(2):
         assert made.review() == [], "there is nowhere to go"
         now[0] += 3
@@ -101,13 +100,13 @@ def test_workers_are_proposed_when_a_node_with_room_joins_and_their_successors_g
 ) -> None:
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
-    now[0] += node_placement.SETTLED_S + 1
+    now[0] += worker_factory.SETTLED_S + 1
     assert made.review() == ["loader-worker/2", "loader-worker/1"]
     made.accept(["loader-worker/2", "loader-worker/1"])
     assert made.review() == [], "not again while it is under way"
     assert made.place("loader-worker/10000", 7)["node"] == "c"
     assert made.memory_of("loader-worker/10000") == 7
-    now[0] += node_placement.AGAIN_S + 1
+    now[0] += worker_factory.AGAIN_S + 1
     assert made.review() == ["loader-worker/2", "loader-worker/1"], "unless nothing came of it"
 
 
@@ -140,7 +139,7 @@ def joined(now: list[float]) -> tuple[Any, NodePlacement]:
     """Two of the workers are to move: a node with room has joined."""
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
-    now[0] += node_placement.SETTLED_S + 1
+    now[0] += worker_factory.SETTLED_S + 1
     return control, made
 
 
@@ -152,7 +151,7 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(
     watch(made, machine, control, lambda hosts, accept: asked.append((hosts, accept)))
     for _ in range(2):
         machine.beat()  # refused, while another change runs
-        now[0] += node_placement.REVIEW_S
+        now[0] += worker_factory.REVIEW_S
     assert [hosts for hosts, _ in asked] == [[2, 1], [2, 1]]
     assert not [r for r in caplog.records if "moves to" in r.getMessage()], "nothing moves yet"
     accept = asked[-1][1]

@@ -21,12 +21,20 @@ from overlord.constructor.assembler import Assembler
 from overlord.dryrun.virtual_run import Delays
 from overlord.errors import JobError, SourceError
 from overlord.job.job import UNIT
-from overlord.loader.order import SourceOrder
-from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
+from overlord.loader.samples import SourceOrder
 from overlord.messages.control import Attach, Cursor, EndOfJob, PlannedStep, SetMixture, Skip
-from overlord.messages.loader import Announce, SampleBlock
+from overlord.messages.data import (
+    Announce,
+    Build,
+    Built,
+    Deliver,
+    EndRank,
+    PayloadReady,
+    Release,
+    SampleBlock,
+)
 from overlord.planning.draw import draw_counts, random_counts, whole_weights
-from overlord.planning.events import still_in_force
+from overlord.planning.mixture import still_in_force
 from overlord.planning.schedule import by_source
 from overlord.planning.strategies import llm_balance
 from overlord.planning.stream import SourceStream

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlord.process.memory import own_bytes, pss_bytes
+from overlord.process.resources import own_bytes, pss_bytes
 
 pytestmark = pytest.mark.timeout(200)
 MB = 2**20

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import overlord as ov
-from overlord.messages.loader import Evaluate, Read
+from overlord.messages.data import Evaluate, Read
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows

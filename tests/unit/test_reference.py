@@ -20,8 +20,8 @@ import pytest
 import zstandard
 
 from overlord import hashing
-from overlord.batch import Batch
 from overlord.job.job import Job, Source
+from overlord.mesh import Batch
 from overlord.transforms.base import Filter, Map, Select, Tokens
 from overlord.transforms.tokenize import Tokenize
 from tests.reference import U, key64, keyed_hash, reference_stream, whole

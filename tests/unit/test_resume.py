@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.journal import directory, job_journal
+from overlord.journal import job_journal, storage
 from overlord.journal.checkpoint import Interval, changes, samples_of, snapshot
-from overlord.journal.directory import DirectoryStorage
 from overlord.journal.record import Record
-from overlord.journal.storage import refusal
+from overlord.journal.storage import DirectoryStorage, refusal
 from overlord.journal.timeouts import Timeouts
 from tests.internals import (
     JOURNAL_SYNCS,
@@ -501,7 +500,7 @@ def test_a_directory_that_lets_nothing_be_removed_is_reported_and_the_job_goes_o
 ) -> None:
     monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 400)
     monkeypatch.setattr(job_journal, "Interval", lambda: Interval(ratio=4, most_plans=3))
-    monkeypatch.setattr(directory.Path, "unlink", _not_allowed)
+    monkeypatch.setattr(storage.Path, "unlink", _not_allowed)
     with ov.launch(job(tmp_path)) as session:
         assert take(session, 39) == undisturbed[:39]
         figures = session.metrics()["journal"]

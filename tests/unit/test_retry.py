@@ -17,20 +17,23 @@ from hypothesis import strategies as st
 
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.errors import SourceError, StorageError
-from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
-from overlord.messages.loader import Read
+from overlord.loader.samples import SourceOrder
+from overlord.messages.data import Read
 from overlord.sources.base import BadFile, File, ReadOptions, StorageUnreachable
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
-from overlord.sources.file_errors import (
-    DISKS,
-    check_same_file,
-    classify,
-    file_system_kind,
-    give_up_error,
-)
 from overlord.sources.index import build_index
-from overlord.sources.retry import Clock, Failure, StorageStats, retry_call
+from overlord.sources.retry import (
+    DISKS,
+    Clock,
+    Failure,
+    StorageStats,
+    check_same_file,
+    classify_file_error,
+    file_give_up_error,
+    file_system_kind,
+    retry_call,
+)
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.pipeline import Pipeline
 from tests.corpus import write_rows
@@ -74,11 +77,11 @@ def trying(
     try:
         return retry_call(
             once,
-            classify,
+            classify_file_error,
             path="a.parquet",
             operation="read",
             stats=stats,
-            give_up_error=give_up_error,
+            give_up_error=file_give_up_error,
         ), stats
     except Exception as found:
         return found, stats
@@ -160,7 +163,7 @@ def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> Non
     ],
 )
 def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, kind: str) -> None:
-    found = classify(OSError(number, "no"))
+    found = classify_file_error(OSError(number, "no"))
     assert found is not None
     assert (found.kind, found.tries > 100) == (kind, True)
     assert found.remedy

@@ -17,8 +17,8 @@ import pytest
 
 import overlord as ov
 from overlord import Job, Source
-from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
+from overlord.mesh import Batch
 from overlord.planning import schedule as library
 from overlord.planning.schedule import Base, bind, by_source, factories, make, register_schedule
 from tests.internals import SCHEDULE_NAMES

@@ -38,7 +38,7 @@ from overlord.errors import (
 )
 from overlord.planning.strategies import llm_balance
 from overlord.ray.private_folder import NotPrivate
-from overlord.transport.handshake import TryLater
+from overlord.transport.address import TryLater
 from tests.internals import generation_of, loop_of, runtime_of, stall_limit, user_events_of
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
@@ -891,7 +891,7 @@ def test_a_closed_session_holds_no_payload() -> None:
 def test_plans_kept_for_people_are_bounded_by_their_samples_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("overlord.planning.recent_plans.KEPT_SAMPLES", 40)
+    monkeypatch.setattr("overlord.planning.spec.KEPT_SAMPLES", 40)
     with launch(job(dp=1)) as session:
         take(session.client(0), 12)
         assert len(session.plan(11)) == 8

@@ -21,9 +21,16 @@ from hypothesis import strategies as st
 
 from overlord.errors import DataStall, FrameError, OverlordError
 from overlord.transport import shared_memory
-from overlord.transport.peer_segments import PeerSegments
-from overlord.transport.segment import Segment, map_peer_memfd, sealed_memfd
-from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool, segment_size
+from overlord.transport.message_io import PeerSegments
+from overlord.transport.shared_memory import (
+    RELEASE_FLAGS,
+    Lease,
+    Segment,
+    SharedMemoryPool,
+    map_peer_memfd,
+    sealed_memfd,
+    segment_size,
+)
 from tests.internals import has_waiter, release_flags
 
 MB = 2**20

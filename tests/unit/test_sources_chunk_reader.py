@@ -5,11 +5,10 @@ import pyarrow.fs as pafs
 import pytest
 
 from overlord.errors import StorageError
-from overlord.sources.base import ReadOptions
+from overlord.sources.base import Lru, ReadOptions
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.files import Files
 from overlord.sources.index import build_index
-from overlord.sources.lru import Lru
 from tests.corpus import FORMATS, write_rows
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(90)]

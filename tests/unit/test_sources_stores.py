@@ -17,13 +17,11 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
 from overlord.journal.storage import storage_of
-from overlord.sources import range_file
+from overlord.sources import files
 from overlord.sources.base import StorageUnreachable
-from overlord.sources.files import Files
+from overlord.sources.files import Files, RangeFile
 from overlord.sources.object_store import RemoteStore
-from overlord.sources.range_file import RangeFile
-from overlord.sources.retry import Failure
-from overlord.sources.store_errors import classify, give_up_error
+from overlord.sources.retry import Failure, classify_store_error, store_give_up_error
 from overlord.uris import scrub, uri_problems
 from tests.internals import cached_runs, forget_store_clients, store_client, store_key
 
@@ -245,7 +243,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
     small = {"FIRST": 16, "READ_AHEAD": 64, "TAIL": 8, "GAP": 4, "RUNS": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
-            patch.setattr(range_file, name, value)
+            patch.setattr(files, name, value)
         asked = []
 
         def fetch(a, b):
@@ -253,7 +251,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
             asked.append((a, b))
             return memoryview(data)[a:b]
 
-        told = range_file.merged([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
+        told = files.merged([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
         ours, theirs = RangeFile(fetch, len(data), told), io.BytesIO(data)
         for at, n in reads:
             assert ours.seek(at) == theirs.seek(at)
@@ -393,14 +391,14 @@ LIBRARY = (
     ],
 )
 def test_faults_are_told_apart_by_what_the_library_says(text, kind, passes):
-    found = classify(Exception(text))
+    found = classify_store_error(Exception(text))
     assert (found.kind, found.tries > 3) == (kind, passes)
     assert "Debug source" not in found.text
 
 
 def test_a_fault_that_is_not_known_is_told_without_its_secrets(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    found = classify(
+    found = classify_store_error(
         Exception(
             f"odd: signed with {SECRET}, X-Amz-Signature=0123456789\n\nDebug source: {SECRET}"
         )
@@ -418,12 +416,12 @@ def test_giving_up_says_what_was_tried_how_often_how_long_and_what_to_do():
         Failure("timeout", "no byte came"),
         Failure("503", "503 Slow Down"),
     ]
-    text = str(give_up_error("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
+    text = str(store_give_up_error("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
     assert (
         text == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: "
         "503 x2, timeout x1)"
     )
-    assert isinstance(give_up_error("s3://b/x", "read", seen, 1.0), StorageUnreachable)
+    assert isinstance(store_give_up_error("s3://b/x", "read", seen, 1.0), StorageUnreachable)
 
 
 def test_an_unreachable_file_survives_pickling():

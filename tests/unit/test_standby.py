@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.cluster.placement import Placement
-from overlord.cluster.standby import StandbyManager
+from overlord.cluster.placement import Placement, StandbyManager
 
 LOADERS = [2, 1, 1]  # of every source: loaders 0 and 1, 2, 3
 NODES: dict[int, str] = {}  # not of a cluster

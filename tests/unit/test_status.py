@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 from overlord.cli import detached_jobs
 from overlord.cli.detached_jobs import Status
 from overlord.cli.main import cli
-from overlord.cluster.loader_stats import KEPT_DECISIONS, LoadObserver
+from overlord.cluster.autoscale import KEPT_DECISIONS, LoadObserver
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
 from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler

@@ -13,14 +13,14 @@ import pytest
 
 import overlord as ov
 from overlord.buffer_pool import BufferPool
-from overlord.client.step import Step
+from overlord.client.client import Step
 from overlord.constructor.build import BucketBatch, StepDocuments, build_buckets, build_groups
 from overlord.constructor.compact import IDS
 from overlord.constructor.pack import new_buffer
 from overlord.constructor.rank_views import narrow
-from overlord.messages.client import StepInfo
 from overlord.messages.control import PlannedStep, StreamState
-from overlord.plan.rank_view import view_of
+from overlord.messages.data import StepInfo
+from overlord.plan.plan import view_of
 from overlord.sample import Buffer, Ragged
 
 LENGTHS = [3, 9, 4, 12, 1, 7, 5, 6]

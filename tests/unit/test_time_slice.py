@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.process.time_slice import SLICE_S, in_background
+from overlord.process.resources import SLICE_S, in_background
 from tests.corpus import write_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="no policies here")

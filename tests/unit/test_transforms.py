@@ -18,8 +18,7 @@ import pytest
 
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
 from overlord.process.forkserver import describe_exit
-from overlord.sources.clean_tables import table_of
-from overlord.sources.mixed_columns import column_of
+from overlord.sources.tables import column_of, table_of
 from overlord.transforms import transform_process
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.image_rows import read_images

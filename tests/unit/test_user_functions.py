@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.user_code import cannot_take
+from overlord.checks import cannot_take
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from overlord.checks import describe_error
 from overlord.errors import JobError, OverlordError
-from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,7 +16,7 @@ from overlord.sources.base import TEXTS, ReadOptions, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
-from overlord.sources.mixed_columns import MIXED, type_name
+from overlord.sources.tables import MIXED, type_name
 from overlord.uris import is_uri, scrub
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.checks import describe_error
 from overlord.errors import OverlordError
 from overlord.observe.source_report import SourceReport
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index, default_cache_dir
-from overlord.sources.mixed_columns import type_name
+from overlord.sources.tables import type_name
 from overlord.transforms.base import RowIds
 from overlord.transforms.long_documents import lost_tokens
 from overlord.transforms.pipeline import Pipeline
-from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from overlord.job.job import Job, Source

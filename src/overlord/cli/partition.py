@@ -28,7 +28,7 @@ class Bytes(click.ParamType):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        from overlord.scaling.memory_budget import parse_bytes
+        from overlord.scaling.profile import parse_bytes
 
         try:
             return parse_bytes(value if isinstance(value, int) else str(value))
@@ -87,7 +87,7 @@ def partition(
 
     def act() -> None:
         from overlord.cli.partition_report import partition_view
-        from overlord.scaling.levels import CLUSTER
+        from overlord.scaling.partition import CLUSTER
         from overlord.setup.options import Options, n_cores
         from overlord.setup.partition import loads_of, partition_of, sample_tokens
         from overlord.setup.prepared_job import PreparedJob

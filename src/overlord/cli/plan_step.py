@@ -15,7 +15,7 @@ from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
 from overlord.observe.explain import SampleExplanation, explain_sample, find
-from overlord.planning.events import skipped
+from overlord.planning.mixture import skipped
 from overlord.session.inspection import current_knowledge
 
 if TYPE_CHECKING:

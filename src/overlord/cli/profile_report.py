@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
+from overlord.checks import describe_error
 from overlord.errors import OverlordError
 from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from overlord.observe.tables import bar, grid, size
 from overlord.scaling.profile import JobProfile, SourceProfile, cdf
-from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

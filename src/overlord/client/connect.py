@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from weakref import WeakSet
 
-from overlord.client.client import Client
+from overlord.client.client import Client, State, StepQueue
 from overlord.client.control_client import CONTROL_SERVER, ControlClient
 from overlord.client.remote_queue import WORKER_PREFIX, RemoteStepQueue
-from overlord.client.step_queue import State, StepQueue
 from overlord.client.world import process_groups
 from overlord.errors import (
     ActorLost,
@@ -30,7 +29,7 @@ from overlord.errors import (
     StateMismatch,
 )
 from overlord.messages.control import EncodedState
-from overlord.transport.connect import AGAIN_S
+from overlord.transport.connection import AGAIN_S
 
 log = logging.getLogger("overlord")
 
@@ -275,7 +274,7 @@ class SessionConnection:
 
     def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Check the report here: scalars of any library become numbers, and errors are local."""
-        from overlord.messages.reports import checked
+        from overlord.messages.data import checked
 
         rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation
         try:

@@ -10,8 +10,7 @@ import time
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.transport.connect import open_connection
-from overlord.transport.connection import TIMEOUT, Connection
+from overlord.transport.connection import TIMEOUT, Connection, open_connection
 
 CONTROL_SERVER = "the session's control server"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect

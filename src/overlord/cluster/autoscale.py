@@ -2,25 +2,251 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
-from overlord.cluster.attached_ranks import AttachedRanks
-from overlord.cluster.current_job import CurrentJob, JobWorkers
-from overlord.cluster.loader_stats import LoadObserver, observing_scaler
-from overlord.cluster.plan_history import PlanHistory
+import numpy as np
+
+from overlord.cluster.placement import AttachedRanks
+from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.rebalance import Rebalancer
+from overlord.cluster.recovery import CurrentJob, JobWorkers
 from overlord.cluster.worker_factory import lanes_of
 from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
-from overlord.scaling.loader_placement import LoaderPlacement
-from overlord.scaling.scaler import Limits, Observation, Scaler
-from overlord.scaling.threads import worth
-from overlord.setup.options import n_cores
+from overlord.messages.data import LoaderWork
+from overlord.planning.planner import Planner
+from overlord.scaling.loader_placement import LoaderPlacement, worth
+from overlord.scaling.scaler import (
+    CannotKeepUp,
+    Decision,
+    Limits,
+    Observation,
+    ReadAhead,
+    Scale,
+    Scaler,
+    SourceSample,
+    in_force,
+)
+from overlord.setup.options import Options, n_cores
 from overlord.setup.partition import loads_of, scales
 from overlord.setup.prepared_job import PreparedJob
+
+log = logging.getLogger("overlord")
+
+# ----------------------------------------------------------------------------
+# Loader and trainer statistics between two polls, and what ``scaling/scaler.py`` decides.
+#
+# Every runtime has an observer; only the cluster runtime can move loaders.
+
+KEPT_DECISIONS = 200
+POINTS = 4  # of a schedule's future that are evaluated
+
+
+def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
+    """Return the scaler of a runtime that moves no loaders, or None where nothing is polled."""
+    if not options.watch_s:
+        return None
+    limits = Limits(
+        cores=options.hosts or n_cores(), interval_s=options.watch_s, patience=4, idle_patience=4
+    )
+    return Scaler(limits, read_ahead, fixed=True)
+
+
+class SourceReaders(Protocol):
+    """Where and how a runtime reads its sources."""
+
+    def loaders_of(self, source: int) -> range:
+        """Return the numbers of a source's loaders."""
+        ...
+
+    def places_of(self, source: int) -> tuple[int, ...]:
+        """Return the workers that read a source; where nothing is moved, its loaders."""
+        ...
+
+    def n_processes(self, source: int) -> int:
+        """Return the number of processes that a source's code runs in."""
+        ...
+
+    def able(self, source: int) -> tuple[int, ...]:
+        """Return the workers that do not read a source and could."""
+        ...
+
+    def free_s(self, source: int) -> float:
+        """Return core seconds per sample that are known to release the interpreter lock."""
+        ...
+
+
+class LoadObserver:
+    """Turns loader statistics into observations of a scaler, and executes its decisions.
+
+    ``scale`` changes the number of workers of a source and returns whether it does so.
+    ``set_read_ahead`` receives the command for the planner. Runs on: event loop.
+    """
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        planner: Callable[[], Planner],
+        readers: SourceReaders,
+        *,
+        set_read_ahead: Callable[[SetReadAhead], None],
+        scale: Callable[[int, int, Sequence[int]], bool] = lambda source, n, on: False,
+    ):
+        self.scaler, self._planner, self._readers = scaler, planner, readers
+        self._set_read_ahead, self._scale = set_read_ahead, scale
+        # time, step and decision
+        self.decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)
+        self._last: dict[
+            tuple[int, int], LoaderWork
+        ] = {}  # of the previous poll, by worker and loader
+        # of the previous poll: time, planned and taken step, seconds waited, samples drawn
+        self._before: tuple[float, int, int, float, np.ndarray] | None = None
+
+    def restart(self) -> None:
+        """Forget the previous poll: what follows is not comparable with it."""
+        self._before = None
+
+    def observe(
+        self,
+        now: float,
+        stats: Mapping[int, Iterable[LoaderWork]],
+        taken: int,
+        waited_s: float,
+        **more: Any,
+    ) -> Observation | None:
+        """Return the changes since the previous poll, or None where there was none.
+
+        ``stats`` has the totals of loaders by worker, ``taken`` is the last step that all trainers
+        took, ``waited_s`` the mean of the seconds they have waited.
+        """
+        planner = self._planner()
+        drawn, planned = planner.ledger.samples.astype(float), planner.next_step
+        was, self._before = self._before, (now, planned, taken, waited_s, drawn)
+        rows = self._rows(stats)
+        if was is None or now <= was[0] or len(drawn) != len(was[4]):
+            return None
+        return Observation(
+            seconds=now - was[0],
+            planned=max(0, planned - was[1]),
+            taken=max(0, taken - was[2]),
+            waited_s=max(0.0, waited_s - was[3]),
+            sources=self._samples(planner, rows, np.maximum(drawn - was[4], 0.0)),
+            **more,
+        )
+
+    def _rows(self, stats: Mapping[int, Iterable[LoaderWork]]) -> dict[int, LoaderWork]:
+        """Return the change of every loader where it is read.
+
+        Totals of standbys are kept, so that a standby that is promoted has a previous poll.
+        """
+        found, last = dict[int, LoaderWork](), dict[tuple[int, int], LoaderWork]()
+        for worker, rows in stats.items():
+            for row in rows:
+                last[worker, row.loader] = row
+                had = self._last.get((worker, row.loader), row)
+                if row.samples < had.samples:  # the loader was opened again, and counts from zero
+                    had = replace(row, busy_s=0.0, took_s=0.0, samples=0)
+                if not row.standby:
+                    found[row.loader] = replace(
+                        row,
+                        busy_s=row.busy_s - had.busy_s,
+                        took_s=row.took_s - had.took_s,
+                        samples=row.samples - had.samples,
+                    )
+        self._last = last
+        return found
+
+    def _samples(
+        self, planner: Planner, rows: Mapping[int, LoaderWork], drawn: np.ndarray
+    ) -> tuple[SourceSample, ...]:
+        shares, future = planner.shares(), list[np.ndarray]()
+        if not self.scaler.fixed:  # a fixed scaler does not act on it: schedules are not called
+            span = max(1, math.ceil(self.scaler.pace * self.scaler.limits.foresight_s))
+            future = [
+                planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
+            ]
+        samples, waited_for, readers = [], planner.waits_for(), self._readers
+        for i, name in enumerate(planner.spec.names):
+            mine = [rows[k] for k in readers.loaders_of(i) if k in rows]
+            samples.append(
+                SourceSample(
+                    name=name,
+                    share=float(shares[i]),
+                    ahead=float(max([shares[i], *(f[i] for f in future)])),
+                    drawn=float(drawn[i]),
+                    read=float(sum(r.samples for r in mine)),
+                    busy_s=math.fsum(r.busy_s for r in mine),
+                    took_s=math.fsum(r.took_s for r in mine),
+                    waited_for=name in waited_for,
+                    hosts=readers.places_of(i),
+                    most=len(readers.loaders_of(i)),
+                    free_s=readers.free_s(i),
+                    processes=readers.n_processes(i),
+                    able=readers.able(i),
+                    read_s=float(np.median([r.usual_read_s for r in mine])) if mine else 0.0,
+                    slow_read_s=max((r.slow_read_s for r in mine), default=0.0),
+                )
+            )
+        return tuple(samples)
+
+    def conclude(self, observed: Observation | None, now: float) -> None:
+        """Pass an observation to the scaler and execute its decisions."""
+        if observed is not None:
+            for decision in self.scaler.handle(observed, now):
+                self._decide(decision, now)
+
+    def _decide(self, decision: Decision, now: float) -> None:
+        names = self._planner().spec.names
+        match decision:
+            case Scale(source=source, hosts=n, on=on):
+                if not self._scale(names.index(source), n, on):
+                    return
+                log.info("%s", decision)
+            case ReadAhead(source=source, steps=steps):
+                log.info("%s", decision)
+                self._set_read_ahead(SetReadAhead(names.index(source), steps))
+            case CannotKeepUp():
+                log.warning("%s", decision)
+        self.decided.append((now, self._planner().next_step - 1, decision))
+
+    def metrics(self, now: float) -> dict[str, Any]:
+        """Return decisions with reasons, sources that cannot keep up, and estimates per source."""
+        scaler, names = self.scaler, self._planner().spec.names
+        short = {
+            d.source: {"needs": d.wanted, "has": d.hosts, "what": d.what, "reason": d.reason}
+            for d in in_force([d for _, _, d in self.decided])
+        }
+        decisions = [
+            {"what": type(d).__name__, "ago_s": now - t, "step": step, "words": str(d), **_plain(d)}
+            for t, step, d in self.decided
+        ]
+        places = {name: len(self._readers.places_of(i)) for i, name in enumerate(names)}
+        where = "loaders" if scaler.fixed else "hosts"
+        return {
+            "moves": not scaler.fixed,
+            "steps_per_s": scaler.pace,
+            "waited": scaler.waited,
+            "decisions": decisions,
+            "cannot_keep_up": short,
+            "sources": {
+                name: {where: places.get(name, 0), **known}
+                for name, known in scaler.figures().items()
+            },
+        }
+
+
+def _plain(decision: Decision) -> dict[str, Any]:
+    """Return a decision's fields without ``what``, which is the key of its kind."""
+    return {name: value for name, value in asdict(decision).items() if name != "what"}
+
+
+# ----------------------------------------------------------------------------
+# Polls loaders and trainers, asks ``scaling/scaler.py`` for decisions, and executes them.
 
 
 def scaler_of(

@@ -10,15 +10,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlord.batch import Batch
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
-from overlord.constructor.payload_gather import PayloadGatherer, check_payload
-from overlord.constructor.service import ConstructorService
+from overlord.constructor.service import ConstructorService, PayloadGatherer, check_payload
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.messages.constructor import Build, Deliver, EndRank, RankWait, Release, Unfinish
+from overlord.mesh import Batch
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -27,8 +25,8 @@ from overlord.messages.control import (
     Rollback,
     StepsAcked,
 )
-from overlord.messages.loader import StepPayload
-from overlord.process.memory import pss_bytes
+from overlord.messages.data import Build, Deliver, EndRank, RankWait, Release, StepPayload, Unfinish
+from overlord.process.resources import pss_bytes
 from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
 from overlord.transport.connection import Connection
 from overlord.transport.server import Server

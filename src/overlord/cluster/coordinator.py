@@ -14,35 +14,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from overlord.client.local_queue import LaunchedStepQueue
-from overlord.cluster.attached_ranks import AttachedRanks
+from overlord.client.remote_queue import LaunchedStepQueue
 from overlord.cluster.autoscale import Autoscaler, scaler_of
-from overlord.cluster.client_endpoints import ClientEndpoints
 from overlord.cluster.coordinator_config import Incarnation
-from overlord.cluster.current_job import CurrentJob, JobWorkers, router_of, standbys_of
-from overlord.cluster.job_sources import JobSources
-from overlord.cluster.loader_starts import LoaderStarts
-from overlord.cluster.node_placement import watch
-from overlord.cluster.placement import Placement
-from overlord.cluster.plan_history import PlanHistory
-from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
-from overlord.cluster.recovery import RecoveryActions, RecoveryManager
-from overlord.cluster.rollback_messages import rollback_messages
-from overlord.cluster.status import StatusReporter
+from overlord.cluster.placement import AttachedRanks, Placement
+from overlord.cluster.plan_router import PlanHistory
+from overlord.cluster.rebalance import PER_PLANNER, SCALED, JobSources, Rebalancer
+from overlord.cluster.recovery import (
+    CurrentJob,
+    JobWorkers,
+    LoaderStarts,
+    RecoveryActions,
+    RecoveryManager,
+    rollback_messages,
+    router_of,
+    standbys_of,
+)
+from overlord.cluster.status import ClientEndpoints, StatusReporter
 from overlord.cluster.worker_factory import (
     WorkerFactory,
     WorkerStarter,
     constructors_of,
     read_ahead_of,
     settings_of,
+    watch,
 )
 from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerPool
-from overlord.concurrency.command_loop import CommandLoop
-from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
-from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     Attach,
     ConnectionLost,
@@ -61,16 +62,15 @@ from overlord.messages.control import (
     StepsAcked,
     StreamState,
 )
-from overlord.messages.loader import Announce
-from overlord.planning.events import with_every_weight
+from overlord.messages.data import Announce, DecodeFailures
+from overlord.planning.mixture import with_every_weight
 from overlord.planning.planner import Planner
-from overlord.planning.recent_plans import RecentPlans
-from overlord.planning.spec import NewSource
-from overlord.process.pickle_check import sendable
+from overlord.planning.spec import NewSource, RecentPlans
+from overlord.process.forkserver import sendable
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import hosting_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
-from overlord.transport.state_codec import encode_state
+from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 

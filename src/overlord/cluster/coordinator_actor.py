@@ -46,10 +46,9 @@ from overlord.messages.control import (
     StreamState,
     WorkerDisconnected,
 )
-from overlord.planning.events import lost
-from overlord.planning.lost_tokens import TokenLosses
-from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
-from overlord.process.memory import pss_bytes
+from overlord.planning.mixture import lost
+from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec, TokenLosses
+from overlord.process.resources import pss_bytes
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.sample import Buffer

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlord.cluster.report_barrier import ReportBarrier
+from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
 from overlord.constructor.images import PixelForm
 from overlord.job.job import Job
 from overlord.messages.control import Report, StreamState
 from overlord.planning.spec import SourceSpec
-from overlord.process.pickle_check import sendable
+from overlord.process.forkserver import sendable
 from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob

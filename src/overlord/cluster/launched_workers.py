@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from overlord.cluster.startup_watchdog import StartupWatchdog
 from overlord.cluster.worker_factory import (
     SIDE_BY_SIDE,
     WorkerFactory,
@@ -24,6 +23,7 @@ from overlord.cluster.worker_factory import (
     read_ahead_of,
     settings_of,
 )
+from overlord.cluster.worker_pool import StartupWatchdog
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError
 from overlord.messages.control import (

@@ -34,8 +34,8 @@ from overlord.messages.control import (
     SetBufferBudget,
     TakeOverLoader,
 )
-from overlord.messages.loader import Announce, Evaluate, LoaderWork, Read, StepPayload
-from overlord.process.memory import pss_bytes
+from overlord.messages.data import Announce, Evaluate, LoaderWork, Read, StepPayload
+from overlord.process.resources import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
 from overlord.setup.prepared_job import ReaderSpec, open_loader
 from overlord.sources.chunk_reader import OpenChunkCache

@@ -1,29 +1,149 @@
-"""Routing of a plan: each loader worker and each constructor worker receives its share, no more.
-
-Pure.
-"""
+"""Plans in a cluster: routed to workers, and kept until every rank acknowledged them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from overlord.batch import Batch
 from overlord.cluster.placement import Placement
-from overlord.mesh import ClientPlaceTree
+from overlord.errors import NO_FUNCTION, PlanError
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import (
     ConstructorPlan,
+    Consumed,
     EncodedState,
     EncoderPlan,
     LoaderPlan,
     PlannedStep,
+    Report,
+    StreamState,
 )
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.planning.images.encoder_plans import Encodings
+from overlord.planning.images import Encodings
+from overlord.planning.mixture import Event, EventLog
+
+# ----------------------------------------------------------------------------
+# The planned steps that not every rank has acknowledged: what a rollback needs. Pure.
+
+
+class PlanHistory:
+    """States and digests since the last step that all ranks acknowledged, and the events since.
+
+    ``planned`` has digests of steps after ``start`` that an earlier coordinator planned.
+    """
+
+    def __init__(self, start: StreamState, lag: int, planned: Mapping[int, str] | None = None):
+        self._states: dict[int, StreamState] = {start.step - 1: start}
+        self._digests: dict[int, str] = dict(planned or {})
+        self._log = EventLog(lag)
+        # the next step to plan; after a rollback, later steps may be acknowledged already
+        self._next = start.step
+        self.acked = start.step - 1  # every rank acknowledged the steps up to here
+
+    def planned(self, stage: PlannedStep) -> bool:
+        """Note a planned step and return whether it is planned for the first time.
+
+        A second plan that differs from the first is a PlanError.
+        """
+        step, assured = stage.plan.step, self._digests.get(stage.plan.step)
+        if assured is not None and assured != stage.digest:
+            what = (
+                "after a worker was lost the step was planned again, and came out different "
+                f"({stage.digest}, first {assured})"
+            )
+            raise PlanError(what, step, NO_FUNCTION)
+        assert isinstance(stage.after, StreamState)
+        if step >= self.acked:
+            self._states[step] = stage.after
+        self._digests[step], self._next = stage.digest, step + 1
+        return assured is None
+
+    def applied(self, event: Event) -> None:
+        """Keep an event for the next rollback."""
+        self._log.add(event, self.acked + 1)
+
+    def reported(self, report: Report) -> None:
+        """Keep a report that came in time for a plan."""
+        self._log.report(report, self.acked + 1)
+
+    def taken(self, step: int) -> bool:
+        """Note that all ranks took the steps up to this one; return whether that is new."""
+        step_acked = max((s for s in self._states if s <= step), default=self.acked)
+        if step_acked <= self.acked:
+            return False
+        self.acked = step_acked
+        self._states = {s: state for s, state in self._states.items() if s >= step_acked}
+        self._digests = {
+            s: digest for s, digest in self._digests.items() if s > min(step_acked, self._next - 1)
+        }
+        return True
+
+    def rollback(self, names: Sequence[str]) -> StreamState:
+        """Return the state after the last acknowledged step, with all events since its plan."""
+        self._next = self.acked + 1
+        return self._log.completed(self._states[self.acked], names, ahead=True)
+
+
+# ----------------------------------------------------------------------------
+# Acknowledgements that wait for reports, where the mixture learns from what trainers report.
+#
+# Reports arrive through the launching process, acknowledgements directly from constructor
+# workers. A step counts as acknowledged once all earlier reports are here: otherwise a plan could
+# be made without a report that was sent in time.
+
+
+class ReportBarrier:
+    """Holds acknowledgements until the launching process has forwarded earlier reports.
+
+    ``ask(mark)`` requests an answer that follows them; ``release(mark)`` receives it. Marks of an
+    earlier coordinator are ignored, so each starts at another ``first``. Without ``learns`` nothing
+    is held, nor where the coordinator runs in the launching process. Runs on: event loop.
+    """
+
+    def __init__(
+        self, learns: bool = False, ask: Callable[[int], None] = lambda mark: None, first: int = 0
+    ):
+        self.learns, self._ask, self._mark = learns, ask, first
+        self._unsure: list[Consumed] = []
+        self._n_asked = 0  # of them, those that the last request was made for
+
+    def add(self, taken: Iterable[Consumed]) -> None:
+        """Hold acknowledgements without a request; ``ask`` follows."""
+        self._unsure += taken
+
+    def hold(self, taken: list[Consumed]) -> list[Consumed]:
+        """Return the acknowledgements that count now: all, where no report is waited for."""
+        if not self.learns:
+            return taken
+        if taken:
+            self._unsure += taken
+            self.ask()
+        return []
+
+    def ask(self) -> None:
+        """Request the mark after all earlier reports, unless a request is under way."""
+        if self._unsure and not self._n_asked:
+            self._n_asked, self._mark = len(self._unsure), self._mark + 1
+            self._ask(self._mark)
+
+    def release(self, mark: int) -> list[Consumed] | None:
+        """Return the acknowledgements that a mark releases; None for an unknown mark."""
+        if mark != self._mark or not self._n_asked:
+            return None
+        sure, self._unsure = self._unsure[: self._n_asked], self._unsure[self._n_asked :]
+        self._n_asked = 0
+        self.ask()
+        return sure
+
+
+# ----------------------------------------------------------------------------
+# Routing of a plan: each loader worker and each constructor worker receives its share, no more.
+#
+# Pure.
 
 NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from overlord.cluster.coordinator import PLANNERS, Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, Incarnation
-from overlord.cluster.node_placement import NodePlacement
+from overlord.cluster.plan_router import ReportBarrier
 from overlord.cluster.rebalance import SCALED
-from overlord.cluster.report_barrier import ReportBarrier
+from overlord.cluster.worker_factory import NodePlacement
 from overlord.cluster.worker_pool import START_S, WorkerHandle
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform

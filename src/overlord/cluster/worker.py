@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.concurrency.command_loop import CommandLoop
+from overlord.concurrency.event_loop import CommandLoop
 from overlord.concurrency.platform import Platform
 from overlord.rpc.peers import RpcEndpoint
 

@@ -1,9 +1,4 @@
-"""The event loop of a process, and the threads that do its blocking work.
-
-One thread runs all pure cores by direct call; a pool of threads reads, transforms and builds.
-Threads suffice because pyarrow, tokenizers, zstd and numpy's large copies release the interpreter
-lock. A source whose transform holds it gets a worker process (``transforms/transform_process.py``).
-"""
+"""The event loop of a process, its command loop, and the threads that do its blocking work."""
 
 from __future__ import annotations
 
@@ -14,17 +9,122 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from overlord.concurrency.command_loop import BlockingWork, Done
 from overlord.concurrency.timeouts import TIMEOUTS
 from overlord.errors import ActorLost, DataStall, WouldBlock
 
 log = logging.getLogger("overlord")
+
+# ----------------------------------------------------------------------------
+# The command loop of a process, and the executor that runs its slow work.
+
+Done = Callable[[Any, BaseException | None], None]
+
+
+class BlockingWork(Protocol):
+    """Work that may wait for storage, for minutes or forever.
+
+    So it must not run on the event loop.
+    """
+
+    @property
+    def many(self) -> bool:
+        """Whether the work waits for replies rather than for a core.
+
+        Many such calls may run concurrently.
+        """
+        ...
+
+    @property
+    def quick(self) -> bool:
+        """Whether the work never hangs.
+
+        Such work may run on the event loop, under ``hasty``, if it was short so far.
+        """
+        ...
+
+    def hasty(self) -> AbstractContextManager[None]:
+        """Return a context in which work raises ``errors.WouldBlock`` instead of waiting."""
+        ...
+
+    def overdue(self) -> Exception | None:
+        """Return an error if the work should be given up.
+
+        Another thread calls it periodically. A result that arrives later is dropped.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs work in threads and passes its result to ``done`` on the event loop.
+
+    The cost of work of one name is proportional to ``size``.
+    """
+
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: BlockingWork | None = None,
+    ) -> None: ...
+    def close(self) -> None: ...
+
+
+class CommandLoop:
+    """A loop that executes commands in order and is never re-entered.
+
+    Commands that an execution adds are executed after it. ``check`` runs after every command
+    (invariants, for tests), ``after`` once the queue is empty.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[Any], None],
+        *,
+        check: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ):
+        self._execute, self._check, self._after = execute, check, after
+        self.queue: deque[Any] = deque()  # commands that are not executed yet
+        self.running = False
+
+    def run(self, commands: Iterable[Any] = ()) -> None:
+        """Add commands and execute all queued ones, unless an execution is in progress."""
+        self.queue.extend(commands)
+        if self.running:
+            return
+        self.running = True
+        try:
+            while self.queue:
+                self._execute(self.queue.popleft())
+                if self._check is not None:
+                    self._check()
+        finally:
+            self.running = False
+        if self._after is not None:
+            self._after()
+
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Remove queued commands for which ``unwanted`` returns True."""
+        self.queue = deque(command for command in self.queue if not unwanted(command))
+
+
+# ----------------------------------------------------------------------------
+# The event loop of a process, and the threads that do its blocking work.
+#
+# One thread runs all pure cores by direct call; a pool of threads reads, transforms and builds.
+# Threads suffice because pyarrow, tokenizers, zstd and numpy's large copies release the
+# interpreter lock. A source whose transform holds it gets a worker process
+# (``transforms/transform_process.py``).
 
 OURS = str(Path(__file__).resolve().parents[1])  # the folder of this package
 
@@ -349,3 +449,46 @@ class ThreadExecutor:
         self._closed.set()
         self._workers.close(timeout_s / 2)
         self._waiting.close(timeout_s / 2)
+
+
+# ----------------------------------------------------------------------------
+# A queue of calls that a few daemon threads execute in order.
+
+
+class ThreadQueue:
+    """A few daemon threads that run calls in order."""
+
+    def __init__(self, n: int, name: str):
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"overlord-{name}-{i}", daemon=True)
+            for i in range(n)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Append a call."""
+        self._work.put(work)
+
+    def is_current(self) -> bool:
+        """Return whether the caller runs in one of the threads."""
+        return threading.current_thread() in self._threads
+
+    def _loop(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("queued call failed")
+
+    def close(self) -> None:
+        """End the threads after the queued calls.
+
+        A thread in a long call is not awaited: it is a daemon.
+        """
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(TIMEOUTS.close_s / (2 * len(self._threads)))

@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from overlord.concurrency.command_loop import Executor
-from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
+from overlord.concurrency.event_loop import EventLoop, Executor, ThreadExecutor
 from overlord.process.exit import exit_now
-from overlord.process.malloc import limit_arenas
-from overlord.process.time_slice import in_background
+from overlord.process.resources import in_background, limit_arenas
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, open_connection

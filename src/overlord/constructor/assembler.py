@@ -14,16 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlord.messages.constructor import (
-    Build,
-    Built,
-    Deliver,
-    EndRank,
-    PayloadReady,
-    Release,
-    Unfinish,
-)
 from overlord.messages.control import Attach, Consumed, Detach, EndOfJob, PlannedStep, Rollback
+from overlord.messages.data import Build, Built, Deliver, EndRank, PayloadReady, Release, Unfinish
 
 Command = Build | Deliver | Release | EndRank | Unfinish
 

@@ -9,8 +9,6 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from overlord.batch import Batch
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
 from overlord.constructor.images import (
     PixelForm,
@@ -20,16 +18,14 @@ from overlord.constructor.images import (
     exclude_targets,
     placeholders,
 )
-from overlord.constructor.pack import build_arrays, build_slices, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, build_slices, new_buffer
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
-from overlord.mesh import ClientPlaceTree
-from overlord.messages.client import CompactLayout, StepInfo
-from overlord.messages.constructor import DecodeFailures
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import PlannedStep
-from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.plan.rank_view import ALL, View, views_of
+from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
+from overlord.plan.plan import ALL, Assignment, LoadingPlan, View, views_of
 from overlord.sample import Ragged, Scattered
 
 # Payload, start and length of each document, its microbatch, number of microbatches, source of each
@@ -82,7 +78,7 @@ class BucketBatch:
     by_rank: Mapping[int, BucketBatch] = field(default_factory=dict)
     encoder: BatchArrays | None = (
         # The images that one rank encodes, and their routes, exchange by exchange
-        # (``planning/images/encoder_plans.py``).
+        # (``planning/images.py``).
         None
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m

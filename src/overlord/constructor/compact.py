@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from overlord.batch import Batch
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.cp_split import ranges
 from overlord.constructor.pack import (
     BLOCK,
     IGNORE,
     SLICE_FROM,
+    BatchArrays,
     documents,
     new_buffer,
+    ranges,
     with_document_arrays,
 )
 from overlord.constructor.rank_views import PER_TOKEN
-from overlord.messages.client import CompactLayout
-from overlord.plan.rank_view import View
+from overlord.mesh import Batch
+from overlord.messages.data import CompactLayout
+from overlord.plan.plan import View
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
 # Mean tokens per document; from here on a slice per document costs less than gathering by index.

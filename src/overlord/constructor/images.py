@@ -36,13 +36,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import IGNORE
+from overlord.constructor.pack import IGNORE, BatchArrays
 from overlord.errors import DataStall, OverlordError, PlanError
-from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import EncoderPlan
+from overlord.messages.data import DecodeFailures
 from overlord.plan.routes import ranges
-from overlord.process import cgroup
+from overlord.process import resources
 
 if TYPE_CHECKING:
     from overlord.constructor.build import StepDocuments
@@ -93,7 +92,7 @@ class Encoded:
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
-cores = functools.cache(cgroup.cores)  # read in every step
+cores = functools.cache(resources.cores)  # read in every step
 
 
 def decode_pool() -> Executor:

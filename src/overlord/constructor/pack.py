@@ -1,50 +1,225 @@
-"""Pack documents into microbatches, in the packed and the padded layout of the batch contract.
-
-All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of views
-of them. The cost per microbatch is a few slices, the cost per token a few vector operations
-(measured at the end of this text).
-
-Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to
-``multiple``, summed):
-
-    tokens, position_ids, labels   int64   [T]
-    loss_mask                      float32 [T]
-    cu_seqlens                     int32   [n+1]  cumulative true lengths
-    cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: places of documents
-                                                  in the arrays; ends with T
-    max_seqlen                     int32   []     longest padded document
-    source_ids                     int32   [n]
-
-Positions restart with each document and continue through its padding. Padding has token ``pad_id``,
-label -100, mask 0. ``labels="shifted"``: the label of a token is the next token of its document,
-and the last one has none (-100, mask 0). ``labels="unshifted"``: the label of a token is itself,
-and the first of each document, which nothing predicts, has none.
-
-In the padded layout every document is padded to ``context``, one per row: the [T] arrays become
-``[n, context]``. ``attention_mask`` (bool ``[n, context]``) is true on documents and false on
-padding. ``cu_seqlens_padded`` counts in steps of ``context`` and ``max_seqlen`` is ``context``.
-``cu_seqlens`` keeps the true lengths.
-
-An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. These
-tokens count as its true length (``cu_seqlens == [0, multiple]``). Attention kernels may not accept
-an empty sequence, or one whose mask is all false.
-
-Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token. Documents
-of 150 tokens: 3.3 (a loop of slice copies over documents: 12). Documents of 2000 tokens: 1.8 (the
-loop: 2.3). If the arrays of the last steps are still held, as prefetch does, it is about 1 more.
-"""
+"""Packs documents into the arrays of microbatches, whole or in slices for context parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from overlord.batch import Batch
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.cp_split import pieces, ranges
+from overlord.mesh import Batch
+
+# ----------------------------------------------------------------------------
+# All microbatches of a build as one array per key, and the rows of each microbatch.
+#
+# A local delivery slices views. A delivery to another process sends a few arrays instead of
+# hundreds.
+
+ONE = -1  # in ``rows``: a microbatch has a scalar, without a dimension
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchArrays:
+    """Concatenated microbatches, one array per key.
+
+    Rows ``starts[k][m]`` to ``starts[k][m + 1]`` of array k belong to microbatch m.
+
+    Keys in ``single`` have one scalar per microbatch.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    starts: list[list[int]]
+    single: frozenset[str] = frozenset()
+
+    @property
+    def n(self) -> int:
+        """Return the number of microbatches."""
+        return len(self.starts[0]) - 1 if self.starts else 0
+
+    def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
+        """Return microbatches first to stop, as views."""
+        made: list[dict[str, np.ndarray]] = [{} for _ in range(stop - first)]
+        for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
+            if key in self.single:
+                for m, views in enumerate(made):
+                    views[key] = array[starts[first + m], ...]
+            else:
+                for m, views in enumerate(made):
+                    views[key] = array[starts[first + m] : starts[first + m + 1]]
+        return made
+
+    def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
+        """Return the arrays of some keys."""
+        kept = [wanted(key) for key in self.arrays]
+        if all(kept):
+            return self
+        arrays = {
+            key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep
+        }
+        return BatchArrays(
+            arrays,
+            [s for s, keep in zip(self.starts, kept, strict=True) if keep],
+            self.single & arrays.keys(),
+        )
+
+    def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return views of some microbatches, and the rows of each: int64 [keys, microbatches]."""
+        arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
+        for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
+            arrays[key] = array[starts[first] : starts[stop]]
+            # arrays of the same kind share one list
+            if (counts := counted.get(id(starts))) is None:
+                counts = counted[id(starts)] = [
+                    b - a for a, b in pairwise(starts[first : stop + 1])
+                ]
+            rows.append(ones if key in self.single else counts)
+        return arrays, np.array(rows, np.int64).reshape(len(rows), stop - first)
+
+    @staticmethod
+    def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
+        """Return the batch from the output of ``part``.
+
+        Raise ``ValueError`` if arrays and rows do not agree.
+        """
+        if rows.ndim != 2 or len(rows) != len(arrays):
+            raise ValueError(f"expected rows of {len(arrays)} arrays, got shape {rows.shape}")
+        starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
+        # A few dozen numbers: numpy would cost more.
+        for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):
+            if counts != before:  # otherwise this array is of the same kind as the previous one
+                least = min(counts, default=0)
+                if least < ONE:
+                    raise ValueError(f"expected a number of rows of {key!r}, got {least}")
+                before, one = counts, least == ONE
+                sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
+            if one:
+                single.append(key)
+            if sums[-1] != len(array):
+                raise ValueError(
+                    f"{key!r}: expected {sums[-1]} rows, as its microbatches, got {len(array)}"
+                )
+            starts.append(sums)
+        return BatchArrays(arrays, starts, frozenset(single))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+# ----------------------------------------------------------------------------
+# Runs of documents that context parallelism gives to a rank. Pure.
+
+
+def pieces(
+    size: np.ndarray,
+    first: np.ndarray,
+    cp: int,
+    cp_ranks: Sequence[int],
+    split: str,
+    *,
+    by_row: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the slices of some cp ranks as runs of documents, rank after rank.
+
+    A run is a document, an offset in it, and a length.
+
+    Documents of ``size`` tokens are concatenated; those of microbatch m begin with number
+    ``first[m]``. ``by_row``: each document is sliced by itself.
+    """
+    ends = np.cumsum(size)
+    bounds = np.append(0, ends)
+    if by_row or split == "zigzag":
+        start, length = cp_runs(bounds, cp, cp_ranks, split)
+        doc = np.tile(
+            np.repeat(np.arange(len(size)), len(start) // (len(size) * len(cp_ranks))),
+            len(cp_ranks),
+        )
+        return doc, start - bounds[doc], length
+    start, length = cp_runs(bounds[first], cp, cp_ranks, split)
+    opens, closes = (
+        np.searchsorted(ends, start, side="right"),
+        np.searchsorted(ends, start + length, side="left"),
+    )
+    doc = ranges(opens, closes - opens + 1)
+    run = np.repeat(np.arange(len(start)), closes - opens + 1)
+    begins = np.maximum(start[run], bounds[doc])
+    return doc, begins - bounds[doc], np.minimum((start + length)[run], ends[doc]) - begins
+
+
+def cp_runs(
+    bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and length of the runs of some cp ranks, rank after rank.
+
+    ``bounds``: of the evenly divided units.
+    """
+    pieces = (
+        {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
+        if cp > 1
+        else 1
+    )
+    start, size = bounds[:-1], np.diff(bounds)
+    if (size % pieces).any():
+        what = "a document" if split == "zigzag" else "a microbatch"
+        raise ValueError(
+            f"{what} of {int(size[size % pieces > 0][0])} tokens does not divide into "
+            f"{pieces} for cp={cp}, cp_split={split!r}"
+        )
+    chunk = size // pieces
+    if pieces == 1:
+        numbers = np.zeros((len(ranks), 1), np.int64)
+    elif pieces == cp:
+        numbers = np.array([[r] for r in ranks])
+    else:
+        numbers = np.array([[r, 2 * cp - 1 - r] for r in ranks])
+    starts = start[None, :, None] + numbers[:, None, :] * chunk[None, :, None]
+    return starts.reshape(-1), np.broadcast_to(chunk[None, :, None], starts.shape).reshape(-1)
+
+
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return start[i], start[i] + 1, ..., length[i] of them, for each i in turn."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(int(length.sum()))
+
+
+# ----------------------------------------------------------------------------
+# Pack documents into microbatches, in the packed and the padded layout of the batch contract.
+#
+# All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of
+# views of them. The cost per microbatch is a few slices, the cost per token a few vector
+# operations (measured at the end of this text).
+#
+# Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to
+# ``multiple``, summed):
+#
+#     tokens, position_ids, labels   int64   [T]
+#     loss_mask                      float32 [T]
+#     cu_seqlens                     int32   [n+1]  cumulative true lengths
+#     cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: places of documents
+#                                                   in the arrays; ends with T
+#     max_seqlen                     int32   []     longest padded document
+#     source_ids                     int32   [n]
+#
+# Positions restart with each document and continue through its padding. Padding has token
+# ``pad_id``, label -100, mask 0. ``labels="shifted"``: the label of a token is the next token of
+# its document, and the last one has none (-100, mask 0). ``labels="unshifted"``: the label of a
+# token is itself, and the first of each document, which nothing predicts, has none.
+#
+# In the padded layout every document is padded to ``context``, one per row: the [T] arrays become
+# ``[n, context]``. ``attention_mask`` (bool ``[n, context]``) is true on documents and false on
+# padding. ``cu_seqlens_padded`` counts in steps of ``context`` and ``max_seqlen`` is ``context``.
+# ``cu_seqlens`` keeps the true lengths.
+#
+# An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. These
+# tokens count as its true length (``cu_seqlens == [0, multiple]``). Attention kernels may not
+# accept an empty sequence, or one whose mask is all false.
+#
+# Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token.
+# Documents of 150 tokens: 3.3 (a loop of slice copies over documents: 12). Documents of 2000
+# tokens: 1.8 (the loop: 2.3). If the arrays of the last steps are still held, as prefetch does,
+# it is about 1 more.
 
 IGNORE = -100  # a label without a loss
 BLOCK = (

@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.cp_split import cp_runs, ranges
-from overlord.plan.rank_view import View
+from overlord.constructor.pack import BatchArrays, cp_runs, ranges
+from overlord.plan.plan import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
 # Never sliced, although one of them may have as many rows as there are tokens.

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.batch import Batch
+from overlord.checks import pip_install
 from overlord.demo.formats import DemoFormats, word_ids
 from overlord.demo.texts import KINDS, texts_of
 from overlord.errors import OverlordError, TransformError
-from overlord.extras import pip_install
 from overlord.job.job import Job, Source
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Tokens
 from overlord.transforms.tokenize import Tokenize
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from zlib import crc32
 
+from overlord.checks import pip_install
 from overlord.demo.texts import Kind
-from overlord.extras import pip_install
 
 IDS = "tokens"  # the column of token ids, if there is no tokenizer
 _PIECES = re.compile(r"\w+|[^\w\s]")

@@ -27,7 +27,7 @@ from overlord.drill.tables import drill_view
 from overlord.jobfile.yaml_file import write_job
 from overlord.observe.progress import Meter, Taken, interruptible, watch
 from overlord.observe.tables import progress_bar
-from overlord.process.memory import pss_bytes
+from overlord.process.resources import pss_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

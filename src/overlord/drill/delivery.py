@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.hashing import digest
 
 if TYPE_CHECKING:
-    from overlord.client.step import Step
+    from overlord.client.client import Step
 
 
 @dataclass(slots=True)

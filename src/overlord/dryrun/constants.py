@@ -20,16 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from overlord.batch import Batch
 from overlord.constructor.images import PixelForm
 from overlord.dryrun.machines import Constants
 from overlord.dryrun.stand_ins import Probe
 from overlord.errors import OverlordError
 from overlord.import_path import as_setting
 from overlord.job.job import Job, Source
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import Cursor, LoaderStart, Refill
-from overlord.messages.loader import BlockReady, Evaluate, Read
+from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.sample import Ragged
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
@@ -402,7 +401,7 @@ def _cpu_s(pid: int) -> float:
 
 def _connections() -> dict[str, float]:
     """Measure connections. Both ends are in this process, so each has half of its CPU time."""
-    from overlord.process.memory import own_bytes
+    from overlord.process.resources import own_bytes
 
     server = Server(
         token=TOKEN,

@@ -23,7 +23,6 @@ from overlord.dryrun.machines import ClusterShape, Constants
 from overlord.dryrun.stand_ins import Probe, StandInReader
 from overlord.errors import DataStall
 from overlord.loader.loader import Loader
-from overlord.messages.constructor import Build, Built, Deliver, PayloadReady
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -34,7 +33,7 @@ from overlord.messages.control import (
     PlannedStep,
     Refill,
 )
-from overlord.messages.loader import Evaluate, Pop, Read
+from overlord.messages.data import Build, Built, Deliver, Evaluate, PayloadReady, Pop, Read
 from overlord.scaling.loader_placement import place_loaders
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob

@@ -27,7 +27,7 @@ def open_sources(
     """
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
-    from overlord.process.memory import own_bytes
+    from overlord.process.resources import own_bytes
 
     gc.collect()
     gc.freeze()
@@ -67,7 +67,7 @@ def connect_client(address: str, token: str, steps: int) -> None:
     After the next line of input, take ``steps`` steps and answer their tokens and bytes.
     """
     from overlord.client.connect import connect
-    from overlord.process.memory import own_bytes
+    from overlord.process.resources import own_bytes
 
     gc.collect()
     before = own_bytes()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.loader.order import SourceOrder
-from overlord.messages.loader import BlockReady, Evaluate, Read, SampleBlock, WindowReady
+from overlord.loader.samples import SourceOrder
+from overlord.messages.data import BlockReady, Evaluate, Read, SampleBlock, WindowReady
 from overlord.sample import Column, Ragged
 from overlord.sources.index import Index
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from overlord.client.step import Step
-from overlord.concurrency.command_loop import Done
+from overlord.client.client import Step
+from overlord.concurrency.event_loop import Done
 from overlord.constructor.build import BucketBatch
 from overlord.errors import DataStall
 from overlord.job.job import Job, Source
-from overlord.messages.client import StepInfo
 from overlord.messages.control import (
     Cursor,
     PlannedStep,
@@ -29,8 +28,8 @@ from overlord.messages.control import (
     Skip,
     StreamState,
 )
-from overlord.messages.reports import checked
-from overlord.planning.events import EventLog, with_every_weight
+from overlord.messages.data import StepInfo, checked
+from overlord.planning.mixture import EventLog, with_every_weight
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.checks import checked_function, describe_error, name_of
 from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import IDS, Ragged, SampleId
-from overlord.user_code import checked_function, describe_error, name_of
 
 if TYPE_CHECKING:
-    from overlord.batch import Batch
+    from overlord.mesh import Batch
 
 LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
 CONTRACT = {  # keys of every microbatch, with their types

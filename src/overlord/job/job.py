@@ -14,13 +14,11 @@ from os import PathLike
 from typing import Any
 
 from overlord import late_binding
-from overlord.batch import Batch
-from overlord.checks import did_you_mean, is_int, is_real, one_of
+from overlord.checks import cannot_take, did_you_mean, is_int, is_real, one_of
 from overlord.errors import JobError
 from overlord.job.hooks import Hook
-from overlord.mesh import Mesh
+from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
-from overlord.user_code import cannot_take
 
 UNIT = 2**40  # sum of all weights as whole numbers, so that mixing is exact on every machine
 ON_LONG = ("split", "truncate", "quarantine", "drop")

@@ -11,11 +11,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.checks import did_you_mean
+from overlord.checks import describe_error, did_you_mean
 from overlord.errors import JobError
 from overlord.planning.schedule import BUILT_IN, Registered, factories, make
 from overlord.planning.schedule.base import Base, Constant, Feedback, is_real
-from overlord.user_code import describe_error
 
 
 def is_schedule(plain: Any) -> bool:

@@ -16,12 +16,11 @@ from typing import Any
 
 import yaml
 
-from overlord.batch import Batch
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job, Source
 from overlord.jobfile.mixture import failed, read_mixture, write_mixture
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import NO_FUNCTION, JournalError, PlanError
 from overlord.journal import checkpoint
-from overlord.journal.append_thread import AppendThread
 from overlord.journal.checkpoint import JOB, PLAN, REWIND, SNAPSHOT, Entry, Interval
 from overlord.journal.log import JournalLog, Where
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
-from overlord.journal.segment import Header
+from overlord.journal.segments import Header
 from overlord.journal.storage import JournalStorage, storage_of
 from overlord.journal.timeouts import TIMEOUTS
-from overlord.journal.write_ahead import NullJournal
+from overlord.journal.write_ahead import AppendThread, NullJournal
 from overlord.messages.control import (
     AddSource,
     PlannedStep,

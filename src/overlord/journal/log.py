@@ -17,18 +17,21 @@ from typing import Self, TypeVar
 
 from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.record import Record, pack
-from overlord.journal.segment import (
+from overlord.journal.segments import (
     NOTHING_BEFORE,
     After,
     Header,
     Opened,
+    Reading,
+    SegmentChain,
     SegmentHeader,
+    Truncation,
     header_bytes,
     name_of,
     open_header,
+    pruned,
     seed_of,
 )
-from overlord.journal.segments import Reading, SegmentChain, Truncation, pruned
 from overlord.journal.storage import JournalStorage, NameTaken, storage_of, whoami
 from overlord.version import __version__
 

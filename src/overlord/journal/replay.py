@@ -27,8 +27,8 @@ from overlord.journal.checkpoint import (
     with_report,
 )
 from overlord.messages.control import StreamState
-from overlord.planning.events import Event, EventLog
-from overlord.planning.state_json import fingerprint_in
+from overlord.planning.mixture import Event, EventLog
+from overlord.planning.spec import fingerprint_in
 
 NOT_A_RUN = (
     "it was written by another version of Overlord, or by something else: resume the "

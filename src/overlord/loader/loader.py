@@ -11,10 +11,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from overlord.loader.order import SourceOrder
-from overlord.loader.replay_buffer import ReplayBuffer, ReplayCursor
+from overlord.loader.samples import ReplayBuffer, ReplayCursor, SourceOrder
 from overlord.messages.control import GROUPS_AHEAD, Cursor, Refill
-from overlord.messages.loader import (
+from overlord.messages.data import (
     Announce,
     BlockReady,
     Evaluate,

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from overlord.concurrency.command_loop import Done, Executor
+from overlord.checks import as_exception
+from overlord.concurrency.event_loop import Done, Executor
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.sample_buffer import SampleBuffer
+from overlord.loader.samples import SampleBuffer
 from overlord.messages.control import LoaderStart, Refill, RestartLoader, Rollback
-from overlord.messages.loader import Evaluate, LoaderWork, Pop, Read, ReadFailed
-from overlord.process.memory import pss_bytes
+from overlord.messages.data import Evaluate, LoaderWork, Pop, Read, ReadFailed
+from overlord.process.resources import pss_bytes
 from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
-from overlord.user_code import as_exception
 
 # Steps: visiting all loaders at every step costs more than retaining samples a little longer.
 RELEASED_TOGETHER = 4

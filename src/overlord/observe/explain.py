@@ -16,13 +16,13 @@ from overlord.checks import did_you_mean
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
-from overlord.planning.events import latest
 from overlord.planning.graph.lineage import constructors_of
+from overlord.planning.mixture import latest
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
-    from overlord.loader.order import SourceOrder
+    from overlord.loader.samples import SourceOrder
     from overlord.plan.plan import Assignment, LoadingPlan
     from overlord.planning.spec import Quarantined
     from overlord.sources.index import Index

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.planning.spec import Mixed
-from overlord.process.memory import pss_bytes
+from overlord.process.resources import pss_bytes
 
 if TYPE_CHECKING:
     from overlord.cluster.coordinator_actor import Counted

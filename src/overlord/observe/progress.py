@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from overlord.process.memory import pss_bytes
+from overlord.process.resources import pss_bytes
 
 if TYPE_CHECKING:
-    from overlord.client.client import Client
-    from overlord.client.step import Step
+    from overlord.client.client import Client, Step
     from overlord.plan.plan import LoadingPlan
 
 T = TypeVar("T")

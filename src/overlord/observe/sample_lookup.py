@@ -13,7 +13,7 @@ from overlord.messages.control import Cursor
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.loader.order import SourceOrder
+    from overlord.loader.samples import SourceOrder
     from overlord.sources.index import Index
 
 # Formats whose `row` is a row number; in the other formats it is a byte offset.

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.observe.explain_text import waits
-from overlord.planning.lost_tokens import share
+from overlord.planning.spec import share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.array_order import by_key, in_documents, number_inside
 from overlord.errors import PlanError
 from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.sample import by_key, in_documents, number_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

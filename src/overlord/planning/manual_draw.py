@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from overlord.checks import cannot_take
 from overlord.errors import PlanError
 from overlord.planning.draw import Drawer, Drawn
 from overlord.planning.schedule import Schedule, Weights, by_source
 from overlord.planning.selection import checked_scores
 from overlord.sample import Buffer
-from overlord.user_code import cannot_take
 
 
 class _Candidates:

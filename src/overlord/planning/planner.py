@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from overlord.checks import did_you_mean
+from overlord.checks import describe_error, did_you_mean, where_raised
 from overlord.errors import OverlordError, PlanError
 from overlord.job.job import mixture_problems
-from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     AddSource,
     Attach,
@@ -38,31 +37,35 @@ from overlord.messages.control import (
     SourceLost,
     StreamState,
 )
-from overlord.messages.loader import Announce
-from overlord.planning.buffer import StepContext
-from overlord.planning.demand import LoaderRequests
-from overlord.planning.draw import Drawer, Short
-from overlord.planning.events import (
+from overlord.messages.data import Announce, DecodeFailures
+from overlord.planning.draw import Drawer, LoaderRequests, RankProgress, Short
+from overlord.planning.images import valid_tokens
+from overlord.planning.mixture import (
+    Feedback,
+    Mixture,
     joined,
     lost,
+    nothing_to_draw,
     skipped,
     still_in_force,
     with_added_sources,
     with_every_weight,
 )
-from overlord.planning.feedback import Feedback
-from overlord.planning.images.encoder_plans import valid_tokens
-from overlord.planning.look_ahead import LookAheadPool
-from overlord.planning.lost_sources import LostSources, all_lost, without_lost
-from overlord.planning.mixture import Mixture, nothing_to_draw
-from overlord.planning.placed_step import PlacedStep, place_chosen, place_drawn
-from overlord.planning.rank_progress import RankProgress
 from overlord.planning.selection import counts_of
-from overlord.planning.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
+from overlord.planning.spec import (
+    Ledger,
+    LostSources,
+    NewSource,
+    PlannerSpec,
+    SourceSpec,
+    all_lost,
+    initial_state,
+    without_lost,
+)
 from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
+from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
-from overlord.user_code import describe_error, where_raised
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
 

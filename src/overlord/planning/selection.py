@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import cannot_take
 from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.mesh import Mesh
@@ -24,7 +25,6 @@ from overlord.planning.balance import binpack
 from overlord.planning.cost import CostFn, checked_costs
 from overlord.planning.draw import step_positions
 from overlord.sample import Buffer
-from overlord.user_code import cannot_take
 
 Prefer = Callable[[Buffer, Mesh], np.ndarray]
 IDENTITY = ("source", "epoch", "file", "row", "part")

@@ -1,22 +1,35 @@
-"""The job from the planner's view, and its records: running counts and quarantined rows."""
+"""The planner's view of the job, and its records: counts, lost sources and tokens, saved states."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from overlord.batch import Batch
-from overlord.mesh import Mesh
-from overlord.messages.constructor import DecodeFailures
-from overlord.messages.control import AddSource, Cursor, StreamState
+from overlord.errors import StorageError
+from overlord.mesh import Batch, Mesh
+from overlord.messages.control import (
+    AddSource,
+    Cursor,
+    PlannedStep,
+    Report,
+    SetMixture,
+    Skip,
+    SourceLost,
+    StreamState,
+)
+from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.mixture import Schedule
+from overlord.planning.mixture import Event, Schedule, in_order, lost, with_added_sources
 from overlord.planning.stream import BadRow
 from overlord.sample import Buffer
+
+# ----------------------------------------------------------------------------
+# The job from the planner's view, and its records: running counts and quarantined rows.
 
 KEPT_BAD = 200_000  # latest quarantined rows that are listed; all are counted. About 60 MB.
 KEPT_MIX = 64  # steps whose target and actual mixture are kept
@@ -227,3 +240,289 @@ def initial_state(spec: PlannerSpec) -> StreamState:
     return StreamState(
         step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n
     )
+
+
+# ----------------------------------------------------------------------------
+# Events and reports as the plain JSON of a saved state.
+#
+# A state holds names and numbers only: nothing in it is ever executed.
+
+# keys by which a state is recognised
+KEYS = ("version", "job", "fingerprint", "step", "cursors")
+EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
+
+
+def no_state(saved: Any) -> str:
+    """Return why a value is not a state of an Overlord job; "" if it has the form of one."""
+    wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
+    if not isinstance(saved, Mapping):
+        return f"not an Overlord state: {wanted} {type(saved).__name__}"
+    if missing := [key for key in KEYS if key not in saved]:
+        keys = ", ".join(map(repr, list(saved)[:8])) or "no key"
+        return f"not an Overlord state: {wanted} {keys}; it lacks {', '.join(missing)}"
+    return ""
+
+
+def event_out(event: Event) -> dict[str, Any]:
+    if isinstance(event, SetMixture):
+        return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
+    if isinstance(event, AddSource):
+        return {
+            "event": "add_source",
+            "at": event.at,
+            "name": event.name,
+            "fingerprint": event.fingerprint,
+        }
+    if isinstance(event, SourceLost):
+        return {"event": "source_lost", "at": event.at, "name": event.name, "reason": event.reason}
+    return {"event": "skip", "steps": list(event.steps)}
+
+
+def event_in(saved: Mapping[str, Any]) -> Event:
+    if saved["event"] == "set_mixture":
+        return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
+    if saved["event"] == "add_source":
+        return AddSource(int(saved["at"]), str(saved["name"]), str(saved["fingerprint"]))
+    if saved["event"] == "source_lost":
+        return SourceLost(int(saved["at"]), str(saved["name"]), str(saved["reason"]))
+    return Skip(tuple(int(s) for s in saved["steps"]))
+
+
+def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return metrics by step, rank and metric name; keys of JSON are text."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for report in reports:
+        out.setdefault(str(report.step), {})[str(report.rank)] = dict(report.metrics)
+    return out
+
+
+def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[Report, ...]:
+    return tuple(
+        Report(int(step), int(rank), {str(name): float(value) for name, value in metrics.items()})
+        for step, ranks in sorted(saved.items(), key=lambda item: int(item[0]))
+        for rank, metrics in sorted(ranks.items(), key=lambda item: int(item[0]))
+    )
+
+
+def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return the parts of a fingerprint, with values that most sources share stored once.
+
+    Hundreds of sources mostly differ in their files alone.
+    """
+    out = dict(parts)
+    for part in EACH:
+        own = [f"source {name}: {part}" for name in names]
+        values = Counter(parts[key] for key in own if key in parts)
+        if not values or values.total() < len(own):
+            continue
+        common, n = values.most_common(1)[0]
+        if n > 1:
+            out = {key: value for key, value in out.items() if key not in own or value != common}
+            out[f"each source: {part}"] = common
+    return out
+
+
+def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return all parts, with a value for each source."""
+    out = {
+        part: value
+        for part, value in saved.items()
+        if part not in {f"each source: {one}" for one in EACH}
+    }
+    for part in EACH:
+        if (common := saved.get(f"each source: {part}")) is not None:
+            out = {f"source {name}: {part}": common for name in names} | out
+    return out
+
+
+# ----------------------------------------------------------------------------
+# Removal of sources whose storage failed for good (``Source(on_lost="leave")``). Pure.
+#
+# The planner requests a ``SourceLost`` event. The first step after the event is in the log is
+# planned without the source. When storage fails depends on timing; the stream depends on the log
+# alone.
+
+
+class LostSources:
+    """Decides whether a source leaves the job, and restarts a step that has begun with it.
+
+    A step begins with the first draw that charges the accounts and gives no sample. The state
+    before that draw is kept.
+    """
+
+    def __init__(self, floor: int):
+        """Protect steps before ``floor``: they were planned before, with their sources."""
+        self._floor = floor
+        self._before: StreamState | None = None
+
+    def begin(self, state: StreamState) -> None:
+        """Record ``state`` as the state before its step, unless the step has begun already."""
+        if not self.has_begun(state.step):
+            self._before = state
+
+    def has_begun(self, step: int) -> bool:
+        """Return whether a draw has charged the accounts for ``step``."""
+        return self._before is not None and self._before.step == step
+
+    def requests(
+        self,
+        state: StreamState,
+        broken: Mapping[int, Exception],
+        weights: Sequence[float],
+        sources: Sequence[SourceSpec],
+    ) -> list[SourceLost]:
+        """Return the events that let the ``broken`` sources leave at the state's step.
+
+        The list is empty if the job must end there instead: a source may not leave, or no other
+        source has a weight. A step that was planned before, or that comes before the step of an
+        event in the log, has samples of the source. It is planned identically or not at all.
+        """
+        known = {event.name for event in lost(state.events)}
+        may_leave = all(
+            sources[i].leaves and sources[i].name not in known and isinstance(error, StorageError)
+            for i, error in broken.items()
+        )
+        others = any(
+            weight and active
+            for i, (weight, active) in enumerate(zip(weights, state.active, strict=True))
+            if i not in broken
+        )
+        unchanged = (
+            self._before is None
+            or self._before.step != state.step
+            or self._before.active == state.active
+        )
+        if not may_leave or not others or not unchanged or state.step < self._floor:
+            return []
+        return [
+            SourceLost(state.step, sources[i].name, _reason(error)) for i, error in broken.items()
+        ]
+
+    def apply(self, event: SourceLost, state: StreamState) -> StreamState:
+        """Return the state with the event in its log.
+
+        A step that has begun begins again, without the source, as it does when it is planned again
+        later.
+        """
+        if self.has_begun(state.step) and event.at == state.step:
+            assert self._before is not None
+            # events that came since the step began stay in the log, and so do sources they added
+            before = replace(self._before, events=state.events)
+            state, self._before = with_added_sources(before, len(state.active)), None
+        return replace(state, events=in_order((*state.events, event)))
+
+
+def without_lost(
+    state: StreamState, sources: Sequence[SourceSpec]
+) -> tuple[StreamState, tuple[int, ...]]:
+    """Return the state without lost sources, and the numbers of those that were active until now.
+
+    A lost source is inactive from its step on. Its samples that were pulled and not drawn are
+    dropped.
+    """
+    gone = {event.name for event in lost(state.events) if event.at <= state.step}
+    leaving = tuple(i for i, s in enumerate(sources) if s.name in gone and state.active[i])
+    if not leaving:
+        return state, ()
+    active, owed = list(state.active), list(state.owed)
+    for i in leaving:
+        active[i], owed[i] = False, 0
+    ahead = state.ahead and tuple(a[:0] if i in leaving else a for i, a in enumerate(state.ahead))
+    return replace(state, active=tuple(active), owed=tuple(owed), ahead=ahead), leaving
+
+
+def all_lost(
+    state: StreamState, weights: Sequence[float], sources: Sequence[SourceSpec]
+) -> StorageError | None:
+    """Return the error of a job all of whose weighted sources were lost; None if one was not."""
+    reasons = {event.name: event.reason for event in lost(state.events)}
+    weighed = [s.name for s, weight in zip(sources, weights, strict=True) if weight]
+    if not weighed or any(name not in reasons for name in weighed):
+        return None
+    return StorageError(
+        weighed[0],
+        f"it was given up, and the mixture weighs no other source: {reasons[weighed[0]]}",
+    )
+
+
+def _reason(error: Exception) -> str:
+    assert isinstance(error, StorageError)
+    return f"{error.path}: {error.problem}" if error.path else error.problem
+
+
+# ----------------------------------------------------------------------------
+# Warn of sources that lose more than a small share of their tokens to ``Job.on_long``. Pure.
+
+SHARE = 0.01  # of a source's tokens so far, delivered and lost
+
+
+class TokenLosses:
+    """Finds sources whose losses exceed ``SHARE``.
+
+    Each source is found once, also when steps are planned again after a fault.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[int] = set()
+
+    def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
+        """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
+
+        ``counts``: of a ``StreamState``.
+        """
+        if (lost := counts.get("lost_tokens")) is None or not lost.any():
+            return []
+        over = np.flatnonzero(lost > SHARE * (counts["tokens"] + lost)).tolist()
+        new = [i for i in over if i not in self._found]
+        self._found.update(new)
+        return new
+
+    def warnings(
+        self, counts: Mapping[str, np.ndarray], names: Sequence[str], on_long: str, context: int
+    ) -> list[str]:
+        """Return a sentence for each source that ``found`` returns."""
+        return [
+            _words(
+                names[i], int(counts["tokens"][i]), int(counts["lost_tokens"][i]), on_long, context
+            )
+            for i in self.found(counts)
+        ]
+
+
+def share(tokens: int, lost: int) -> float:
+    """Return the share of a source's tokens that were lost."""
+    return lost / (tokens + lost) if lost else 0.0
+
+
+def _words(name: str, tokens: int, lost: int, on_long: str, context: int) -> str:
+    what = "cut" if on_long == "truncate" else "dropped"
+    return (
+        f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} "
+        f"tokens so far ({share(tokens, lost):.1%}): "
+        f"documents longer than the context of {context:,}; on_long='split' keeps all tokens"
+    )
+
+
+# ----------------------------------------------------------------------------
+# The plans of the last steps, for status queries. Pure.
+
+KEPT_PLANS = 256
+KEPT_SAMPLES = 2**21  # of the kept plans: about 100 bytes each, and a step may have 262,144
+
+
+class RecentPlans(deque[PlannedStep]):
+    """The last plans, for status queries: at most KEPT_PLANS, and KEPT_SAMPLES in all."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=KEPT_PLANS)
+
+    def of(self, step: int) -> list[PlannedStep]:
+        return [stage for stage in self if stage.plan.step == step]
+
+    def steps(self) -> list[int]:
+        return [stage.plan.step for stage in self]
+
+    def keep(self, stage: PlannedStep) -> None:
+        self.append(stage)
+        while len(self) > 1 and len(self) * len(stage.plan) > KEPT_SAMPLES:
+            self.popleft()

@@ -9,24 +9,164 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, SampleBlock
-from overlord.planning.sample_blocks import (
-    concat,
-    last_key,
-    rank_of_bad,
-    rank_of_long,
-    sorted_found,
-    split,
-    take,
-)
-from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items
+from overlord.messages.data import Announce, LongDocuments, SampleBlock
+from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items, take_rows
+
+# ----------------------------------------------------------------------------
+# Select, concatenate, split and rank announced samples. Pure.
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
+    """Return the samples and rows in the order of their window, and the order of the samples."""
+    order = np.lexsort((found.part, found.row, found.file, found.key))
+    bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
+    long = (
+        None
+        if found.long is None
+        else found.long.take(np.lexsort((found.long.row, found.long.file, found.long.key)))
+    )
+    return replace(take(found, order, bad), long=long), order
+
+
+def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
+    """Return some of the samples and of the quarantined rows.
+
+    Dropped rows and long documents stay as they are.
+    """
+    return SampleBlock(
+        found.key[rows],
+        found.file[rows],
+        found.row[rows],
+        found.part[rows],
+        {n: take_rows(c, rows) for n, c in found.meta.items()},
+        found.bad_key[bad],
+        found.bad_file[bad],
+        found.bad_row[bad],
+        tuple(found.bad_reason[j] for j in bad.tolist()),
+        found.dropped,
+        found.long,
+    )
+
+
+def concat(parts: Sequence[SampleBlock]) -> SampleBlock:
+    """Return the concatenation of all blocks."""
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p, name) for p in parts])
+
+    full = [p for p in parts if len(p)] or parts[:1]
+    meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
+    reasons = tuple(r for p in parts for r in p.bad_reason)
+    return SampleBlock(
+        join("key"),
+        join("file"),
+        join("row"),
+        join("part"),
+        meta,
+        join("bad_key"),
+        join("bad_file"),
+        join("bad_row"),
+        reasons,
+        sum(p.dropped for p in parts),
+        _longs([p.long for p in parts]),
+    )
+
+
+def _longs(parts: Sequence[LongDocuments | None]) -> LongDocuments | None:
+    some = [p for p in parts if p is not None]
+    if len(some) < 2:
+        return some[0] if some else None
+    return LongDocuments(
+        *(
+            np.concatenate([getattr(p, name) for p in some])
+            for name in ("key", "file", "row", "lost")
+        )
+    )
+
+
+def last_key(parts: Sequence[SampleBlock]) -> int | None:
+    """Return the highest key that was announced, of a sample or of a row without one."""
+    keys = [
+        int(k[-1])
+        for p in parts
+        for k in (p.key, p.bad_key, *(() if p.long is None else (p.long.key,)))
+        if len(k)
+    ]
+    return max(keys) if keys else None
+
+
+def split(
+    parts: list[SampleBlock], bound: int | None
+) -> tuple[list[SampleBlock], list[SampleBlock]]:
+    """Return the parts before a key, and the rest.
+
+    Rows of the key itself wait: a row of equal key that precedes them may still be announced.
+    """
+    if bound is None:
+        return parts, []
+    final, rest = [], []
+    for part in parts:
+        keys = (part.key, part.bad_key, NO_ROWS if part.long is None else part.long.key)
+        cuts = [int(np.searchsorted(k, np.uint64(bound), side="left")) for k in keys]
+        if cuts == [len(k) for k in keys]:
+            final.append(part)
+        elif not any(cuts):
+            rest.append(part)
+        else:
+            a, b, c = cuts
+            before, behind = (
+                None if part.long is None else part.long.take(rows)
+                for rows in (np.arange(c), np.arange(c, len(keys[2])))
+            )
+            final.append(replace(take(part, np.arange(a), np.arange(b)), long=before))
+            rest.append(
+                replace(
+                    take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))),
+                    dropped=0,
+                    long=behind,
+                )
+            )
+    return final, rest
+
+
+def rank_of_bad(found: SampleBlock) -> np.ndarray:
+    """Return the number of samples before each quarantined row: by key, then file and row."""
+    return _rank(found, found.bad_key, found.bad_file, found.bad_row)
+
+
+def rank_of_long(found: SampleBlock) -> np.ndarray:
+    """Return the number of samples before each long document.
+
+    For a truncated document this is the number of its own sample.
+    """
+    return (
+        NO_ROWS
+        if found.long is None
+        else _rank(found, found.long.key, found.long.file, found.long.row)
+    )
+
+
+def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+    if not len(key):
+        return NO_ROWS
+    order = np.lexsort(  # stable: a row precedes the sample that was made of it
+        (
+            np.concatenate([row, found.row]),
+            np.concatenate([file, found.file]),
+            np.concatenate([key, found.key]),
+        )
+    )
+    is_row = order < len(key)
+    return np.cumsum(~is_row)[is_row]
 
 
 @dataclass(slots=True, eq=False)

@@ -10,16 +10,20 @@ import fcntl
 import io
 import multiprocessing
 import os
+import pickle
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 from overlord import import_path
+from overlord.errors import JobError
 from overlord.process.exit import exit_now
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these
@@ -28,7 +32,7 @@ from overlord.process.exit import exit_now
 PRELOAD = (
     "numpy",
     "overlord.process.preload",
-    "overlord.rpc.process_server",
+    "overlord.rpc.process_launcher",
     "overlord.transforms.transform_process",
     "overlord.cluster.loader_worker",
     "overlord.cluster.constructor_worker",
@@ -235,3 +239,44 @@ def describe_exit(code: int | None) -> str:
     if code is None:
         return "exit code unknown"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+# ----------------------------------------------------------------------------
+# Check that code can be sent to another process, before any process is started.
+#
+# The error names the object that cannot be sent.
+
+T = TypeVar("T")
+
+REMEDY = "use functions of a module, not lambdas or local functions, or runtime='local'"
+
+
+def sendable(value: T, where: str) -> T:
+    """Return the value; raise ``JobError`` if another process cannot receive it.
+
+    ``where`` names the owner of the value, for the error.
+    """
+    try:
+        _CheckingPickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
+        return value
+    except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
+        raise JobError([f"cannot be sent to another process: {fault}; {REMEDY}"], where) from fault
+
+
+class _CheckingPickler(pickle.Pickler):
+    """A pickler that rejects objects that only this process has.
+
+    Such an object is sent by name, and the receiver would not find the name.
+    """
+
+    def reducer_override(self, found: Any) -> Any:
+        if (
+            isinstance(found, FunctionType | type)
+            and found.__module__ == "__main__"
+            and not hasattr(sys.modules["__main__"], "__file__")
+        ):
+            raise pickle.PicklingError(
+                f"{found.__qualname__} was defined in a notebook, at a prompt or by -c, "
+                "where no other process finds it"
+            )
+        return NotImplemented

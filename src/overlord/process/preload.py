@@ -2,7 +2,7 @@
 
 from overlord import import_path
 from overlord.process import forkserver
-from overlord.process.malloc import system_pool
+from overlord.process.resources import system_pool
 
 with system_pool():
     import pyarrow as pa

@@ -18,7 +18,7 @@ from typing import Any
 
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.import_path import FirstHere
-from overlord.process.malloc import system_pool
+from overlord.process.resources import system_pool
 from overlord.ray.auth import (
     MODE,
     ClusterRefused,

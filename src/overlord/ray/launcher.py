@@ -2,7 +2,7 @@
 
 Ray finds a machine, starts a process there, reports its end, and registers its name. The actor then
 connects to this process (``worker.py``), and all calls use that connection. So calls, errors and
-deadlines are those of ``rpc/listener.py``. This module starts actors and handles their ends.
+deadlines are those of ``rpc/peers.py``. This module starts actors and handles their ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import NetworkPlatform, Platform
-from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.ray.actors import actor_of, end_process, kill, pickled, reason_of
 from overlord.ray.cluster import CLUSTER
@@ -32,6 +32,7 @@ from overlord.ray.worker import LaunchSpec, this_machine
 from overlord.ray.worker_logs import WorkerOutput
 from overlord.rpc import timeouts as rpc_timeouts
 from overlord.rpc.actors import (
+    CONTROL,
     HURRY_S,
     SHUT_DOWN,
     SHUTDOWN_S,
@@ -40,9 +41,10 @@ from overlord.rpc.actors import (
     BaseActorSystem,
     PendingCall,
     Somewhere,
+    factory_failed,
+    open_reply,
 )
-from overlord.rpc.listener import ActorListener, InboundConnection, after, complete_call
-from overlord.rpc.server import CONTROL, factory_failed, open_reply
+from overlord.rpc.peers import ActorListener, InboundConnection, after, complete_call
 
 log = logging.getLogger("overlord")
 

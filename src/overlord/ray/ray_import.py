@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from overlord.checks import pip_install
 from overlord.errors import JobError
-from overlord.extras import pip_install
 from overlord.ray.folder import environment_kept
 from overlord.ray.versions import check_version
 

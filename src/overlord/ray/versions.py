@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import re
 
+from overlord.checks import pip_install
 from overlord.errors import JobError
-from overlord.extras import pip_install
 
 log = logging.getLogger("overlord")
 

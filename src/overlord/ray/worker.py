@@ -22,8 +22,8 @@ from overlord.concurrency.platform import INTERFACE, NODE
 from overlord.errors import ActorLost, FrameError
 from overlord.process.exit import exit_now
 from overlord.ray.timeouts import TIMEOUTS
-from overlord.rpc.process_server import HANGUP
-from overlord.rpc.server import CONTROL, ActorServer, exit_code
+from overlord.rpc.actors import CONTROL, ActorServer, exit_code
+from overlord.rpc.process_launcher import HANGUP
 from overlord.transport.connection import TIMEOUT, SocketConnection
 from overlord.transport.server import open_connection
 

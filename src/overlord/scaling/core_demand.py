@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from overlord.scaling.threads import useful
+from overlord.scaling.loader_placement import useful
 
 # share of a worker's capacity for a source alone that it is assumed to have at least, however
 # crowded it is

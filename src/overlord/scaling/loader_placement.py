@@ -13,10 +13,59 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from overlord.scaling.threads import locked_part
+# ----------------------------------------------------------------------------
+# Threads of one process, in cores: code that holds the interpreter lock (GIL) uses one core per
+# process. Pure.
+#
+# Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies
+# release it. The *locked part* of a source is the share of its CPU time under the lock: 1 for
+# plain Python, 0 for code that always releases it. Amdahl's law gives the cores that its threads
+# can use in one process. Before a source runs, the part is an assumption; afterwards it is
+# measured. Decision record 0022 has the reasons.
+
+# threads of a process that are busy at a time; more of them wait for the lock between two calls
+# that release it
+THREADS = 8
+SECOND = 0.9  # share of a core that the second thread of a process adds, and each after it
+# work items in progress per process: with fewer, threads do not compete and nothing can be measured
+SIDE_BY_SIDE = 1.5
+# cores per process: with fewer, threads wait for storage or other programs and not for the lock
+SATURATED = 0.75
+
+
+def worth(threads: float) -> float:
+    """Return the cores that threads of one process use if their code releases the lock."""
+    return 1 + SECOND * (min(threads, THREADS) - 1)
+
+
+def locked_part(cost_s: float, free_s: float) -> float:
+    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, of which
+    ``free_s`` are in code known to release the lock.
+    """
+    return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
+
+
+def measured_part(in_progress: float, cores: float) -> float | None:
+    """Return the locked part by the Karp-Flatt metric; None if too little work is in progress, or
+    it waits for something else.
+
+    ``in_progress``: work items that one process has started, on average. ``cores``: cores that they
+    kept busy. A machine without idle cores looks the same as a lock: the result is then too high.
+    """
+    if in_progress < SIDE_BY_SIDE or cores < SATURATED:
+        return None
+    return min(1.0, max(0.0, (in_progress / cores - 1) / (in_progress - 1)))
+
+
+def useful(lanes: float, locked: float) -> float:
+    """Return the cores that one process can use for a source: Amdahl's law for ``lanes``
+    threads.
+    """
+    return lanes / (1 + locked * (lanes - 1))
+
 
 # 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each, and started 25 times
 # faster
@@ -249,3 +298,74 @@ def _reason(
     ]
     more = f" and {len(mine) - NAMED} more" if len(mine) > NAMED else ""
     return f"{amount}, {len(mine)} source{'s' * (len(mine) != 1)}: {', '.join(told)}{more}"
+
+
+# ----------------------------------------------------------------------------
+# Assignment of a source's shards to loader workers (hosts). Pure, and without effect on the
+# stream.
+#
+# A source that may become heavy is divided into as many *shards* (logical loaders) as it could
+# ever use when the job is launched: they cost next to nothing. Scaling assigns its shards to more
+# workers, or to fewer. The chunks of a shard never change.
+
+
+def spread(
+    where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()
+) -> tuple[int, ...]:
+    """Return a worker for every shard, among these workers only; few shards move. Each worker has
+    at least one if there are enough. ``crowded`` workers, which also read other sources, have half
+    as many as the others, and these differ by one at most.
+
+    ``where``: the current worker of each shard.
+    """
+    if not hosts:
+        raise ValueError("expected at least one worker for the shards of a source, got none")
+    room = _allotted(Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded)
+    found: list[int | None] = []
+    for h in where:
+        stays = room.get(h, 0) > 0
+        found.append(h if stays else None)
+        if stays:
+            room[h] -= 1
+    free = [h for h in hosts for _ in range(room[h])]
+    return tuple(free.pop(0) if h is None else h for h in found)
+
+
+def _allotted(
+    held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
+) -> dict[int, int]:
+    """Return the number of shards of each worker. Of workers with equal claims, the one with the
+    most shards now gets one more, so that fewer shards move.
+    """
+    weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
+    ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
+    order = sorted(hosts, key=lambda h: (-held.get(h, 0), hosts.index(h)))
+    counts = {h: int(k < n) for k, h in enumerate(order)}
+    for _ in range(n - sum(counts.values())):
+        counts[max(order, key=lambda h: ideal[h] - counts[h])] += 1
+    return counts
+
+
+def kept(
+    hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]
+) -> list[int]:
+    """Return the n workers of a source that continue to read it when it needs no more. Workers that
+    read other sources stay, since those keep them, then those that were there ``first``. The others
+    have no work and can be stopped. ``others``: loaders of other sources by worker.
+    """
+    return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
+
+
+def widened(
+    loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return loaders per source and the worker of each, with every source divided into at least
+    ``shares`` shards: on the same workers, in turn.
+    """
+    counts, where, first = [], list[int](), 0
+    for n, wanted in zip(loaders, shares, strict=True):
+        mine, many = host_of[first : first + n], max(n, wanted)
+        first += n
+        counts.append(many)
+        where += [mine[k % n] for k in range(many)]
+    return tuple(counts), tuple(where)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlord.scaling.core_demand import Demand, Need, cores_used, needs_of
-from overlord.scaling.threads import locked_part, measured_part
+from overlord.scaling.loader_placement import locked_part, measured_part
 
 # a slow read belongs to a long tail if it takes this many times the usual time
 LEAST_TAIL = 4.0

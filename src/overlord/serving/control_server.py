@@ -14,15 +14,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.client.step_queue import State, StepQueue
-from overlord.concurrency.thread_queue import ThreadQueue
+from overlord.client.client import State, StepQueue
+from overlord.concurrency.event_loop import ThreadQueue
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages.client import StepInfo
+from overlord.messages.data import StepInfo
 from overlord.serving.session_api import SessionApi, call
 from overlord.serving.step_publisher import StepPublisher
-from overlord.transport.server import Server
-from overlord.transport.server_connection import ServerConnection
+from overlord.transport.server import Server, ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")

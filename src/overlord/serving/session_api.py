@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from overlord.client.step_queue import State
+from overlord.client.client import State
 from overlord.errors import OverlordError
 from overlord.serving.step_publisher import MOVED, PublishedQueue, sealed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlord.client.step_queue import StepQueue
+from overlord.client.client import StepQueue
 from overlord.errors import JobError, OverlordError
 from overlord.messages.control import StreamState
 from overlord.serving.control_server import ControlServer, WorkerServedQueue

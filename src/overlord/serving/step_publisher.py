@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.step_queue import State
+from overlord.client.client import State
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.service import RankQueue
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
-from overlord.messages.client import EndOfStream, StepAck, StepInfo, StepMessage
 from overlord.messages.control import EncodedState
+from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
+from overlord.transport.codec import encode_state
 from overlord.transport.connection import Connection
-from overlord.transport.server_connection import ServerConnection
+from overlord.transport.server import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
-from overlord.transport.state_codec import encode_state
 
 log = logging.getLogger("overlord")
 

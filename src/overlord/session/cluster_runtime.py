@@ -15,10 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from overlord.client.local_queue import LaunchedStepQueue
-from overlord.client.remote_queue import RemoteStepQueue
+from overlord.client.remote_queue import LaunchedStepQueue, RemoteStepQueue
 from overlord.cluster.coordinator_actor import Counted
-from overlord.cluster.event_outbox import EventOutbox
 from overlord.cluster.launched_workers import START_S
 from overlord.cluster.launcher import PLANNER, Launcher
 from overlord.cluster.status import recovery_rows
@@ -46,6 +44,7 @@ from overlord.messages.control import (
 from overlord.planning.spec import NewSource, Quarantined
 from overlord.rpc.actors import ActorSystem
 from overlord.sample import Buffer
+from overlord.session.events import EventOutbox
 from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")

@@ -1,22 +1,22 @@
-"""Events that users send to a running job: a mixture, skipped steps, an added source, reports."""
+"""Events that users send to a running job, and those whose answer did not arrive in time."""
 
 from __future__ import annotations
 
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from overlord.client.step_queue import StepQueue
+from overlord.client.client import StepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
 from overlord.job.job import Source
-from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost, StreamState
-from overlord.messages.reports import checked
-from overlord.planning.events import Event, EventLog, with_every_weight
-from overlord.planning.feedback import promised
-from overlord.planning.lost_tokens import TokenLosses
+from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost
+from overlord.messages.data import checked
+from overlord.planning.mixture import Event, EventLog, promised, with_every_weight
 from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
@@ -26,6 +26,119 @@ from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.profile_store import Refresher
 
 log = logging.getLogger("overlord")
+
+# ----------------------------------------------------------------------------
+# Events sent to a coordinator in another process whose answer did not arrive in time.
+#
+# The coordinator may still apply such an event: then it has happened.
+
+KEPT = 64  # applied events, to tell an event that was sent twice from one that was sent once
+MAY_STILL = (
+    "the planner may still come to it: then it has happened, and is in the states that are "
+    "saved from there on"
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """An event without an answer."""
+
+    event: Any
+    late: Callable[[], None]
+    taken: bool = False
+    given_up: bool = False
+
+
+class EventOutbox:
+    """Sends events, with a deadline for the answer. Runs on: any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[_Pending] = []
+        self._taken: deque[Any] = deque(maxlen=KEPT)
+        self._unconfirmed: deque[Any] = deque(maxlen=KEPT)  # answered, and still to be confirmed
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the outcome of an event is unknown whose answer was given up.
+
+        Until it is known, no other event is sent: of two changes for one step the last one counts,
+        and sources are numbered.
+        """
+        return any(pending.given_up for pending in list(self._open))
+
+    def send(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
+        """Send an event. ``ask`` returns once a coordinator has applied it.
+
+        If the answer is given up, ``late`` is called should the event be applied after all.
+        """
+        pending = _Pending(event, late)
+        with self._lock:
+            self._open.append(pending)
+        try:
+            ask()
+        except DataStall as stall:
+            with self._lock:
+                if not pending.taken:
+                    pending.given_up = True
+                    stall.add_note(MAY_STILL)
+                    raise
+        except BaseException:
+            with self._lock:
+                self._open.remove(pending)
+            raise
+        with self._lock:
+            self._open.remove(pending)
+            if not pending.taken:
+                self._taken.append(event)
+                self._unconfirmed.append(event)
+
+    def confirmed(self, event: Any) -> None:
+        """Note the confirmation of an applied event, which is sent in addition to the answer."""
+        with self._lock:
+            if event in self._unconfirmed:
+                self._unconfirmed.remove(event)
+                return
+            late = self._take(
+                next((s for s in self._open if not s.taken and s.event == event), None)
+            )
+        late()
+
+    def found(self, events: Sequence[Any]) -> None:
+        """Note events in the journal of an earlier coordinator, which may have died unconfirmed."""
+        for pending in list(self._open):
+            with self._lock:
+                new = (
+                    not pending.taken
+                    and pending in self._open
+                    and events.count(pending.event) > self._taken.count(pending.event)
+                )
+                late = self._take(pending if new else None)
+            late()
+
+    def settle(self, events: Sequence[Any]) -> None:
+        """Settle given-up events by all applied ones, which were asked for after them.
+
+        An event that is not among these has not happened, and will not.
+        """
+        self.found(events)
+        with self._lock:
+            self._open = [pending for pending in self._open if not pending.given_up]
+
+    def _take(self, pending: _Pending | None) -> Callable[[], None]:
+        """Mark an event as applied, under the lock; return the call to make outside it."""
+        if pending is None:
+            return lambda: None
+        pending.taken = True
+        self._taken.append(pending.event)
+        if not pending.given_up:
+            return lambda: None
+        self._open.remove(pending)
+        return pending.late
+
+
+# ----------------------------------------------------------------------------
+# Events that users send to a running job: a mixture, skipped steps, an added source, reports.
 
 
 class EventTarget(Protocol):
@@ -58,7 +171,6 @@ class UserEvents:
         self._target = target
         # else the first report causes a warning
         self._warned = reports_used
-        self._losses = TokenLosses()
         self.refused_reports = 0  # reports that raised, or that were used in part
 
     @property
@@ -69,7 +181,6 @@ class UserEvents:
         """Record the events that a new runtime sends by itself."""
         runtime.on_lost.append(self._source_lost)
         runtime.on_late.append(self.note)
-        runtime.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
 
     def set_mixture(self, weights: Mapping[str, float], at: int | None) -> int:
         if not isinstance(weights, Mapping):
@@ -121,15 +232,6 @@ class UserEvents:
         """Add an event to the states of clients. Runs on: any thread."""
         with self._target.lock:
             self._target.generation.events.add(event, self._target.slowest_step())
-
-    def _warn_of_losses(self, after: StreamState) -> None:
-        """Warn once of each source that loses many tokens to ``on_long``.
-
-        A coordinator in another process sends the steps that are needed for this.
-        """
-        job = (self._target.adding or self._target.generation.prepared).job
-        for words in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
-            log.warning("%s", words)
 
     def _source_lost(self, event: SourceLost) -> None:
         """Record that a source was removed because its storage failed. Idempotent.

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlord.client.step_queue import State, StepQueue
+from overlord.client.client import State, StepQueue
 from overlord.errors import ActorLost, JournalError
 from overlord.hashing import digest
 from overlord.messages.control import SourceLost, StreamState
-from overlord.planning.events import EventLog, lost
+from overlord.planning.mixture import EventLog, lost
 from overlord.session.runtime import Runtime
 from overlord.setup.prepared_job import PreparedJob
-from overlord.transport.state_codec import decode_state
+from overlord.transport.codec import decode_state
 
 
 @dataclass(slots=True, eq=False)

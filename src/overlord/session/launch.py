@@ -22,7 +22,7 @@ from overlord.setup.options import (
 )
 from overlord.setup.partition import profiled
 from overlord.setup.prepared_job import PreparedJob
-from overlord.setup.removed_sources import removed_before
+from overlord.setup.state_json import removed_before
 
 
 def launch(

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.step_queue import LocalStepQueue
-from overlord.cluster.loader_stats import LoadObserver, observing_scaler
-from overlord.concurrency.command_loop import CommandLoop, Done, Executor
-from overlord.concurrency.event_loop import ThreadExecutor
+from overlord.client.client import LocalStepQueue
+from overlord.cluster.autoscale import LoadObserver, observing_scaler
+from overlord.concurrency.event_loop import CommandLoop, Done, Executor, ThreadExecutor
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
@@ -31,8 +30,6 @@ from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_sourc
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.loader.service import LoaderService
-from overlord.messages.client import StepInfo
-from overlord.messages.constructor import Build, Deliver, EndRank, Release
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -48,10 +45,18 @@ from overlord.messages.control import (
     SourceLost,
     StreamState,
 )
-from overlord.messages.loader import Announce, Evaluate, Read
-from overlord.planning.images.encoder_plans import Encodings
-from overlord.planning.recent_plans import RecentPlans
-from overlord.planning.spec import NewSource
+from overlord.messages.data import (
+    Announce,
+    Build,
+    Deliver,
+    EndRank,
+    Evaluate,
+    Read,
+    Release,
+    StepInfo,
+)
+from overlord.planning.images import Encodings
+from overlord.planning.spec import NewSource, RecentPlans
 from overlord.sample import Content, Ragged, Scattered
 from overlord.transforms.transform_process import TransformWorker
 

@@ -17,8 +17,7 @@ from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.partition import profiled
 from overlord.setup.prepared_job import PreparedJob
-from overlord.setup.removed_sources import removed_before
-from overlord.setup.state_json import describe_batches, state_to_json
+from overlord.setup.state_json import describe_batches, removed_before, state_to_json
 from overlord.sources.index import RemovedSource
 
 log = logging.getLogger("overlord")

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from overlord.client.client import Client
-from overlord.client.step_queue import StepQueue
+from overlord.client.client import Client, StepQueue
 from overlord.errors import ActorLost, OverlordError, StateMismatch
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.mesh import ClientPlaceTree
@@ -151,7 +150,7 @@ def _started(
         running.loop.ask(lambda: old.runtime.stop(), "the old runtime to stop")
         old.runtime.journal = UNWRITTEN
         runtime = _new_runtime(running, prepared, state, number)
-        running.events.observe(runtime)
+        running.observe(runtime)
         start = JournalStart(running.journal, anew=True)
         running.loop.ask(lambda: start.write(runtime, prepared), "the journal", JOURNAL_S)
         if running.remote_ranks is not None:

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from overlord.client.client import Client
-from overlord.client.step_queue import State, StepQueue
+from overlord.client.client import Client, State, StepQueue
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import StreamState
-from overlord.planning.events import EventLog
+from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
+from overlord.planning.spec import TokenLosses
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.serving.control_server import RemoteClient
 from overlord.serving.session_server import SessionServer
@@ -88,6 +88,7 @@ class RunningJob:
         self.started = time.monotonic()
         self.loop = EventLoop(prepared.given.name)
         self.events = UserEvents(self, reports_used=self.learns or not callable(mixture))
+        self._losses = TokenLosses()
         self.journal = start.journal
         self._close_once = CloseOnce()
         self.journal.start(self.loop.post)
@@ -96,7 +97,7 @@ class RunningJob:
         try:
             self._release_cluster = hold_cluster(kind, prepared.options.address)
             runtime = start_runtime(kind, prepared.with_floor(start.floor), state, self.loop)
-            self.events.observe(runtime)
+            self.observe(runtime)
             self.generation = Generation.of(0, prepared, runtime, runtime.planner.state(), "")
             start.write(runtime, prepared)
         except BaseException:
@@ -113,6 +114,20 @@ class RunningJob:
         if self.refresher is not None:
             self.refresher.start()
         self._stop_watching = self._watch_local_loaders()
+
+    def observe(self, runtime: Runtime) -> None:
+        """Record the events that a new runtime sends, and warn of lost tokens."""
+        self.events.observe(runtime)
+        runtime.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
+
+    def _warn_of_losses(self, after: StreamState) -> None:
+        """Warn once of each source that loses many tokens to ``on_long``.
+
+        A coordinator in another process sends the steps that are needed for this.
+        """
+        job = (self.adding or self.generation.prepared).job
+        for words in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
+            log.warning("%s", words)
 
     @property
     def job(self) -> Job:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.client.step_queue import StepQueue
+from overlord.client.client import StepQueue
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
@@ -18,12 +18,11 @@ from overlord.job.job import Job
 from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
-from overlord.planning.recent_plans import RecentPlans
-from overlord.planning.spec import NewSource
+from overlord.planning.spec import NewSource, RecentPlans
 from overlord.process.shutdown import Steps, run_all
 from overlord.ray.node_choice import cores_for_loading, problems, with_one_name
 from overlord.rpc.actors import HURRY_S, ActorSystem
-from overlord.scaling.memory_budget import parse_bytes, split
+from overlord.scaling.profile import parse_bytes, split
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
 from overlord.setup.prepared_job import PreparedJob

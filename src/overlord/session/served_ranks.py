@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from overlord.client.step_queue import LocalStepQueue, State, StepQueue
+from overlord.client.client import LocalStepQueue, State, StepQueue
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.messages.control import PlannedStep, StreamState
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue

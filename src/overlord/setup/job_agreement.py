@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from overlord.batch import Batch
 from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.job.job import Job
-from overlord.mesh import AXES
-from overlord.setup.fingerprint import STREAM_FIELDS, code_text, mixture_text, reading_text
+from overlord.mesh import AXES, Batch
+from overlord.setup.state_json import STREAM_FIELDS, code_text, mixture_text, reading_text
 from overlord.transforms.tokenize import Tokenize
 
 COMPARED = ("seed", *STREAM_FIELDS, "sync")

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from overlord.hashing import digest
 from overlord.loader.reader import SourceReader, Stages, core_s
-from overlord.messages.loader import Evaluate, Read
-from overlord.process.memory import pss_bytes
+from overlord.messages.data import Evaluate, Read
+from overlord.process.resources import pss_bytes
 from overlord.sample import Content
 from overlord.scaling.profile import SourceProfile
 from overlord.setup.prepared_job import ReaderSpec

@@ -14,8 +14,8 @@ from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.planning.schedule.base import learns
-from overlord.process import cgroup
-from overlord.scaling.memory_budget import parse_bytes
+from overlord.process import resources
+from overlord.scaling.profile import parse_bytes
 from overlord.scaling.scaler import Limits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
@@ -431,7 +431,7 @@ def port_range(text: object) -> range | None:
 
 def n_cores() -> int:
     """Return the number of cores of this machine, or of the cgroup that the job runs in."""
-    return cgroup.cores()
+    return resources.cores()
 
 
 def ring_bytes(options: Options) -> int:
@@ -439,7 +439,7 @@ def ring_bytes(options: Options) -> int:
 
     Segments are created as needed and reused, so it is not a reservation.
     """
-    return options.ring_bytes or cgroup.memory_bytes() // 4
+    return options.ring_bytes or resources.memory_bytes() // 4
 
 
 def n_workers(options: Options) -> int:

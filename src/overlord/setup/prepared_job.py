@@ -14,8 +14,8 @@ from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
 from overlord.job.job import Job, Source
 from overlord.loader.loader import Loader
-from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
+from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import AddSource, Cursor, LoaderStart, StreamState
 from overlord.planning.planner import Planner
@@ -24,9 +24,8 @@ from overlord.planning.schedule.base import learns
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
 from overlord.scaling.profile import JobProfile
-from overlord.setup.fingerprint import job_fingerprint, source_mark
 from overlord.setup.options import Options, n_workers
-from overlord.setup.state_json import state_from_json, state_to_json
+from overlord.setup.state_json import job_fingerprint, source_mark, state_from_json, state_to_json
 from overlord.sources.base import ReadOptions
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import (

@@ -26,8 +26,8 @@ from overlord.setup.measure import Bounds, fingerprint_of, machine, measure
 from overlord.setup.options import n_cores
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.timeouts import TIMEOUTS
-from overlord.sources.file_errors import is_disk
 from overlord.sources.index import default_cache_dir
+from overlord.sources.retry import is_disk
 from overlord.uris import OBJECT_STORES, SCHEME, scrub
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from overlord.sources import clean_tables as cols
+from overlord.sources import tables as cols
 from overlord.sources.arrow_partial_read import BROKEN, BatchLocation, Messages, checked
 from overlord.sources.base import (
     NO_ROWS,

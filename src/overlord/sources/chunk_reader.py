@@ -15,14 +15,21 @@ from threading import Lock
 from typing import Any
 
 from overlord.errors import SourceError, StorageError
-from overlord.sources import clean_tables as cols
-from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, StorageUnreachable
-from overlord.sources.file_errors import classify, give_up_error, is_disk
+from overlord.sources import tables as cols
+from overlord.sources.base import BadFile, File, Lru, RawSlice, ReadOptions, StorageUnreachable
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
-from overlord.sources.lru import Lru
 from overlord.sources.python_objects import Listed
-from overlord.sources.retry import CLOCK, Clock, StorageStats, deadline_s, retry_call
+from overlord.sources.retry import (
+    CLOCK,
+    Clock,
+    StorageStats,
+    classify_file_error,
+    deadline_s,
+    file_give_up_error,
+    is_disk,
+    retry_call,
+)
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
 
@@ -140,11 +147,11 @@ class ChunkReader:
                 return self._slice(chunk, t, file)
             return retry_call(
                 lambda: self._verified_slice(chunk, t, file),
-                classify,
+                classify_file_error,
                 path=file.path,
                 operation="read",
                 stats=self.stats,
-                give_up_error=give_up_error,
+                give_up_error=file_give_up_error,
             )
         except (OSError, ValueError) as error:  # ValueError includes BadFile and Arrow's errors
             raise self._error(file, error) from error

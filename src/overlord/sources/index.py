@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from overlord.errors import SourceError
+from overlord.errors import SourceError, StorageError
 from overlord.hashing import digest
 from overlord.sources.base import (
     BadFile,
@@ -33,14 +36,130 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.sources.file_errors import retry_briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
-from overlord.sources.parallel_map import At, ParallelMap, SerialMap
 from overlord.sources.python_objects import Factory, files_of, fingerprint_of
+from overlord.sources.retry import deadline_s, retry_briefly
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
 
 log = logging.getLogger("overlord")
+
+# ----------------------------------------------------------------------------
+# Parallel map for work at launch.
+#
+# Every wait has a deadline, and a hanging mount is reported by name. The threads are daemons. A
+# thread pool of the standard library joins its threads at exit, and a thread that hangs in a
+# mount never ends.
+
+T = TypeVar("T")
+R = TypeVar("R")
+# Called with a source, the path a thread starts to wait for, and the number of deadlines it may
+# take.
+At = Callable[[str, str, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    source: str
+    path: str
+    deadlines: int
+    since: float = field(default_factory=time.monotonic)
+
+
+class SerialMap:
+    """Map in the calling thread, for work that waits for nothing.
+
+    Starting threads would take longer.
+    """
+
+    def map(
+        self,
+        work: Callable[[T, At], R],
+        items: Sequence[T],
+        done: Callable[[R], None] = lambda _: None,
+    ) -> list[R]:
+        results = []
+        for item in items:
+            results.append(work(item, lambda *what: None))
+            done(results[-1])
+        return results
+
+
+class ParallelMap:
+    """Map that starts daemon threads for each call and abandons hanging ones."""
+
+    def __init__(self, workers: int, name: str):
+        self._workers, self._name = max(1, workers), name
+
+    def map(
+        self,
+        work: Callable[[T, At], R],
+        items: Sequence[T],
+        done: Callable[[R], None] = lambda _: None,
+    ) -> list[R]:
+        """Return the result of each item, in order.
+
+        ``done`` is called with each result as it arrives. Raises the error of an item, and
+        StorageError if an item waits longer than allowed.
+        """
+        todo, answers = (
+            queue.SimpleQueue[int](),
+            queue.SimpleQueue[tuple[int, Any, BaseException | None]](),
+        )
+        waits: dict[int, Wait] = {}  # by thread
+        for k in range(len(items)):
+            todo.put(k)
+
+        def run() -> None:
+            me = threading.get_ident()
+            while True:
+                try:
+                    k = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    answers.put(
+                        (k, work(items[k], lambda *what: waits.__setitem__(me, Wait(*what))), None)
+                    )
+                except BaseException as error:
+                    answers.put((k, None, error))
+                waits.pop(me, None)
+
+        for n in range(min(self._workers, len(items))):
+            threading.Thread(target=run, name=f"{self._name}-{n}", daemon=True).start()
+        results: dict[int, Any] = {}
+        warn_after = TIMEOUTS.warn_after_s
+        while len(results) < len(items):
+            try:
+                k, answer, error = answers.get(timeout=0.25)
+            except queue.Empty:
+                warn_after = self._check_waits(waits, warn_after)
+                continue
+            if error is not None:
+                raise error
+            results[k], warn_after = answer, TIMEOUTS.warn_after_s
+            done(answer)
+        return [results[k] for k in range(len(items))]
+
+    def _check_waits(self, waits: dict[int, Wait], warn_after: float) -> float:
+        """Warn about a slow wait, and raise StorageError for one that exceeds its limit."""
+        now, limit = time.monotonic(), deadline_s()
+        oldest = min(list(waits.values()), key=lambda wait: wait.since, default=None)
+        if oldest is None or (seconds := now - oldest.since) <= min(warn_after, limit):
+            return warn_after
+        if seconds > limit * oldest.deadlines + TIMEOUTS.slack_s:
+            raise StorageError(
+                oldest.source,
+                f"no answer for {seconds:.0f} s",
+                oldest.path,
+                "the disk or the mount hangs: check it",
+            )
+        if seconds > warn_after:
+            log.warning("source %r, %s: no answer for %.0f s", oldest.source, oldest.path, seconds)
+            return warn_after * 2
+        return warn_after
+
 
 Progress = Callable[[int, int], None]
 FILES_PER_TASK = 16

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from overlord.extras import pip_install
-from overlord.sources import clean_tables as cols
+from overlord.checks import pip_install
+from overlord.sources import tables as cols
 from overlord.sources.base import (
     NO_ROWS,
     BadFile,
@@ -136,7 +136,7 @@ def _slice(rows: Sequence[TextLine], options: ReadOptions, last: bool) -> RawSli
 
 def _decode(
     rows: Sequence[TextLine], columns: tuple[str, ...] | None
-) -> tuple[list[Any], cols.Bad]:
+) -> tuple[list[Any], cols.BadRows]:
     decode = _decoder(columns).decode
     values, bad = [], []
     for i, (offset, data, problem) in enumerate(rows):

@@ -19,10 +19,19 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from overlord.extras import pip_install
+from overlord.checks import pip_install
 from overlord.sources.base import File, StorageUnreachable
-from overlord.sources.retry import Failure, StorageStats, deadline_s, retry_call, seconds_of
-from overlord.sources.store_errors import WrongResponse, classify, classify_mid_run, give_up_error
+from overlord.sources.retry import (
+    Failure,
+    StorageStats,
+    WrongResponse,
+    classify_mid_run,
+    classify_store_error,
+    deadline_s,
+    retry_call,
+    seconds_of,
+    store_give_up_error,
+)
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import options_of, scrub
 
@@ -116,7 +125,7 @@ class RemoteStore:
         """Open an object for random access; ``ranges`` will be read, each front to back."""
         import pyarrow as pa
 
-        from overlord.sources.range_file import RangeFile
+        from overlord.sources.files import RangeFile
 
         client = self._client()
         return pa.PythonFile(
@@ -205,11 +214,11 @@ class RemoteStore:
         """
         result = retry_call(
             call,
-            classify_mid_run if mid_run else classify,
+            classify_mid_run if mid_run else classify_store_error,
             path=path,
             operation=operation,
             stats=self.stats,
-            give_up_error=give_up_error,
+            give_up_error=store_give_up_error,
         )
         self.stats.add_bytes(nbytes)
         return result
@@ -265,8 +274,8 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         return from_url(root, client_options=options, retry_config={"max_retries": 0}, **config)
     except Exception as error:
-        failure = classify(error)
-    raise give_up_error(root, "opened", [failure], 0.0)
+        failure = classify_store_error(error)
+    raise store_give_up_error(root, "opened", [failure], 0.0)
 
 
 def _check_endpoints(root: str) -> None:

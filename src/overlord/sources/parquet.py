@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from overlord.sources import clean_tables as cols
+from overlord.sources import tables as cols
 from overlord.sources.base import (
     BadFile,
     Chunks,
     File,
+    Lru,
     RawSlice,
     ReadOptions,
     check_refused,
@@ -38,9 +39,8 @@ from overlord.sources.base import (
     no_rows_chunk,
     short_read,
 )
-from overlord.sources.lru import Lru
+from overlord.sources.files import merged
 from overlord.sources.parquet_footer import BrokenFooter, ParquetLayout, parse
-from overlord.sources.range_file import merged
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from overlord.checks import describe_error
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sources import clean_tables as cols
+from overlord.sources import tables as cols
 from overlord.sources.base import (
     BadFile,
     Chunks,
@@ -19,7 +20,6 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.user_code import describe_error
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

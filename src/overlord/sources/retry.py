@@ -1,25 +1,35 @@
-"""Retries with back-off for transient storage errors of disks, mounts and object stores.
-
-Retries do not affect the stream: a successful read returns the indexed bytes, whenever it succeeds.
-"""
+"""Storage errors: which are transient, their remedies, and retries with back-off."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
+import re
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from overlord.errors import WouldBlock
-from overlord.sources.base import StorageUnreachable
+from overlord.sources.base import BadFile, File, StorageUnreachable
 from overlord.sources.timeouts import TIMEOUTS
+from overlord.uris import scrub
 
 log = logging.getLogger("overlord")
+
+# ----------------------------------------------------------------------------
+# Retries with back-off for transient storage errors of disks, mounts and object stores.
+#
+# Retries do not affect the stream: a successful read returns the indexed bytes, whenever it
+# succeeds.
 
 T = TypeVar("T")
 UNLIMITED = 10**9  # attempts: only the deadline ends them
@@ -258,3 +268,287 @@ def seconds_of(variable: str, otherwise: float) -> float:
 
 def _where(stats: StorageStats, path: str) -> str:
     return f"source {stats.source!r}, {path}" if stats.source else path
+
+
+# ----------------------------------------------------------------------------
+# Classify errors of files on disks and mounts as transient or permanent, with remedies.
+#
+# A failing disk reports an errno. Invalid data are reported by the formats, and no retry repairs
+# them.
+
+# Kinds of local file systems.
+DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}
+MOUNTS = Path("/proc/self/mountinfo")
+
+UNDER_RUN = (
+    "training data must not change under a run; put the file back with its time (cp -p, "
+    "rsync -a), or start a new run"
+)
+_RESTORE = "put it back, or start a new run without it"
+_PERMISSION = "let the user that runs the job read it"
+_DISK = "check the disk or the mount; no data is skipped for it: resume when it responds"
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_DENIED = (errno.EACCES, errno.EPERM)
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+@cache
+def is_disk(device: int) -> bool:
+    """Return whether a file system is local, so that it responds or fails.
+
+    A remote mount may hang for any time.
+    """
+    try:
+        return file_system_kind(device, MOUNTS.read_text(errors="replace")) in DISKS
+    except OSError:
+        return False
+
+
+def file_system_kind(device: int, mounts: str) -> str:
+    """Return the kind of a file system from the lines of mountinfo (proc(5)); "" if not listed."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
+    return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
+
+
+def check_same_file(file: File) -> os.stat_result:
+    """Raise unless the file is the indexed one.
+
+    Its inode does not count: a restored copy has another one.
+    """
+    try:
+        status = os.stat(file.path)
+    except ValueError as error:  # a name that no file can have
+        raise BadFile(f"expected a usable path, got {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        what = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise StorageUnreachable(
+            f"the file changed since the source was indexed: expected a file, got {what}",
+            UNDER_RUN,
+            "changed",
+        )
+    if status.st_size != file.size or not _same_time(file.mtime_ns, status.st_mtime_ns):
+        difference = (
+            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {status.st_size} "
+            f"bytes of {_time_text(status.st_mtime_ns)}"
+        )
+        raise StorageUnreachable(
+            f"the file changed since the source was indexed: {difference}", UNDER_RUN, "changed"
+        )
+    return status
+
+
+def _same_time(indexed_ns: int, found_ns: int) -> bool:
+    """Return whether times agree: copy tools may truncate them to microseconds or seconds."""
+    return any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))
+
+
+def _time_text(ns: int) -> str:
+    try:
+        when = datetime.fromtimestamp(ns // 10**9, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"time {ns}"
+    return f"{when:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d}".rstrip("0").rstrip(".")
+
+
+def classify_file_error(error: Exception) -> Failure | None:
+    """Classify an error of a running job, or return None if the data are at fault.
+
+    The file existed when it was indexed, so every error of the operating system may be transient.
+    """
+    if isinstance(error, StorageUnreachable):
+        return Failure(error.kind, error.problem, error.remedy)
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    text = os.strerror(error.errno)
+    if error.errno in _GONE:
+        return Failure("gone", f"the file is gone since the source was indexed ({text})", _RESTORE)
+    if error.errno in _DENIED:
+        return Failure("denied", f"the file is no longer readable ({text})", _PERMISSION)
+    return Failure(
+        errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK
+    )
+
+
+def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
+    """Call ``call`` with a few retries, for reads at launch.
+
+    A user is waiting, so a missing file is reported at once. An unstable mount gets a few attempts.
+    """
+    for pause in TIMEOUTS.launch_pauses_s:
+        try:
+            return call()
+        except OSError as error:
+            if isinstance(error, StorageUnreachable) and error.kind != "short read":
+                raise
+            if not isinstance(error, StorageUnreachable) and (
+                error.errno is None or error.errno in (*_GONE, *_DENIED)
+            ):
+                raise
+        clock.sleep(pause)
+    return call()
+
+
+def file_give_up_error(
+    path: str, operation: str, failures: Sequence[Failure], took_s: float
+) -> StorageUnreachable:
+    last = failures[-1]
+    return StorageUnreachable(
+        last.text + attempts_text(failures, took_s) + kinds_text(failures), last.remedy, last.kind
+    )
+
+
+# ----------------------------------------------------------------------------
+# Classification of errors of object stores: transient or permanent, and their remedies.
+
+_STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_KIND = re.compile(r"\bkind: (\w+)")
+_PASSING = {
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "InternalError",
+    "ServiceUnavailable",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+}
+_SHOWN = 300  # characters of a library's text
+
+_UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
+_KEYS = (
+    "check the keys and their permissions; they come from the environment (AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, ...)"
+)
+_RANGES = (
+    "something between here and the store does not serve ranges of objects; read from the "
+    "store itself"
+)
+
+
+class WrongResponse(Exception):
+    """A request succeeded, but the response does not hold the requested bytes."""
+
+    def __init__(self, kind: str, problem: str):
+        super().__init__(kind, problem)
+        self.kind, self.problem = kind, problem
+
+
+def classify_store_error(error: Exception) -> Failure:
+    """Classify an error of the library by its text, since it has few classes."""
+    if isinstance(error, WrongResponse):
+        return _wrong(error)
+    text, shown = str(error), _first_line(str(error))
+    status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
+    if isinstance(error, StorageUnreachable):
+        return Failure(error.kind, error.problem, error.remedy, 1)
+    if "non-partial response" in text:
+        return Failure(
+            "whole object", "expected a range, got the whole object", _RANGES, FEW_ATTEMPTS
+        )
+    if "UnexpectedRange" in text:
+        return Failure("other range", shown, _RANGES, FEW_ATTEMPTS)
+    if "BadScheme" in text:
+        return Failure(
+            "setup",
+            "the endpoint is plain http, which is not allowed",
+            "set AWS_ALLOW_HTTP=true to allow it",
+            1,
+        )
+    if "169.254.16" in text or "metadata.google" in text:
+        return Failure(
+            "denied",
+            "the environment has no keys, and this machine has no role that gives some",
+            _KEYS,
+            FEW_ATTEMPTS,
+        )
+    if status is not None:
+        return _by_status(
+            int(status[1]),
+            code,
+            f"{status[1]} {(status[2] or '').strip()}{f', {code}' if code else ''}",
+        )
+    if isinstance(error, FileNotFoundError):
+        return Failure("gone", shown, _UNDER_RUN, 1)
+    kinds = _KIND.findall(text)
+    if "Timeout" in kinds or "TimedOut" in text:
+        return Failure("timeout", "no byte received for too long")
+    if "IncompleteBody" in text or "UnexpectedEof" in kinds:
+        return Failure("short body", "the response ended early")
+    if {"Interrupted", "Connect"} & set(kinds):
+        return Failure("connection", shown)
+    return Failure(type(error).__name__, shown, tries=FEW_ATTEMPTS)
+
+
+def classify_mid_run(error: Exception) -> Failure:
+    """Classify an error of a running job.
+
+    The object existed when it was indexed, so it may come back. Keys may be renewed.
+    """
+    failure = classify_store_error(error)
+    return (
+        replace(failure, tries=UNLIMITED)
+        if failure.kind in ("gone", "changed", "denied")
+        else failure
+    )
+
+
+def _by_status(status: int, code: str, shown: str) -> Failure:
+    if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
+        return Failure(str(status), shown)
+    if status == 404:
+        return Failure(
+            "gone",
+            shown,
+            "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN,
+            1,
+        )
+    if status in (412, 416):  # no read goes past the end in the index
+        return Failure("changed", shown, _UNDER_RUN, 1)
+    if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
+        return Failure("denied", shown, _KEYS, 1)
+    if 300 <= status < 400:
+        return Failure(
+            "setup",
+            shown,
+            "the bucket lies in another region: set AWS_REGION, or ?region= in the URI",
+            1,
+        )
+    return Failure(
+        str(status), shown, "the store refuses the request; check endpoint, bucket and region", 1
+    )
+
+
+def _wrong(error: WrongResponse) -> Failure:
+    if error.kind == "changed":
+        return Failure("changed", error.problem, _UNDER_RUN, 1)
+    if error.kind == "other range":
+        return Failure(error.kind, error.problem, _RANGES, FEW_ATTEMPTS)
+    return Failure(error.kind, error.problem)
+
+
+def store_give_up_error(
+    path: str, operation: str, failures: Sequence[Failure], took_s: float
+) -> StorageUnreachable:
+    """Return the error after the last attempt: operation, attempts, duration, causes and remedy."""
+    last, tried = failures[-1], attempts_text(failures, took_s)
+    if last.kind == "gone":
+        return StorageUnreachable(
+            f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
+        )
+    if last.kind == "changed":
+        return StorageUnreachable(
+            f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
+        )
+    return StorageUnreachable(
+        f"could not be {operation}{tried}: {last.text}" + kinds_text(failures),
+        last.remedy,
+        last.kind,
+    )
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of the library's text, without its dump of the request."""
+    line = " ".join(text.split("\nDebug source", 1)[0].split())
+    return scrub(line)[:_SHOWN]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.sources import clean_tables as cols
+from overlord.sources import tables as cols
 from overlord.sources.base import (
     NO_ROWS,
     Chunks,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from overlord.extras import pip_install
+from overlord.checks import pip_install
 
 _HOME = {
     "tensors": "overlord.torch.tensor_step",

@@ -22,24 +22,22 @@ from typing import Any, cast
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import Client
+from overlord.client.client import Client, State, Step, StepQueue
 from overlord.client.connect import SessionConnection
-from overlord.client.step import Step
-from overlord.client.step_queue import State, StepQueue
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import for_view
+from overlord.constructor.pack import BatchArrays
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
-from overlord.messages.client import StepInfo
 from overlord.messages.control import EncodedState
-from overlord.plan.rank_view import View
+from overlord.messages.data import StepInfo
+from overlord.plan.plan import View
 from overlord.serving.step_publisher import MOVED
 from overlord.torch.broadcast_frames import FrameBroadcast, portable_error
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service
-from overlord.transport.state_codec import encode_state
+from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from overlord.client.caller_check import Ahead, nothing_ahead, refuse_sharing, taken_ahead
-from overlord.client.step import check_count
+from overlord.client.client import check_count
 from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
 from overlord.job.job import Job

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overlord.client.client import Client
+from overlord.client.client import Client, State
 from overlord.client.connect import SessionConnection, connect
 from overlord.client.control_client import ControlClient
-from overlord.client.step_queue import State
 from overlord.errors import DataStall
 from overlord.job.job import Job
 from overlord.messages.control import EncodedState
-from overlord.plan.rank_view import view_of
+from overlord.plan.plan import view_of
 from overlord.session.launch import launch
 from overlord.session.rendezvous import (
     HEARD_S,

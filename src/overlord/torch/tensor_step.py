@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from overlord.client.step import Microbatch, Piece, Step
+from overlord.client.client import Microbatch, Piece, Step
 from overlord.messages.control import EncodedState
 from overlord.torch.microbatch_info import MicrobatchInfo
 

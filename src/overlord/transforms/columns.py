@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from overlord.sample import Column, Ragged, join_rows, take_rows
-from overlord.sources.arrow_numpy import arrow_of, numpy_of
-from overlord.sources.mixed_columns import column_of, groups, is_mixed
+from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 
 EXACT = (
     2**53

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import pip_install
 from overlord.errors import TransformError
-from overlord.extras import pip_install
 from overlord.transforms.image_header import BadImage, ImageHeader, ImageLimits, header
 from overlord.transforms.image_items import Prefix
 

@@ -16,12 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from overlord.checks import pip_install
 from overlord.errors import TransformError
-from overlord.extras import pip_install
 from overlord.sample import Column, Items, Ragged
-from overlord.sources.arrow_numpy import numpy_of
-from overlord.sources.mixed_columns import groups, is_mixed
-from overlord.transforms.base import Block, Transform
+from overlord.sources.tables import groups, is_mixed, numpy_of
+from overlord.transforms.base import Block, RowFrame, Transform
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -35,7 +34,6 @@ from overlord.transforms.columns import (
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
-from overlord.transforms.row_functions import RowFrame
 
 log = logging.getLogger("overlord")
 

@@ -22,7 +22,7 @@ from overlord.transforms.image_items import DTYPES, MAX_TOKENS, Prefix
 AT = ("start", "marker", "end")
 PLACES = ("auto", "loader", "constructor")
 ANIMATED = ("first", "quarantine")
-META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images/items.py
+META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images.py
 # Of CLIP, as most encoders use.
 MEAN, STD = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 RANDOM_NUMBERS = 5  # random numbers per image: two sides, two places, mirrored or not

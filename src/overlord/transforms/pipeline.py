@@ -21,18 +21,26 @@ import pyarrow as pa
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
-from overlord.sources.arrow_numpy import arrow_of
-from overlord.sources.mixed_columns import is_mixed
+from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
     Filter,
     Map,
     Meta,
+    RowFrame,
     RowIds,
     Select,
     StagedRows,
     Tokens,
     Transform,
+    columns_per_row,
+    error_text,
+    join_rows,
+    meta_per_row,
+    meta_values,
+    run_each,
+    run_whole,
+    value_per_row,
 )
 from overlord.transforms.columns import (
     HIDDEN,
@@ -68,15 +76,15 @@ from overlord.transforms.image_rows import (
 )
 from overlord.transforms.images import META, Images
 from overlord.transforms.long_documents import lost_tokens, split_rows, too_long
-from overlord.transforms.loss_columns import check_map, refused_columns
-from overlord.transforms.required_columns import IDS, NO_IDS, describes, raw_columns, used_columns
-from overlord.transforms.result_checks import (
-    columns_per_row,
-    meta_per_row,
-    meta_values,
-    value_per_row,
+from overlord.transforms.requirements import (
+    IDS,
+    NO_IDS,
+    check_map,
+    describes,
+    raw_columns,
+    refused_columns,
+    used_columns,
 )
-from overlord.transforms.row_functions import RowFrame, error_text, join_rows, run_each, run_whole
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
 
 

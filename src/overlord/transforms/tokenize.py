@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from overlord.checks import pip_install
 from overlord.errors import TransformError
-from overlord.extras import pip_install
 from overlord.hashing import digest
-from overlord.process.malloc import trim_heap
+from overlord.process.resources import trim_heap
 from overlord.sample import Ragged
 from overlord.transforms.base import column_problems, flag_problems, refuse
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from overlord.checks import where_raised
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process import forkserver
 from overlord.process.forkserver import UNGUARDED, describe_exit
@@ -30,7 +31,6 @@ from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.timeouts import TIMEOUTS
-from overlord.user_code import where_raised
 
 
 class Call(msgspec.Struct, frozen=True):

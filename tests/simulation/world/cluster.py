@@ -11,7 +11,7 @@ from overlord.errors import JournalError, OverlordError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
-from overlord.transport.state_codec import decode_state
+from overlord.transport.codec import decode_state
 from tests.simulation.world.control import Births
 from tests.simulation.world.disk import SimDisk
 from tests.simulation.world.history import History

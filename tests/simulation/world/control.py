@@ -12,8 +12,15 @@ from typing import Any
 
 from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, JobError
-from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, ActorHandle, ActorRecord, OnDeath, Somewhere
-from overlord.rpc.server import NO_REPLY
+from overlord.rpc.actors import (
+    NO_REPLY,
+    SHUT_DOWN,
+    SHUTDOWN_S,
+    ActorHandle,
+    ActorRecord,
+    OnDeath,
+    Somewhere,
+)
 from tests.simulation.world.net import Net, Wire
 from tests.simulation.world.virtual import SimMachine
 from tests.simulation.world.world import Process, World

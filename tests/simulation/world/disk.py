@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from overlord.errors import JournalError
-from overlord.journal.append_thread import AppendThread, _Order
 from overlord.journal.log import JournalLog
 from overlord.journal.record import Record
 from overlord.journal.storage import NameTaken, refusal
+from overlord.journal.write_ahead import AppendThread, _Order
 from tests.simulation.world.world import Killed, Process
 
 WRITE_S = 0.002  # median

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from overlord.client.step import Step
+    from overlord.client.client import Step
 
 
 class Sample(NamedTuple):

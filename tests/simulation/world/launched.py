@@ -35,8 +35,8 @@ from overlord.messages.control import (
     Skip,
     StreamState,
 )
-from overlord.messages.reports import checked
-from overlord.planning.events import EventLog
+from overlord.messages.data import checked
+from overlord.planning.mixture import EventLog
 from overlord.rpc.actors import ActorHandle
 from overlord.setup.prepared_job import PreparedJob
 from tests.internals import resume_by_journal
@@ -320,7 +320,7 @@ class Launched:
     def report(self, rank: int, step: int) -> None:
         report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
-        self.log.expect(report)  # trainers keep the promise of ``planning/feedback.py``
+        self.log.expect(report)  # trainers keep the promise of ``planning/mixture.py``
         if self.cluster.disk is not None:
             self._send(lambda host: self._take(host, report))
         elif self.host is not None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from overlord.loader.reader import SourceReader, _Window
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.loader import BlockReady, Evaluate, Read
+from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import Strategy, resolve
 from overlord.sample import Buffer, Content, take_rows

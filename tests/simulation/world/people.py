@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_actor import CoordinatorActor
 from overlord.cluster.coordinator_config import CoordinatorConfig
-from overlord.cluster.event_outbox import EventOutbox
 from overlord.cluster.launcher import PLANNER, Launcher
 from overlord.cluster.worker import EventQueue
-from overlord.concurrency.event_loop import EventLoop
-from overlord.concurrency.thread_queue import ThreadQueue
+from overlord.concurrency.event_loop import EventLoop, ThreadQueue
 from overlord.errors import DataStall, JournalError
 from overlord.messages.control import SessionEvent, SetMixture, Skip, StreamState
 from overlord.rpc.actors import ActorHandle
 from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
-from overlord.session.events import EventTarget, UserEvents
+from overlord.session.events import EventOutbox, EventTarget, UserEvents
 from overlord.session.generation import Generation
 from tests.simulation.world.control import SimControl
 from tests.simulation.world.scenario import Saying

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.batch import Batch
 from overlord.job.job import Job, Source
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import SetMixture, Skip
 from overlord.planning.schedule.odm import odm
 from overlord.planning.schedule.schedules import staged

@@ -16,7 +16,7 @@ from overlord.cluster import loader_worker
 from overlord.dryrun.virtual_run import simulate
 from overlord.journal import log
 from overlord.journal.storage import whoami
-from overlord.process.memory import pss_bytes
+from overlord.process.resources import pss_bytes
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen

@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from overlord.errors import JobError
-from overlord.process import cgroup
+from overlord.process import resources
 from tests.simulation.world.faults import LEAST
 from tests.simulation.world.seed_run import run_seed
 from tests.simulation.world.world import Killed
@@ -222,7 +222,7 @@ def soak(
     """Run seeds, past failures first, and say how it goes; seeds that fail are appended to
     ``past``. What ``keep`` has is not run again.
     """
-    known, n = past_failures(past), cgroup.cores() if processes is None else processes
+    known, n = past_failures(past), resources.cores() if processes is None else processes
     tally = read_kept(keep, seeds[0]) if keep is not None and len(seeds) else Tally()
     for outcome in outcomes(
         [] if tally.seeds else known, n

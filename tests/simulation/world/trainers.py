@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from overlord.client.client import Step
 from overlord.client.remote_queue import CHECK_AFTER_S, RemoteStepQueue
-from overlord.client.step import Step
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.messages.client import StepInfo
 from overlord.messages.control import EncodedState, StreamState
+from overlord.messages.data import StepInfo
 from tests.internals import connection_of
 from tests.simulation.world.history import History, Seen
 from tests.simulation.world.net import SimLink

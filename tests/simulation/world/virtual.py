@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from overlord.concurrency.command_loop import Done, Executor
-from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.event_loop import Done, EventLoop, Executor
 from overlord.concurrency.platform import Platform
 from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import cannot_take
 from overlord.errors import PlanError
 from overlord.planning.balance import binpack
 from overlord.planning.balance.binpack import NOWHERE
-from overlord.user_code import cannot_take
 
 BalanceFn = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 

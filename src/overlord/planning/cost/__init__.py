@@ -11,27 +11,29 @@ parameters change, and a ``unit`` of ``"s"`` if it returns seconds.
 
 from __future__ import annotations
 
-from overlord.planning.cost.base import (
+from overlord.planning.cost.fit import Fitted, fit
+from overlord.planning.cost.models import (
     Cost,
     CostFn,
     LengthCost,
     Scaled,
     Sum,
-    fingerprint_of,
-    unit_of,
-)
-from overlord.planning.cost.fit import Fitted, fit
-from overlord.planning.cost.models import (
     Transformer,
+    checked_costs,
+    fingerprint_of,
     llama_12b,
     mixtral_8x7b,
+    named,
+    quadratic,
+    register_cost,
     tmoe_25b,
+    tokens,
     transformer,
+    unit_of,
     vit,
     vit_1b,
     vit_2b,
 )
-from overlord.planning.cost.registry import checked_costs, named, quadratic, register_cost, tokens
 
 __all__ = [
     "Cost",

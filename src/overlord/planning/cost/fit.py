@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.planning.cost.base import Cost, over_lengths
+from overlord.planning.cost.models import Cost, over_lengths
 
 TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
 LEAST = 4  # one more than the number of coefficients

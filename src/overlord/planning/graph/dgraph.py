@@ -29,16 +29,18 @@ from overlord.planning.balance.balance import (
     place,
 )
 from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
-from overlord.planning.graph.assignment import assignment_of, check_memory, check_module
-from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
-from overlord.planning.images.items import (
-    Placeholders,
-    Samples,
-    follow,
-    nodes,
-    of_sources,
-    placeholders,
+from overlord.planning.graph.lineage import (
+    Binding,
+    Bound,
+    Edge,
+    assignment_of,
+    check_memory,
+    check_module,
+    edges_of,
+    read_only,
+    unbound,
 )
+from overlord.planning.images import Placeholders, Samples, follow, nodes, of_sources, placeholders
 from overlord.planning.manual_draw import draw_by_hand
 from overlord.planning.schedule import Schedule, Weights
 from overlord.planning.selection import Prefer, choose, fitting, preferred

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from overlord.client.step import Microbatch
+from overlord.client.client import Microbatch
 from overlord.errors import JobError
 from overlord.torch.microbatch_info import IGNORE, SHIFTED, UNSHIFTED, MicrobatchInfo
 from overlord.torch.tensor_step import TensorMicrobatch, as_tensor

@@ -1,21 +1,179 @@
-"""Retain announcements of a loader, to repeat them from any unacknowledged place. Pure.
-
-After a rollback in memory a loader must announce exactly what a loader opened at the same cursor
-would announce. They are the window of the cursor without samples before it, but with all rows that
-filters dropped in it, and everything after it.
-"""
+"""The samples of a loader in stream order: their order, their buffer, and their replay. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from overlord.loader.order import SourceOrder
+from overlord.hashing import key64, keyed_hash
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, SampleBlock
-from overlord.sample import cut_rows
+from overlord.messages.data import Announce, SampleBlock
+from overlord.sample import Content, cut_rows
+
+# ----------------------------------------------------------------------------
+# The order of the chunks and rows of a source, as pure functions.
+#
+# ``docs/stream.md``, "One source", specifies it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOrder:
+    """All parameters of the order of one source's rows before filters."""
+
+    name: str
+    n_chunks: int
+    seed: int
+    shuffle: bool
+    shuffle_chunks: int
+    # Read once per group, and a source of many chunks has many groups. Two epochs are cached, since
+    # loaders may be in different ones.
+    _orders: dict[int, np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def group_size(self) -> int:
+        return self.shuffle_chunks if self.shuffle else 1
+
+    @property
+    def n_groups(self) -> int:
+        return -(-self.n_chunks // self.group_size)
+
+    def chunk_order(self, epoch: int) -> np.ndarray:
+        """Return the chunks of an epoch, in the order in which they are opened."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._orders[epoch] = self._chunk_order(epoch)
+            if len(self._orders) > 2:
+                del self._orders[next(iter(self._orders))]
+        return order
+
+    def _chunk_order(self, epoch: int) -> np.ndarray:
+        chunks = np.arange(self.n_chunks)
+        if not self.shuffle:
+            return chunks
+        return np.argsort(
+            keyed_hash(key64("chunks", self.seed, self.name, epoch), chunks), kind="stable"
+        )
+
+    def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
+        """Return the chunks of a group that one loader reads: every ``loaders``-th chunk."""
+        places = np.arange(
+            group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
+        )
+        return tuple(self.chunk_order(epoch)[places[places % loaders == loader]].tolist())
+
+    def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Return the sort keys of rows within their window; ties are broken by file and row."""
+        if not self.shuffle:
+            return row.astype(np.uint64)
+        return keyed_hash(key64("rows", self.seed, self.name, epoch), file, row)
+
+    def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, group) from a position to the end of the last epoch."""
+        while epochs is None or epoch < epochs:
+            for g in range(group, self.n_groups):
+                yield epoch, g
+            epoch, group = epoch + 1, 0
+
+
+# ----------------------------------------------------------------------------
+# The samples a loader holds, in stream order.
+#
+# Popping returns views from the front; popped samples can be retained.
+
+
+class SampleBuffer:
+    """Blocks of samples: plans pop the front, the reader appends.
+
+    With ``keeps``, popped rows are retained before the front until they are released, so that a
+    rollback can restore them.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._kept: deque[Content] = deque()  # popped rows, oldest first
+        self._blocks: deque[Content] = deque()
+        self._taken = 0  # rows already popped from the first block
+        self.rows = 0
+        self.nbytes = 0
+        self.kept_rows = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of retained rows.
+
+        They are computed on demand: workers of many sources pop a few rows of each all the time,
+        and are rarely queried.
+        """
+        return sum(piece.nbytes for piece in self._kept)
+
+    def put(self, block: Content) -> None:
+        if len(block):
+            self._blocks.append(block)
+            self.rows += len(block)
+            self.nbytes += block.nbytes
+
+    def pop(self, n: int) -> list[Content]:
+        """Pop the next n rows, one piece per block; nothing is copied."""
+        assert n <= self.rows, f"expected {n} samples to pop, got {self.rows}"
+        pieces = []
+        self.rows -= n
+        self.kept_rows += n if self._keeps else 0
+        while n > 0:
+            block = self._blocks[0]
+            take = min(n, len(block) - self._taken)
+            pieces.append(block.slice(self._taken, self._taken + take))
+            self._taken += take
+            n -= take
+            if self._taken == len(block):
+                self._blocks.popleft()
+                self._taken = 0
+                self.nbytes -= block.nbytes
+        if self._keeps:
+            self._kept.extend(pieces)
+        return pieces
+
+    def release(self, n: int) -> None:
+        """Release the oldest n retained rows."""
+        assert n <= self.kept_rows, f"expected to release {n} rows, got {self.kept_rows} retained"
+        self.kept_rows -= n
+        while n > 0:
+            piece = self._kept.popleft()
+            if len(piece) > n:
+                self._kept.appendleft(piece.slice(n, len(piece)))
+            n -= len(piece)
+
+    def restore(self, n: int) -> None:
+        """Restore the last n popped rows at the front."""
+        assert n <= self.kept_rows, f"expected to restore {n} rows, got {self.kept_rows} retained"
+        if n and self._taken:  # the rest of the first block becomes a separate block
+            block = self._blocks.popleft()
+            self._blocks.appendleft(block.slice(self._taken, len(block)))
+            self.nbytes -= block.nbytes - self._blocks[0].nbytes
+            self._taken = 0
+        self.kept_rows -= n
+        self.rows += n
+        while n > 0:
+            piece = self._kept.pop()
+            first = max(0, len(piece) - n)
+            restored = piece.slice(first, len(piece))
+            if first:
+                self._kept.append(piece.slice(0, first))
+            self._blocks.appendleft(restored)
+            self.nbytes += restored.nbytes
+            n -= len(restored)
+
+
+# ----------------------------------------------------------------------------
+# Retain announcements of a loader, to repeat them from any unacknowledged place. Pure.
+#
+# After a rollback in memory a loader must announce exactly what a loader opened at the same
+# cursor would announce. They are the window of the cursor without samples before it, but with all
+# rows that filters dropped in it, and everything after it.
 
 # Retained announcements without a sample. A loader whose rows are all dropped by a filter never has
 # one acknowledged, and would retain them forever. A rollback further back reads the files again.

@@ -1,0 +1,518 @@
+"""One step: its look-ahead candidates, the buffer of a strategy, and its checked plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.mesh import BUCKET_AXES, Mesh
+from overlord.messages.control import StreamState
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
+from overlord.planning.images import check_images
+from overlord.planning.mixture import present
+from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
+from overlord.planning.spec import Ledger, PlannerSpec
+from overlord.planning.stream import SourceStream, StreamPiece, step_meta
+from overlord.sample import Buffer, Ragged, take_rows
+
+# ----------------------------------------------------------------------------
+# Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
+
+# (source, run of its samples), source by source, in stream order
+Pieces = Sequence[tuple[int, StreamPiece]]
+
+
+class Joined:
+    """Stream pieces as columns, one row per sample."""
+
+    def __init__(self, pieces: Pieces):
+        self.parts = [p for _, p in pieces]
+        self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
+        self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
+        # epoch, group, window of each piece
+        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)
+        ids = np.concatenate(
+            [p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)]
+        )
+        self.file, self.row, self.part = np.ascontiguousarray(ids.T)
+
+    def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
+        """Return the cursors after all samples: a source's last piece ends at its cursor."""
+        last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
+        source, end, moved = self.where[last], end[last], cursors.copy()
+        moved[source, :3] = self.at[last]
+        moved[source, 3:] = np.stack([self.file[end], self.row[end], self.part[end]], axis=1)
+        return moved
+
+    def holders(self, first_loader: np.ndarray) -> np.ndarray:
+        """Return the loader of every sample; those of source i start at ``first_loader[i]``."""
+        first = np.repeat(first_loader[self.where], self.sizes)
+        # one loader per source
+        if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:
+            return first
+        shares = zip(self.sizes, self.parts, strict=True)
+        return first + np.concatenate(
+            [
+                np.full(n, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop]
+                for n, p in shares
+            ]
+        )
+
+
+class StepContext(NamedTuple):
+    """The job, the state before a step, and the weights of the step."""
+
+    spec: PlannerSpec
+    state: StreamState
+    weights: Sequence[float]
+
+
+def gather(
+    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
+) -> Buffer:
+    """Return the samples of the pieces in the given order.
+
+    The arrays are read-only: the plan is compared with them.
+    """
+    spec, state, weights = context
+    names = present(spec.names, state.events, state.step)
+    meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
+    own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)
+    had = {name for p in pieces.parts for name in p.found.meta} if own else ()
+    buffer = Buffer(
+        names=names,
+        source=np.repeat(pieces.where, pieces.sizes)[order].astype(np.int32),
+        epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32),
+        file=pieces.file[order].astype(np.int32),
+        row=pieces.row[order].astype(np.int64),
+        part=pieces.part[order].astype(np.int32),
+        meta=meta,
+        batch=spec.batch,
+        step=state.step,
+        drawn=True,
+        substep=substep,
+        weights=dict(zip(names, weights, strict=False)),
+        absent=tuple(n for n in own if n not in had),
+        sync=spec.sync,
+    )
+    arrays = [
+        array
+        for c in meta.values()
+        for array in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))
+    ]
+    for array in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *arrays):
+        array.flags.writeable = False
+    return buffer
+
+
+def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
+    if not isinstance(plan, LoadingPlan):
+        raise PlanError(
+            f"strategy: expected a LoadingPlan, got {type(plan).__name__}",
+            buffer.step,
+            "end it with .plan()",
+        )
+    if "backbone" in plan.modules:
+        axis = plan.main.axis
+        if axis not in BUCKET_AXES:
+            raise PlanError(
+                f"expected buckets along one of {', '.join(BUCKET_AXES)}, got {axis!r}",
+                buffer.step,
+                'call .distribute("DP")',
+            )
+        # more buckets would never be delivered
+        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
+            problem = (
+                f"expected {wanted} buckets along {axis} of {place}, got {plan.main.n_buckets}"
+            )
+            raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
+    if plan.place is not None and plan.place != place:  # the fetchers would be wrong
+        raise PlanError(
+            f"expected a plan for {place}, got one for {plan.place}",
+            buffer.step,
+            "use the place the strategy is given",
+        )
+
+
+def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
+    same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
+    columns = (
+        (getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part")
+    )
+    if not same or not all(
+        a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))
+    ):
+        raise PlanError(
+            "the strategy changed the drawn samples",
+            buffer.step,
+            "a strategy places samples; it neither adds, drops nor reorders them",
+        )
+
+
+# ----------------------------------------------------------------------------
+# Samples that the planner has pulled from the streams and not drawn yet.
+#
+# Look-ahead has passed them over, or a step has left them for a later one.
+#
+# Streams are read front to back whatever a strategy chooses, so loaders and merging do not depend
+# on this module. A step *pulls* prefixes of the streams and *takes* some of the samples. The rest
+# stays here with an age. A state keeps the cursor before the first sample left. It also keeps one
+# age for every sample after the cursor up to the last one pulled; -1 marks a sample that was
+# taken. Restoring the state pulls these samples again.
+
+TAKEN = -1
+PENDING = -1  # number of a payload row that no step has popped yet
+
+
+@dataclass(slots=True, eq=False)
+class _PulledSamples:
+    """The samples of one source from the first one left to the last one pulled."""
+
+    pieces: list[StreamPiece] = field(default_factory=list)
+    age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    # payload row of each sample, as the last planned step left it
+    number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def open(self) -> int:
+        return int((self.age != TAKEN).sum())
+
+
+class LookAheadPool:
+    """The pulled samples of all sources, and the numbers of the payload rows held for them."""
+
+    def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
+        """Start empty.
+
+        ``ages``: of samples that a saved state had pulled; ``restore`` pulls them again.
+        """
+        self._records = [_PulledSamples() for _ in range(n_sources)]
+        self._open = [0] * n_sources
+        self._replay = {i: a for i, a in enumerate(ages) if len(a)}
+        self.held = 0  # payload rows held since the last planned step
+
+    def grow(self) -> None:
+        """Add an entry for one more source."""
+        self._records.append(_PulledSamples())
+        self._open.append(0)
+
+    def open(self, i: int) -> int:
+        """Return the number of samples of a source that can be drawn from the pool."""
+        return self._open[i]
+
+    def fronts(self, streams: Sequence[SourceStream]) -> list[ExtendedFront]:
+        """Return the fronts of the streams with the samples of the pool before them."""
+        return [ExtendedFront(s, self._open[i]) for i, s in enumerate(streams)]
+
+    def restore(
+        self, streams: Sequence[SourceStream], first_loader: np.ndarray, ledger: Ledger
+    ) -> dict[int, int]:
+        """Pull the samples again that a saved state or a restarted source had pulled.
+
+        Return source -> samples its stream must have first; empty: done.
+        """
+        if need := _short(streams, {i: len(ages) for i, ages in self._replay.items()}):
+            return need
+        for i, ages in self._replay.items():
+            # the failures among these samples are listed already
+            pieces, _ = streams[i].take(min(len(ages), streams[i].ready))
+            self._pull(i, pieces, first_loader, ages)
+            ledger.counted_before(i, streams[i].passed)
+        self._replay = {}
+        return {}
+
+    def pull(
+        self,
+        counts: Sequence[int],
+        streams: Sequence[SourceStream],
+        first_loader: np.ndarray,
+        ledger: Ledger,
+    ) -> dict[int, int]:
+        """Hold ``counts[i]`` samples of each source, pulled from the streams.
+
+        Return source -> samples its stream must have first; empty: done.
+        """
+        more = {i: n - self._open[i] for i, n in enumerate(counts) if n > self._open[i]}
+        if need := _short(streams, more):
+            return need
+        for i, n in more.items():
+            pieces, bad = streams[i].take(min(n, streams[i].ready))
+            ledger.list_bad(i, bad)
+            self._pull(i, pieces, first_loader)
+        return {}
+
+    def _pull(
+        self,
+        i: int,
+        pieces: Sequence[StreamPiece],
+        first_loader: np.ndarray,
+        age: np.ndarray | None = None,
+    ) -> None:
+        """Append samples from the front of a stream; with ``age`` some of them were taken."""
+        loader = Joined([(i, p) for p in pieces]).holders(first_loader)
+        record, n = self._records[i], len(loader)
+        record.pieces += pieces
+        record.age = np.concatenate(
+            [record.age, np.zeros(n, np.int32) if age is None else age[:n].astype(np.int32)]
+        )
+        record.number = np.concatenate([record.number, np.full(n, PENDING, np.int64)])
+        record.loader = np.concatenate([record.loader, loader])
+        self._open[i] = record.open()
+
+    def restart(self, i: int) -> bool:
+        """Release the samples of a source that is read again; ``restore`` pulls them again.
+
+        Return whether loaders held payload of them.
+        """
+        ages, held = self._release(i)
+        if len(ages):
+            self._replay[i] = ages
+        return held > 0
+
+    def drop(self, i: int) -> bool:
+        """Release the samples of a source for good. Return whether loaders held payload of them."""
+        self._replay.pop(i, None)
+        return self._release(i)[1] > 0
+
+    def _release(self, i: int) -> tuple[np.ndarray, int]:
+        """Remove a source's samples; return their ages, and the number of held payload rows."""
+        record = self._records[i]
+        held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
+        for other in self._records if len(held) else ():
+            # the held rows of a source have consecutive numbers
+            other.number[other.number > held[-1]] -= len(held)
+        self.held -= len(held)
+        self._records[i], self._open[i] = _PulledSamples(), 0
+        return record.age, len(held)
+
+    def number(self, n_loaders: int) -> np.ndarray:
+        """Number the rows pulled since the last planned step, and return the pops by loader.
+
+        Numbers follow those of the held rows, loader by loader.
+        """
+        pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
+        loader = (
+            np.concatenate([r.loader[rows] for r, rows in pending])
+            if pending
+            else np.zeros(0, np.int64)
+        )
+        number = np.empty(len(loader), np.int64)
+        number[np.argsort(loader, kind="stable")] = self.held + np.arange(len(loader))
+        for (record, rows), mine in zip(
+            pending,
+            np.split(number, np.cumsum([len(rows) for _, rows in pending])[:-1]),
+            strict=True,
+        ):
+            record.number[rows] = mine
+        return np.bincount(loader, minlength=n_loaders)
+
+    def candidates(self, counts: Sequence[int]) -> Candidates:
+        """Return the first ``counts[i]`` samples that each source has in the pool."""
+        sources = [i for i, n in enumerate(counts) if n]
+        records = [self._records[i] for i in sources]
+        age = np.concatenate([r.age for r in records])
+        first = np.cumsum([0, *(len(r.age) for r in records)])
+        kept = []
+        for i, r, start in zip(sources, records, first, strict=False):
+            kept.append(start + np.flatnonzero(r.age != TAKEN)[: counts[i]])
+        rows = np.concatenate(kept)
+        return Candidates(
+            sources=tuple(sources),
+            pieces=tuple((i, p) for i, r in zip(sources, records, strict=True) for p in r.pieces),
+            rows=rows,
+            age=age[rows],
+            number=np.concatenate([r.number for r in records])[rows],
+            first=first,
+        )
+
+    def settle(
+        self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
+    ) -> np.ndarray:
+        """Close a step: age the candidates that were left, and move the cursors.
+
+        ``taken[j]``: whether candidate j was drawn. Candidates before the last drawn one become a
+        step older; with ``left`` all others do. Return the payload rows that stay held, in order.
+        """
+        for k, i in enumerate(candidates.sources):
+            record = self._records[i]
+            mine = (candidates.rows >= candidates.first[k]) & (
+                candidates.rows < candidates.first[k + 1]
+            )
+            rows = candidates.rows[mine] - candidates.first[k]
+            last = np.flatnonzero(taken[mine])[-1:]  # later ones only wait
+            record.age[rows if left else rows[: int(last[0]) if len(last) else 0]] += 1
+            record.age[rows[taken[mine]]] = TAKEN
+            self._trim(i, cursors)
+            self._open[i] = record.open()
+        kept = np.concatenate([r.number[r.age != TAKEN] for r in self._records])
+        at = 0
+        for r in self._records:
+            mine = np.flatnonzero(r.age != TAKEN)
+            r.number[mine] = np.arange(at, at + len(mine))
+            at += len(mine)
+        self.held = at
+        return kept
+
+    def _trim(self, i: int, cursors: np.ndarray) -> None:
+        """Remove the samples before the first one left, and move the cursor past them."""
+        record = self._records[i]
+        left = np.flatnonzero(record.age != TAKEN)
+        gone = n = int(left[0]) if len(left) else len(record.age)
+        if not n:
+            return
+        while n:
+            piece = record.pieces[0]
+            size = piece.stop - piece.start
+            last = piece.start + min(n, size) - 1
+            cursors[i] = (
+                *piece.at[:3],
+                piece.found.file[last],
+                piece.found.row[last],
+                piece.found.part[last],
+            )
+            if n < size:
+                record.pieces[0] = StreamPiece(*piece[:4], piece.start + n, piece.stop)
+            else:
+                record.pieces.pop(0)
+            n -= min(n, size)
+        record.age, record.number, record.loader = (
+            record.age[gone:],
+            record.number[gone:],
+            record.loader[gone:],
+        )
+
+    def ages(self) -> tuple[np.ndarray, ...]:
+        """Return one age per pulled sample after the cursor of each source, for a state."""
+        return tuple(r.age.copy() for r in self._records)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Samples that a step may take: rows of the joined pieces, by source, in stream order."""
+
+    sources: tuple[int, ...]
+    pieces: tuple[tuple[int, StreamPiece], ...]  # (source, piece)
+    rows: np.ndarray  # rows of the joined pieces
+    age: np.ndarray
+    number: np.ndarray  # payload row of each candidate
+    first: np.ndarray  # row at which each source begins
+
+
+class ExtendedFront:
+    """The front of a stream with the samples of the pool before it, as input of the draw."""
+
+    def __init__(self, stream: SourceStream, more: int):
+        self._stream, self._more = stream, more
+
+    @property
+    def ready(self) -> int:
+        return self._more + self._stream.ready
+
+    @property
+    def ended(self) -> bool:
+        return self._stream.ended
+
+    def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
+        raise AssertionError("look-ahead and deferring need batches in samples")
+
+
+def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[int, int]:
+    """Return the entries of ``wanted`` (source -> samples) that its stream cannot give yet."""
+    return {i: n for i, n in wanted.items() if streams[i].ready < n and not streams[i].ended}
+
+
+# ----------------------------------------------------------------------------
+# Plan one drawn step: its samples, the strategy's plan, and the accounts after it. Pure.
+
+
+class PlacedStep(NamedTuple):
+    """A valid plan of a step, its samples in the loaders, and the accounts after it."""
+
+    plan: LoadingPlan
+    pops: np.ndarray  # samples that leave each loader
+    doc: np.ndarray  # number of each sample among the held and popped ones (``PlannedStep.doc``)
+    loader: np.ndarray  # loader of each sample
+    cursors: np.ndarray  # cursors after the step, by source
+    owed: tuple[int, ...]
+    active: tuple[bool, ...]
+    kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held
+
+
+def place_drawn(
+    context: StepContext,
+    drawn: Drawn,
+    streams: Sequence[SourceStream],
+    demand: LoaderRequests,
+    ledger: Ledger,
+) -> PlacedStep:
+    """Take the first samples of each stream and place them by the strategy."""
+    spec, pieces = context.spec, list[tuple[int, StreamPiece]]()
+    for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
+        if n:
+            taken, bad = streams[i].take(n)
+            pieces += [(i, piece) for piece in taken]
+            if bad:
+                ledger.list_bad(i, bad)
+    order, substep = step_positions(drawn.counts)
+    joint = Joined(pieces)
+    buffer = gather(joint, order, substep, context)
+    loader = joint.holders(demand.first)[order]
+    plan = spec.strategy(buffer, spec.place)
+    check_plan(plan, buffer, spec.place)
+    check_samples(plan, buffer)
+    if spec.images:
+        check_images(plan, buffer)
+    plan.validate()
+    # Samples leave a loader in the order of the source's stream.
+    pops = np.bincount(loader, minlength=demand.n_loaders)
+    by_stream = np.lexsort((order, loader))
+    doc = np.empty(len(loader), np.int64)
+    doc[by_stream] = np.arange(len(loader))
+    cursors = joint.cursors_after(context.state.cursors)
+    return PlacedStep(plan, pops, doc, loader, cursors, drawn.owed, drawn.active)
+
+
+def place_chosen(
+    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
+) -> PlacedStep:
+    """Let the strategy choose among the pool's candidates, or defer samples that do not fit."""
+    spec, state = context.spec, context.state
+    pops = pool.number(demand.n_loaders)
+    candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))
+    order, substep = step_positions(drawn.counts)
+    shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
+    pieces = Joined(candidates.pieces)
+    buffer = gather(
+        pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None, context
+    )
+    loader = pieces.holders(demand.first)[candidates.rows[shown]]
+    buffer = replace(
+        buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow
+    )
+    if spec.look_ahead > 1:
+        buffer = replace(buffer, drawn=False, wanted=drawn.counts)
+        if spec.prefer is not None:
+            scores = checked_scores(spec.prefer(state.step, buffer), buffer)
+            buffer = replace(buffer, scores=scores)
+    plan = spec.strategy(buffer, spec.place)
+    check_plan(plan, buffer, spec.place)
+    rows = rows_of(plan, buffer)
+    check_choice(rows, buffer, left_allowed=spec.overflow == "defer")
+    if spec.images:
+        check_images(plan, buffer.take(rows))
+    plan.validate()
+    taken = np.zeros(len(candidates.rows), bool)
+    taken[shown[rows]] = True
+    doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
+    kept = pool.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
+    left = (
+        np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))
+    ).tolist()
+    active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
+    owed = owed_after(drawn.owed, left, context.weights, active) if any(left) else drawn.owed
+    return PlacedStep(plan, pops, doc, loader[rows], cursors, owed, active, kept)

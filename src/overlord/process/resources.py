@@ -1,0 +1,262 @@
+"""Cores, memory, allocation and CPU time slices of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import platform
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# ----------------------------------------------------------------------------
+# Cores and memory that this process may use: those of the machine, or of its control group.
+#
+# A container sees the whole machine in ``/proc``. Its limits are in the files of its control
+# group (cgroup), version 1 or 2. The kernel throttles or kills a process that exceeds them.
+
+ROOT = Path("/")  # root of the system files; tests replace it
+
+
+def cores(root: Path | None = None) -> int:
+    """Return the number of cores that this process may use; a fraction of a core counts as one."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([here, *(math.ceil(quota) for quota in _quotas(root or ROOT))]))
+
+
+def memory_bytes(root: Path | None = None) -> int:
+    """Return the bytes that all processes of this process's group may use together."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [
+        _read(f / name)
+        for f in _folders(root or ROOT, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    return min(
+        [
+            machine,
+            *(
+                int(words[0])
+                for words in limits
+                if words and words[0].isdecimal() and int(words[0]) > 0
+            ),
+        ]
+    )
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the cores of each group with a limit, from its CPU time per period."""
+    for folder in _folders(root, "cpu"):
+        words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(
+            folder / "cpu.cfs_period_us"
+        )
+        if (
+            len(words) == 2
+            and all(word.isdecimal() for word in words)
+            and int(words[0])
+            and int(words[1])
+        ):
+            yield int(words[0]) / int(words[1])
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the cgroup folders of this process: its group and all groups above it.
+
+    The limits of all of them apply. If a container sees only its own group, the path in ``/proc``
+    does not exist, and the top folder is its group.
+    """
+    mounts = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        named, _, path = rest.partition(":")
+        if named and controller not in named.split(","):
+            continue
+        for top in (mounts / controller, mounts / named) if named else (mounts, mounts / "unified"):
+            group = Path(path.strip("/"))
+            yield from (top / part for part in (group, *group.parents))
+
+
+def _read(path: Path) -> list[str]:
+    """Return the first line of a file, split at white space."""
+    return next((line.split() for line in _lines(path)), [])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except (OSError, ValueError):  # another version or system, or no permission
+        return []
+
+
+# ----------------------------------------------------------------------------
+# Memory allocation of a worker process: memory freed by one read serves the next one.
+#
+# This holds for any source and any thread. Arrow's own allocator keeps freed memory apart for
+# every thread and size, so a worker process does not use it. The C library keeps freed memory in
+# *arenas*. The GNU C library assigns an arena to a thread at its first allocation, and never
+# assigns another.
+#
+# Threads that share an arena wait for its lock at every allocation that their own cache does not
+# serve. Tokenizing allocates all the time. Threads with one arena each keep their freed memory
+# apart. So a worker limits arenas to the number of its threads: fewer cost throughput, more cost
+# memory.
+
+POOL = "ARROW_DEFAULT_MEMORY_POOL"  # read once, at the first use of Arrow
+ARENAS = "MALLOC_ARENA_MAX"
+TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
+M_ARENA_MAX = -8  # of <malloc.h>
+# threads of a worker process that start after the limit is set: event loop, calls, and the watch
+# of storage or two servers
+LATER = 4
+DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
+
+
+@contextlib.contextmanager
+def system_pool() -> Iterator[None]:
+    """Let Arrow allocate from the C library inside the block.
+
+    This holds for processes that are started and modules that are loaded in the block. The
+    environment is restored afterwards.
+    """
+    if POOL in os.environ:
+        yield
+        return
+    os.environ[POOL] = "system"
+    try:
+        yield
+    finally:
+        del os.environ[POOL]
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system.
+
+    Use it when much less memory is needed from now on, as after loading a tokenizer.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library has it
+    if trim is not None:
+        trim(0)
+
+
+def arena_limit(workers: int, cores: int, *, links: int = 0, running: int = 1) -> int:
+    """Return the number of malloc arenas for a worker process: one per thread.
+
+    At most the default of the C library is returned. ``workers``: threads that read and transform.
+    ``links``: threads that each serve one connection; a server has one thread for all of its
+    connections. ``running``: threads that the process already has; Ray starts two dozen. Native
+    pools count one thread per core: object stores have one, and tokenizers if it is turned on.
+    """
+    threads = running + workers + links + LATER + cores
+    return max(workers + 1, min(threads, DEFAULT * cores))
+
+
+def chosen_by_user(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment sets the number of arenas.
+
+    The variables are ``MALLOC_ARENA_MAX`` and the equivalent tunable.
+    """
+    return bool(environ.get(ARENAS)) or ARENAS_TUNABLE in environ.get(TUNABLES, "")
+
+
+def limit_arenas(workers: int, links: int = 0) -> int:
+    """Limit the arenas of this process before it starts its threads; return the limit.
+
+    Return 0 if the choice of the user or of the C library stays.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # the GNU C library has it
+    if mallopt is None or chosen_by_user(os.environ):
+        return 0
+    limit = arena_limit(workers, cores(), links=links, running=_running())
+    return limit if mallopt(M_ARENA_MAX, limit) else 0
+
+
+def _running() -> int:
+    """Return the number of threads of this process, including those of native libraries."""
+    try:
+        return len(list(Path("/proc/self/task").iterdir()))
+    except OSError:
+        return 1
+
+
+# ----------------------------------------------------------------------------
+# The memory of a process as its proportional set size (PSS).
+#
+# PSS divides shared pages among the processes that map them.
+
+
+def pss_bytes(pid: int | str = "self") -> int:
+    """Return the proportional set size of a process.
+
+    Return the resident size if the system has no PSS, and 0 if it reports nothing.
+    """
+    return _memory_field(pid, "Pss:")
+
+
+def own_bytes(pid: int | str = "self") -> int:
+    """Return the memory that the process itself has written: PSS without the pages of files.
+
+    The shares of file pages change with every other process that maps the same libraries. So only
+    differences of this number show the effect of the process itself.
+    """
+    return _memory_field(pid, "Pss_Anon:")
+
+
+def _memory_field(pid: int | str, name: str) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # another system, or the process is gone: use the coarser figure
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+# ----------------------------------------------------------------------------
+# CPU time slices: worker threads run longer at a time and preempt no other process.
+#
+# With more workers than cores, the system switches between them every 3 ms. Each then finds the
+# caches filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two.
+# Slices of 20 ms win back half of that. Other processes do not wait longer: those with the
+# common, shorter slice run first. Background work does not preempt a running process when it
+# wakes.
+
+SLICE_S = 0.02
+# system call numbers by machine: the C library has no function for it
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+# struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
+ATTRIBUTES = "IIQiIQQQ"
+
+
+def in_background(slice_s: float = SLICE_S) -> bool:
+    """Give this thread, and threads that it starts, long time slices as background work.
+
+    The share of the cores does not change. Return False if the system does not support it (Linux
+    before 6.12), or if another policy was chosen for this process.
+    """
+    number = SCHED_SETATTR.get(platform.machine())
+    if (
+        number is None
+        or not hasattr(os, "sched_getscheduler")
+        or os.sched_getscheduler(0) != os.SCHED_OTHER
+    ):
+        return False
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    wanted = struct.pack(
+        ATTRIBUTES,
+        struct.calcsize(ATTRIBUTES),
+        os.SCHED_BATCH,
+        0,
+        nice,
+        0,
+        round(slice_s * 1e9),
+        0,
+        0,
+    )
+    with contextlib.suppress(AttributeError, OSError):
+        return ctypes.CDLL(None).syscall(number, 0, wanted, 0) == 0
+    return False
