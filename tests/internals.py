@@ -170,7 +170,7 @@ def is_closed(runtime: Any) -> bool:
 
 def forget_addresses(runtime: Any) -> None:
     """Let a cluster runtime ask its workers again for their addresses."""
-    runtime._outside.clear(), runtime._asked.clear()
+    runtime._outside.clear(), runtime._calls.clear()
 
 
 def worker_factory_of(session: ov.Session) -> Any:

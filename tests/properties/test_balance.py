@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
+from overlord.hashing import by_key
 from overlord.plan.plan import ROUNDING
 from overlord.planning import cost
 from overlord.planning.balance import binpack, placement
@@ -27,7 +28,6 @@ from overlord.planning.balance.balance import (
 )
 from overlord.planning.balance.binpack import NOWHERE
 from overlord.planning.balance.local_search import even_out
-from overlord.sample import by_key
 from tests.laws import examples
 
 # Small whole numbers make ties, floats make rounding; sizes on both sides of binpack.FEW_BINS run

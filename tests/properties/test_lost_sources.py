@@ -22,7 +22,7 @@ import overlord as ov
 from overlord.dryrun.virtual_run import Run
 from overlord.errors import PlanError, StorageError
 from overlord.messages.control import SourceLost
-from overlord.planning.spec import event_in, event_out
+from overlord.planning.state_json import event_in, event_out
 from overlord.setup import prepared_job
 from overlord.sources.base import RawSlice
 from overlord.sources.chunk_reader import ChunkReader

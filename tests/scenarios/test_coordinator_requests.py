@@ -19,7 +19,7 @@ import overlord as ov
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
-from overlord.messages.control import PlacementChanged
+from overlord.messages.launcher import PlacementChanged
 from tests.internals import (
     COORDINATOR_AWAITED,
     LAUNCHER_EXECUTES,

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(4 * WAIT_S)
 STEPS = 24
 APART: dict[str, Any] = {**HOSTS, "prefetch": 2, "stall_limit_s": WAIT_S}
 TAKEN = (
-    r"has taken over: another launch of this job has gone on with its journal; stop this "
+    r"has taken over: another launch of this job has continued its journal; stop this "
     r'job.*resume="auto"'
 )
 _count = iter(range(1000))

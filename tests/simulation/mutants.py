@@ -23,7 +23,7 @@ from overlord.cluster.launcher import Launcher
 from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.placement import AttachedRanks
 from overlord.cluster.plan_router import PlanHistory, ReportBarrier
-from overlord.constructor.service import PayloadGatherer
+from overlord.constructor.payload_gather import PayloadGatherer
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import AppendThread
@@ -156,7 +156,7 @@ def _lose_written(real: Any) -> Any:
 
 def _ignore_floor(real: Any) -> Any:
     def report(self: Mixture, report: Any) -> None:
-        self.feedback.add(report, self._asked)
+        self.feedback.add(report, self._called)
 
     return report
 

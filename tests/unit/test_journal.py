@@ -267,7 +267,7 @@ def test_what_decides_touches_no_file_and_no_clock():
         "typing",
         "zlib",
     )
-    for module in ("journal.record", "journal.segment", "journal.segments"):
+    for module in ("journal.record", "journal.segments"):
         assert [name for name in imports_of(module) if not name.startswith(allowed)] == []
         assert "overlord.journal.storage" not in " ".join(imports_of(module))
 

@@ -669,7 +669,7 @@ def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_
 def test_without_failover_a_constructor_worker_that_is_lost_is_told_of_as_the_end() -> None:
     with Told() as told:
         told.announced(2)
-        assert loader_service_of(told.host).hosted[0].loader.replay_buffer is None
+        assert loader_service_of(told.host).slots[0].loader.replay_buffer is None
         told.constructor.server.close()
         told.part(0, 2)
         [finish] = [

@@ -212,7 +212,7 @@ def test_a_constructor_worker_counts_all_its_threads_however_many_connections_it
         open_links.callback(peers.shutdown)
         host.listen("127.0.0.1", "u")
         handle, ticket = peers.expect(host.name)
-        host.meet(peers.address, peers.token, ticket)
+        host.redirect(peers.address, peers.token, ticket)
         assert peers.get(peers.call(handle, "beat"), WAIT_S)
         for k in range(links):
             hello = {"role": "loader", "host": k, "incarnation": 1}

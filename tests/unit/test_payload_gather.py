@@ -17,12 +17,8 @@ from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm, _fill_all
-from overlord.constructor.service import (
-    MAX_EARLY,
-    ConstructorService,
-    PayloadGatherer,
-    check_payload,
-)
+from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.mesh import Batch
 from overlord.messages.control import (

@@ -10,7 +10,7 @@ import numpy as np
 from overlord.cluster.coordinator_actor import SessionEvents
 from overlord.cluster.recovery import KEPT_RECOVERIES, RecoveryManager
 from overlord.cluster.supervisor import Loss
-from overlord.messages.control import PlacementChanged, WorkerRecovered
+from overlord.messages.launcher import PlacementChanged, WorkerRecovered
 from tests.internals import losses_of
 
 

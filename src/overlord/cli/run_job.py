@@ -17,7 +17,7 @@ from overlord.hashing import digest
 from overlord.observe.explain_text import time_over_mean
 from overlord.observe.progress import Meter, Taken, watch
 from overlord.observe.tables import run_view
-from overlord.planning.spec import no_state
+from overlord.planning.state_json import no_state
 from overlord.uris import is_uri
 
 if TYPE_CHECKING:

@@ -24,9 +24,7 @@ from overlord.plan.plan import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.constructor.build import BucketBatch
     from overlord.mesh import ClientPlaceTree
-    from overlord.messages.data import StepInfo
 
 log = logging.getLogger("overlord")
 

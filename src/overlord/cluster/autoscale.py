@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from overlord.cluster.current_job import CurrentJob, JobWorkers
 from overlord.cluster.placement import AttachedRanks
 from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.rebalance import Rebalancer
-from overlord.cluster.recovery import CurrentJob, JobWorkers
 from overlord.cluster.worker_factory import lanes_of
 from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead

@@ -13,7 +13,8 @@ from typing import Any
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
-from overlord.constructor.service import ConstructorService, PayloadGatherer, check_payload
+from overlord.constructor.payload_gather import PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
 from overlord.mesh import Batch

@@ -17,19 +17,19 @@ from typing import Any
 from overlord.client.remote_queue import LaunchedStepQueue
 from overlord.cluster.autoscale import Autoscaler, scaler_of
 from overlord.cluster.coordinator_config import Incarnation
-from overlord.cluster.placement import AttachedRanks, Placement
-from overlord.cluster.plan_router import PlanHistory
-from overlord.cluster.rebalance import PER_PLANNER, SCALED, JobSources, Rebalancer
-from overlord.cluster.recovery import (
+from overlord.cluster.current_job import (
     CurrentJob,
     JobWorkers,
     LoaderStarts,
-    RecoveryActions,
-    RecoveryManager,
     rollback_messages,
     router_of,
     standbys_of,
 )
+from overlord.cluster.job_sources import JobSources
+from overlord.cluster.placement import AttachedRanks, Placement
+from overlord.cluster.plan_router import PlanHistory
+from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
+from overlord.cluster.recovery import RecoveryActions, RecoveryManager
 from overlord.cluster.status import ClientEndpoints, StatusReporter
 from overlord.cluster.worker_factory import (
     WorkerFactory,
@@ -39,7 +39,7 @@ from overlord.cluster.worker_factory import (
     settings_of,
     watch,
 )
-from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerPool
+from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerHandle, WorkerPool
 from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError, PlanError
@@ -274,11 +274,14 @@ class Coordinator:
     def attached(self) -> frozenset[int]:
         return self._ranks.ranks
 
+    def _constructor_of(self, rank: int) -> WorkerHandle:
+        return self.pool.constructors[self.placement.constructor(rank)]
+
     def attach(self, queues: Mapping[int, Any]) -> None:
         """Plan for the clients of these ranks; they receive steps from their constructor worker."""
         for rank in queues:
             self._ranks.add(rank)
-            self.endpoints.constructor(rank).out.append(Attach(rank))
+            self._constructor_of(rank).out.append(Attach(rank))
         self.run([command for rank in queues for command in self.planner.handle(Attach(rank))])
 
     def take_over_rank(self, rank: int) -> None:
@@ -289,7 +292,7 @@ class Coordinator:
     def detach(self, rank: int) -> None:
         if rank in self._ranks:
             self._ranks.remove(rank)
-            self.endpoints.constructor(rank).out.append(Detach(rank))
+            self._constructor_of(rank).out.append(Detach(rank))
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:

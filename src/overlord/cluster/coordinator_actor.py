@@ -27,23 +27,18 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
-from overlord.messages.control import (
+from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
+from overlord.messages.launcher import (
     CoordinatorFailed,
-    EndOfJob,
     EventApplied,
     EventsFound,
     JobFinished,
     KillProcess,
     PlacementChanged,
-    PlannedStep,
-    Report,
     RowsQuarantined,
-    SetMixture,
-    Skip,
     StepAcked,
     StepPlanned,
     StepProgress,
-    StreamState,
     WorkerDisconnected,
 )
 from overlord.planning.mixture import lost

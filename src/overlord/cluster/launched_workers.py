@@ -26,8 +26,8 @@ from overlord.cluster.worker_factory import (
 from overlord.cluster.worker_pool import StartupWatchdog
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError
-from overlord.messages.control import (
-    Cursor,
+from overlord.messages.control import Cursor
+from overlord.messages.launcher import (
     KillProcess,
     RedirectWorker,
     StartConstructorWorker,

@@ -22,19 +22,18 @@ from overlord.cluster.worker_factory import watch
 from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
-from overlord.messages.control import (
+from overlord.messages.control import Report, StreamState
+from overlord.messages.launcher import (
     CoordinatorFailed,
     JobFailed,
     KillProcess,
     PlacementChanged,
     RedirectWorker,
-    Report,
     RetireWorker,
     SessionEvent,
     StartConstructorWorker,
     StartLoaderWorker,
     StepProgress,
-    StreamState,
     WaitingForWorkers,
     WorkerDisconnected,
     WorkerGivenUp,
@@ -126,6 +125,10 @@ BOOT_S = 30.0  # for the coordinator's process alone
 ASK_S = 25.0
 LEAVE_S = 1.0
 LOST = "the planner was lost: "
+
+
+# ----------------------------------------------------------------------------
+# The launcher: starts and ends the processes of a job, and restarts its coordinator.
 
 
 class Launcher:

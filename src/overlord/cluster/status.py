@@ -11,7 +11,8 @@ from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages.control import Consumed, WorkerRecovered
+from overlord.messages.control import Consumed
+from overlord.messages.launcher import WorkerRecovered
 
 # ----------------------------------------------------------------------------
 # Where the clients of a job get their steps: the addresses of constructor workers.

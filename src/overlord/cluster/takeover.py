@@ -21,18 +21,13 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import (
-    Attach,
-    Consumed,
-    Detach,
-    DropLoader,
-    LoaderStart,
+from overlord.messages.control import Attach, Consumed, Detach, DropLoader, LoaderStart, StreamState
+from overlord.messages.launcher import (
     RedirectWorker,
     ReportsRequested,
     RetireWorker,
     StartConstructorWorker,
     StartLoaderWorker,
-    StreamState,
     WaitingForWorkers,
     WorkerGivenUp,
 )

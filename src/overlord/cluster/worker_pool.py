@@ -81,6 +81,10 @@ CLOSE_S = 1.0  # for all workers together to exit
 LOADER, CONSTRUCTOR = "loader-worker", "constructor-worker"
 
 
+# ----------------------------------------------------------------------------
+# Handles, outboxes and starts of workers.
+
+
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
     """A worker process and the messages that it is sent at the end of the turn."""

@@ -17,7 +17,13 @@ import numpy as np
 
 from overlord.messages.control import Cursor, PlannedStep, Report, StreamState
 from overlord.planning.mixture import Event, with_added_sources
-from overlord.planning.spec import event_in, event_out, fingerprint_out, reports_in, reports_out
+from overlord.planning.state_json import (
+    event_in,
+    event_out,
+    fingerprint_out,
+    reports_in,
+    reports_out,
+)
 
 # ----------------------------------------------------------------------------
 # Tables of integers in few bytes: each column has the smallest integer type that holds it.
@@ -93,6 +99,10 @@ MOST_AGES = 2**26
 N_CURSOR = len(Cursor())
 
 Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
+
+
+# ----------------------------------------------------------------------------
+# Entries of a journal.
 
 
 @dataclass(frozen=True, slots=True)

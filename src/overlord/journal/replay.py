@@ -28,7 +28,7 @@ from overlord.journal.checkpoint import (
 )
 from overlord.messages.control import StreamState
 from overlord.planning.mixture import Event, EventLog
-from overlord.planning.spec import fingerprint_in
+from overlord.planning.state_json import fingerprint_in
 
 NOT_A_RUN = (
     "it was written by another version of Overlord, or by something else: resume the "

@@ -238,6 +238,10 @@ class AppendThread:
         return True
 
 
+# ----------------------------------------------------------------------------
+# The gate: commands wait until the records that they follow from are durable.
+
+
 class NullJournal:
     """The journal of a job without one; ``journal/job_journal.py`` documents the methods."""
 

@@ -130,6 +130,10 @@ def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
 READS = 64  # number of recent reads whose duration is kept
 
 
+# ----------------------------------------------------------------------------
+# The reader of a source: windows of chunks, transforms, and their cost.
+
+
 class Stages(Protocol):
     """The transforms of a source, run here (`Pipeline`) or in a process (`TransformWorker`)."""
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.hashing import by_key, in_documents, number_inside
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.sample import by_key, in_documents, number_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

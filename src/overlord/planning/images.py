@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.hashing import in_documents
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
 from overlord.planning.balance.placement import ItemPlacement, PackingProblem, nested
-from overlord.sample import Buffer, Ragged, in_documents
+from overlord.sample import Buffer, Ragged
 
 # ----------------------------------------------------------------------------
 # Select the images that some ranks encode in a step, for their constructors. Pure.

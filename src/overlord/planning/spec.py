@@ -1,38 +1,25 @@
-"""The planner's view of the job, and its records: counts, lost sources and tokens, saved states."""
+"""The planner's view of the job, and its records: counts, losses, recent plans."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from overlord.errors import StorageError
 from overlord.mesh import Batch, Mesh
-from overlord.messages.control import (
-    AddSource,
-    Cursor,
-    PlannedStep,
-    Report,
-    SetMixture,
-    Skip,
-    SourceLost,
-    StreamState,
-)
+from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.mixture import Event, Schedule, in_order, lost, with_added_sources
+from overlord.planning.mixture import Schedule, in_order, lost, with_added_sources
 from overlord.planning.stream import BadRow
 from overlord.sample import Buffer
 
 # ----------------------------------------------------------------------------
-# The job from the planner's view, and its records: running counts and quarantined rows.
-
-KEPT_BAD = 200_000  # latest quarantined rows that are listed; all are counted. About 60 MB.
-KEPT_MIX = 64  # steps whose target and actual mixture are kept
+# The job as the planner sees it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +85,30 @@ class PlannerSpec:
         return self.look_ahead > 1 or self.overflow == "defer"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSource:
+    """A source that joins: the event of the log, and the source's fields for the planner."""
+
+    event: AddSource
+    source: SourceSpec
+
+
+def initial_state(spec: PlannerSpec) -> StreamState:
+    n = len(spec.sources)
+    return StreamState(
+        step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n
+    )
+
+
+# ----------------------------------------------------------------------------
+# Running counts, mixtures and quarantined rows.
+
+KEPT_BAD = 200_000  # latest quarantined rows that are listed; all are counted. About 60 MB.
+
+
+KEPT_MIX = 64  # steps whose target and actual mixture are kept
+
+
 @dataclass(frozen=True, slots=True)
 class Quarantined:
     """A row without a sample, or a sample with a broken image, and the reason."""
@@ -108,14 +119,6 @@ class Quarantined:
     row: int
     reason: str
     part: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSource:
-    """A source that joins: the event of the log, and the source's fields for the planner."""
-
-    event: AddSource
-    source: SourceSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +132,8 @@ class Mixed:
 
 
 COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
+
+
 # counted by streams when the draw passes them: rows, documents, tokens
 PASSED = ("dropped", "long", "lost_tokens")
 
@@ -233,106 +238,6 @@ class Ledger:
 
     def counts(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name).copy() for name in COUNTS}
-
-
-def initial_state(spec: PlannerSpec) -> StreamState:
-    n = len(spec.sources)
-    return StreamState(
-        step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n
-    )
-
-
-# ----------------------------------------------------------------------------
-# Events and reports as the plain JSON of a saved state.
-#
-# A state holds names and numbers only: nothing in it is ever executed.
-
-# keys by which a state is recognised
-KEYS = ("version", "job", "fingerprint", "step", "cursors")
-EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
-
-
-def no_state(saved: Any) -> str:
-    """Return why a value is not a state of an Overlord job; "" if it has the form of one."""
-    wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
-    if not isinstance(saved, Mapping):
-        return f"not an Overlord state: {wanted} {type(saved).__name__}"
-    if missing := [key for key in KEYS if key not in saved]:
-        keys = ", ".join(map(repr, list(saved)[:8])) or "no key"
-        return f"not an Overlord state: {wanted} {keys}; it lacks {', '.join(missing)}"
-    return ""
-
-
-def event_out(event: Event) -> dict[str, Any]:
-    if isinstance(event, SetMixture):
-        return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
-    if isinstance(event, AddSource):
-        return {
-            "event": "add_source",
-            "at": event.at,
-            "name": event.name,
-            "fingerprint": event.fingerprint,
-        }
-    if isinstance(event, SourceLost):
-        return {"event": "source_lost", "at": event.at, "name": event.name, "reason": event.reason}
-    return {"event": "skip", "steps": list(event.steps)}
-
-
-def event_in(saved: Mapping[str, Any]) -> Event:
-    if saved["event"] == "set_mixture":
-        return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
-    if saved["event"] == "add_source":
-        return AddSource(int(saved["at"]), str(saved["name"]), str(saved["fingerprint"]))
-    if saved["event"] == "source_lost":
-        return SourceLost(int(saved["at"]), str(saved["name"]), str(saved["reason"]))
-    return Skip(tuple(int(s) for s in saved["steps"]))
-
-
-def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return metrics by step, rank and metric name; keys of JSON are text."""
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for report in reports:
-        out.setdefault(str(report.step), {})[str(report.rank)] = dict(report.metrics)
-    return out
-
-
-def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[Report, ...]:
-    return tuple(
-        Report(int(step), int(rank), {str(name): float(value) for name, value in metrics.items()})
-        for step, ranks in sorted(saved.items(), key=lambda item: int(item[0]))
-        for rank, metrics in sorted(ranks.items(), key=lambda item: int(item[0]))
-    )
-
-
-def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the parts of a fingerprint, with values that most sources share stored once.
-
-    Hundreds of sources mostly differ in their files alone.
-    """
-    out = dict(parts)
-    for part in EACH:
-        own = [f"source {name}: {part}" for name in names]
-        values = Counter(parts[key] for key in own if key in parts)
-        if not values or values.total() < len(own):
-            continue
-        common, n = values.most_common(1)[0]
-        if n > 1:
-            out = {key: value for key, value in out.items() if key not in own or value != common}
-            out[f"each source: {part}"] = common
-    return out
-
-
-def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return all parts, with a value for each source."""
-    out = {
-        part: value
-        for part, value in saved.items()
-        if part not in {f"each source: {one}" for one in EACH}
-    }
-    for part in EACH:
-        if (common := saved.get(f"each source: {part}")) is not None:
-            out = {f"source {name}: {part}": common for name in names} | out
-    return out
 
 
 # ----------------------------------------------------------------------------
@@ -453,6 +358,7 @@ def _reason(error: Exception) -> str:
 # ----------------------------------------------------------------------------
 # Warn of sources that lose more than a small share of their tokens to ``Job.on_long``. Pure.
 
+
 SHARE = 0.01  # of a source's tokens so far, delivered and lost
 
 
@@ -506,7 +412,10 @@ def _words(name: str, tokens: int, lost: int, on_long: str, context: int) -> str
 # ----------------------------------------------------------------------------
 # The plans of the last steps, for status queries. Pure.
 
+
 KEPT_PLANS = 256
+
+
 KEPT_SAMPLES = 2**21  # of the kept plans: about 100 bytes each, and a step may have 262,144
 
 

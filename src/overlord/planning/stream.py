@@ -169,6 +169,10 @@ def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray
     return np.cumsum(~is_row)[is_row]
 
 
+# ----------------------------------------------------------------------------
+# The front of the stream of one source.
+
+
 @dataclass(slots=True, eq=False)
 class _ReadyRun:
     """A run of final samples of one window."""

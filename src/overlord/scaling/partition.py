@@ -86,6 +86,10 @@ CLOSE = 1e-9  # rates that differ by less are equal
 LOCK_BOUND = "a worker whose code holds the interpreter lock, which one thread at a time has"
 
 
+# ----------------------------------------------------------------------------
+# The partition: loaders and workers of every source.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of a partition. ``batch`` and ``per_source`` bound the loaders of a source (the

@@ -24,21 +24,17 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
-from overlord.messages.control import (
-    EndOfJob,
+from overlord.messages.control import EndOfJob, PlannedStep, Report, SourceLost, StreamState
+from overlord.messages.launcher import (
     EventApplied,
     EventsFound,
     JobFailed,
     JobFinished,
-    PlannedStep,
-    Report,
     ReportsRequested,
     RowsQuarantined,
     SessionEvent,
-    SourceLost,
     StepAcked,
     StepPlanned,
-    StreamState,
     WorkerRecovered,
 )
 from overlord.planning.spec import NewSource, Quarantined

@@ -113,6 +113,10 @@ WORTH_S = 0.005
 MEMORY = 0.8
 
 
+# ----------------------------------------------------------------------------
+# The partition of a prepared job.
+
+
 def weights_of(prepared: PreparedJob) -> list[float]:
     """Return the weights of the sources at step 0.
 

@@ -21,7 +21,7 @@ from overlord.loader.samples import SourceOrder
 from overlord.mesh import NOT_THE_STREAM
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
 from overlord.planning.schedule.base import has_state
-from overlord.planning.spec import (
+from overlord.planning.state_json import (
     event_in,
     event_out,
     fingerprint_in,

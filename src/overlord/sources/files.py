@@ -155,6 +155,10 @@ SPECIAL, DANGLING = "a pipe, socket or device", "a dangling link"
 BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
 
 
+# ----------------------------------------------------------------------------
+# Listing and reading of files.
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """Access to one file system, or to a Python object in place of files.

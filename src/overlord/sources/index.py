@@ -167,6 +167,10 @@ SHOWN = 20  # bad files listed in one error
 LISTING = 5  # deadlines that a listing may take: a million files on a slow mount need several
 
 
+# ----------------------------------------------------------------------------
+# The index: files and chunks of a source, built in parallel and cached.
+
+
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
     """Everything that is needed to index a source."""

@@ -20,7 +20,7 @@ from overlord.checks import pip_install
 from overlord.errors import TransformError
 from overlord.sample import Column, Items, Ragged
 from overlord.sources.tables import groups, is_mixed, numpy_of
-from overlord.transforms.base import Block, RowFrame, Transform
+from overlord.transforms.base import Block, Transform
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -34,6 +34,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
+from overlord.transforms.user_functions import RowFrame
 
 log = logging.getLogger("overlord")
 

@@ -27,20 +27,11 @@ from overlord.transforms.base import (
     Filter,
     Map,
     Meta,
-    RowFrame,
     RowIds,
     Select,
     StagedRows,
     Tokens,
     Transform,
-    columns_per_row,
-    error_text,
-    join_rows,
-    meta_per_row,
-    meta_values,
-    run_each,
-    run_whole,
-    value_per_row,
 )
 from overlord.transforms.columns import (
     HIDDEN,
@@ -86,6 +77,17 @@ from overlord.transforms.requirements import (
     used_columns,
 )
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
+from overlord.transforms.user_functions import (
+    RowFrame,
+    columns_per_row,
+    error_text,
+    join_rows,
+    meta_per_row,
+    meta_values,
+    run_each,
+    run_whole,
+    value_per_row,
+)
 
 
 class Pipeline:

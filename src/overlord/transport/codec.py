@@ -17,7 +17,7 @@ from overlord import errors
 from overlord.checks import did_you_mean
 from overlord.errors import FrameError
 from overlord.mesh import Batch, ClientPlaceTree
-from overlord.messages import control, data
+from overlord.messages import control, data, launcher
 from overlord.messages.control import EncodedState, StreamState
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, SampleId
@@ -443,7 +443,7 @@ __all__ = ["decode", "encode", "register"]
 
 for _cls in (SampleId, Batch, Buffer, ClientPlaceTree, Assignment, LoadingPlan):
     register(_cls)
-for _module in (control, data):
+for _module in (control, data, launcher):
     for _cls in vars(_module).values():
         if isinstance(_cls, type) and _cls.__module__ == _module.__name__:
             register(_cls)

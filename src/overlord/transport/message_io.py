@@ -172,6 +172,10 @@ NOTHING = object()  # the result for a message without a value
 Take = Callable[[int], np.ndarray | None]
 
 
+# ----------------------------------------------------------------------------
+# Encoding and decoding of messages.
+
+
 @dataclass(slots=True, kw_only=True)
 class EncodedMessage:
     """An encoded value: its header, its columns, and the columns that are in segments."""

@@ -201,6 +201,10 @@ OnOpen = Callable[[ServerConnection, dict[str, Any]], dict[str, Any]]
 OnClose = Callable[[ServerConnection, str], None]
 
 
+# ----------------------------------------------------------------------------
+# The server: one thread for all connections.
+
+
 class Pending:
     """A connection in the handshake."""
 

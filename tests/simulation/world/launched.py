@@ -27,15 +27,9 @@ from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import (
-    LoaderStart,
-    Report,
-    ReportsRequested,
-    SetMixture,
-    Skip,
-    StreamState,
-)
+from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
 from overlord.messages.data import checked
+from overlord.messages.launcher import ReportsRequested
 from overlord.planning.mixture import EventLog
 from overlord.rpc.actors import ActorHandle
 from overlord.setup.prepared_job import PreparedJob

@@ -22,7 +22,8 @@ from overlord.cluster.launcher import PLANNER, Launcher
 from overlord.cluster.worker import EventQueue
 from overlord.concurrency.event_loop import EventLoop, ThreadQueue
 from overlord.errors import DataStall, JournalError
-from overlord.messages.control import SessionEvent, SetMixture, Skip, StreamState
+from overlord.messages.control import SetMixture, Skip, StreamState
+from overlord.messages.launcher import SessionEvent
 from overlord.rpc.actors import ActorHandle
 from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
 from overlord.session.events import EventOutbox, EventTarget, UserEvents

@@ -206,7 +206,7 @@ def mistakes_are_told_before_anyone_waits(out: Path) -> None:
         (lambda: ot.share_rows(rows, [], None, gradients="mean"), "own"),
         (
             lambda: ot.share_rows(rows.new_zeros(2, WIDTH), [4, 1, 0] if rank == 0 else [], None),
-            "rank 0, got 2 rows and 3 places",
+            "rank 0, got 2 rows and 3 positions",
         ),
     ):
         with pytest.raises(PlanError, match=words):

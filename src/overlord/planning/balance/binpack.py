@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from overlord.sample import RADIX_FROM, by_key, number_inside, radix_order
+from overlord.hashing import RADIX_FROM, by_key, number_inside, radix_order
 
 # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 FEW_BINS = 24

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from overlord.hashing import by_key
 from overlord.planning.balance import binpack
-from overlord.sample import by_key
 
 # rounds of exchanges; eight samples a rank need up to 40 for 0.1 percent
 SWAP_ROUNDS = 64

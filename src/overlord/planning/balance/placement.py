@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from overlord.hashing import by_key
 from overlord.planning.balance import binpack
 from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, none_empty, spread
 from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
-from overlord.sample import by_key
 
 LEVEL = 1.0005  # over the bound: good enough to stop the search
 NEAR = 4  # microbatches above the least number that are tried one by one

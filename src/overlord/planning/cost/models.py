@@ -435,7 +435,7 @@ def checked_costs(
 ) -> np.ndarray:
     """Return the checked costs of n nodes from a function, which may be user code."""
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
-    if problem := cannot_take(fn, ("columns",)):
+    if not isinstance(fn, Cost) and (problem := cannot_take(fn, ("columns",))):
         raise PlanError(f"{what}: {problem}")
     result = fn(Columns(columns))
     try:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.hashing import number_inside
 from overlord.mesh import Batch, Mesh
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.images import Placeholders
-from overlord.sample import Buffer, number_inside
+from overlord.sample import Buffer
 
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph

@@ -1,0 +1,132 @@
+"""The job that a coordinator runs now: its planner and workers, and how its loaders start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlord.cluster.placement import AttachedRanks, Placement, StandbyManager, standby_sizes
+from overlord.cluster.plan_router import ImageContext, PlanRouter
+from overlord.cluster.recovery import RecoveryManager
+from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
+from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
+from overlord.messages.control import (
+    Attach,
+    Cursor,
+    FollowLoader,
+    LoaderStart,
+    Rollback,
+    StreamState,
+)
+from overlord.planning.planner import Planner
+from overlord.scaling.loader_placement import LoaderPlacement
+from overlord.setup.partition import loads_of
+from overlord.setup.prepared_job import PreparedJob
+
+log = logging.getLogger("overlord")
+
+
+class LoaderStarts:
+    """Builds ``LoaderStart`` messages of the current job. ``prepared`` returns that job."""
+
+    def __init__(self, prepared: Callable[[], PreparedJob], placement: Placement):
+        self._prepared, self._placement = prepared, placement
+
+    def at(self, state: StreamState) -> list[LoaderStart]:
+        """Return the starts of all loaders at a state."""
+        prepared = self._prepared()
+        cursors = [Cursor(*c) for c in state.cursors.tolist()]
+        return [o for i, cursor in enumerate(cursors) for o in prepared.loader_starts(i, cursor)]
+
+    def of(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
+        """Return the start of one loader."""
+        source = self._placement.source_of(loader)
+        starts = self._prepared().loader_starts(source, cursor)
+        start = starts[loader - self._placement.loaders_of(source).start]
+        return replace(start, generation=generation)
+
+    def follow(self, loader: int, planner: Planner) -> list[Any]:
+        """Return the messages to a worker that follows a loader from the next planned step on."""
+        cursor, generation, refill = planner.opening(loader)
+        return [FollowLoader(self.of(loader, cursor, generation)), refill]
+
+
+class CurrentJob:
+    """The prepared job and the planner of now: sources are added, and a rollback replaces both."""
+
+    def __init__(self, prepared: Callable[[], PreparedJob], planner: Callable[[], Planner]):
+        self._prepared, self._planner = prepared, planner
+
+    @property
+    def prepared(self) -> PreparedJob:
+        return self._prepared()
+
+    @property
+    def planner(self) -> Planner:
+        return self._planner()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobWorkers:
+    """The workers of a job: their handles, what each reads, standbys, and supervision."""
+
+    pool: WorkerPool
+    placement: Placement
+    standby: StandbyManager
+    recovery: RecoveryManager
+
+
+def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
+    """Return the router of a job: its hooks and images decide what a worker must receive."""
+    job, images = prepared.job, None
+    if prepared.images is not None:
+        groups = list(job.place.buckets("DP"))
+        images = ImageContext(job.batch, job.document_multiple, groups)
+    return PlanRouter(
+        placement,
+        whole_plans=bool(of_kind(job.hooks, CONSTRUCTOR)),
+        loader_hooks=bool(of_kind(job.hooks, LOADER)),
+        images=images,
+    )
+
+
+def standbys_of(
+    prepared: PreparedJob, loader_placement: LoaderPlacement, placement: Placement
+) -> StandbyManager:
+    """Return the standbys of a job, as its option ``shadows`` asks for them."""
+    kind = prepared.options.shadows
+    if kind != "none" and loader_placement.n_hosts == 1:
+        log.warning(
+            "shadows=%r has no effect: there is one loader worker, and no other for standbys", kind
+        )
+    return StandbyManager(
+        placement, *standby_sizes(kind, loads_of(prepared), loader_placement.loaders)
+    )
+
+
+def rollback_messages(
+    workers: JobWorkers,
+    ranks: AttachedRanks,
+    rollback: Rollback,
+    starts: Sequence[LoaderStart],
+    restarted: Collection[str],
+) -> Iterator[tuple[WorkerHandle, Rollback | Attach | FollowLoader]]:
+    """Yield the messages of a rollback with the worker of each.
+
+    Loader workers open their loaders at ``starts``, restarted constructor workers attach their
+    ranks, and standbys follow their loaders from there on.
+    """
+    pool, placement = workers.pool, workers.placement
+    for c, worker in pool.constructors.items():
+        yield worker, Rollback(rollback.generation, rollback.step)
+        if worker.name in restarted:
+            for rank in ranks.served_by(c):
+                yield worker, Attach(rank)
+    for h, worker in list(pool.loaders.items()):
+        if worker.joined:
+            mine = tuple(start for start in starts if placement.worker(start.loader) == h)
+            yield worker, replace(rollback, openings=mine)
+    for h, follow in workers.standby.follow(starts):
+        yield pool.loaders[h], follow

@@ -1,0 +1,338 @@
+"""Gather the payload of planned steps from several loader workers.
+
+A step is ready when all of it has arrived. Every constructor worker has one gatherer.
+
+After the loss of a worker the coordinator rolls back and plans steps again under a new
+*generation*. A step that is complete here stays. An incomplete step arrives again in full, and
+late payload of the previous generation is ignored. Plans and payload use different connections,
+so payload of a generation may arrive before its plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from overlord.constructor.build import StepDocuments
+from overlord.constructor.service import ConstructorService
+from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
+from overlord.messages.data import StepInfo, StepPayload
+from overlord.sample import Ragged, Scattered
+
+log = logging.getLogger("overlord")
+
+
+NO_DOCUMENTS = np.zeros(0, np.int64)  # images belong to documents that need not be here
+
+
+# Steps of one loader worker whose payload may arrive before their plan: far above any prefetch
+# window.
+MAX_EARLY = 1024
+
+
+Early = dict[tuple[int, int], StepPayload]  # by recovery and step
+
+
+class PayloadGatherer:
+    """Collects plans and payload, and returns commands for the constructor. Runs on: event loop."""
+
+    def __init__(self, constructors: ConstructorService, *, failover: bool = False):
+        self._constructors, self._failover = constructors, failover
+        # Steps whose payload is in transit, by loader worker.
+        self._expected: dict[int, tuple[ConstructorPlan, dict[int, StepPayload]]] = {}
+        # By loader worker: payload that arrived before the plan of its step.
+        self._early: dict[int, Early] = {}
+        # loader workers that will send nothing more, and the reason
+        self._lost_workers: dict[int, str] = {}
+        self._end: int | None = None  # the first step that does not exist
+        self._planned = -1
+        self._replanned: set[int] = set()  # steps up to ``_planned`` that will be planned again
+        self._no_restart = not failover  # a lost loader worker will not be restarted
+        # Number of rollbacks: messages of an earlier one are ignored.
+        self._recovery = 0
+
+    def plan(self, routed: ConstructorPlan) -> list[Any]:
+        """Add the plan of a step. Some or all of its payload may be here already."""
+        step, recovery = routed.stage.plan.step, routed.generation // STRIDE
+        if recovery < self._recovery:
+            log.debug(
+                "plan of step %d of generation %d ignored: a rollback followed",
+                step,
+                routed.generation,
+            )
+            return []
+        # A restarted worker may not have received the rollback.
+        commands = self.rollback(Rollback(routed.generation, step - 1))
+        if self._end is not None and step >= self._end:
+            return []
+        if step in self._expected or (step <= self._planned and step not in self._replanned):
+            log.debug(
+                "plan of step %d of generation %d ignored: it is complete or in progress",
+                step,
+                routed.generation,
+            )
+            return []
+        self._planned = max(step, self._planned)
+        self._replanned.discard(step)
+        self._constructors.plan(routed.stage)
+        arrived = {
+            origin: early.pop((recovery, step))
+            for origin, early in self._early.items()
+            if (recovery, step) in early
+        }
+        self._expected[step] = (routed, arrived)
+        return [*commands, *self._check_step(step)]
+
+    def payload(self, payload: StepPayload) -> list[Any]:
+        """Add payload that passed ``check_payload``.
+
+        It is compared with its plan when both have arrived.
+        """
+        step, recovery = payload.step, payload.generation // STRIDE
+        if recovery == self._recovery and step in self._expected:
+            self._expected[step][1].setdefault(payload.origin, payload)
+            return self._check_step(step)
+        if self._is_late(step, recovery):
+            log.debug(
+                "payload of loader-worker/%d for step %d of generation %d ignored: it is late",
+                payload.origin,
+                step,
+                payload.generation,
+            )
+            return []
+        early = self._early.setdefault(payload.origin, {})
+        if len(early) >= MAX_EARLY and (recovery, step) not in early:
+            log.warning(
+                "payload of loader-worker/%d for step %d dropped: no such step is expected",
+                payload.origin,
+                step,
+            )
+            return []
+        early.setdefault((recovery, step), payload)
+        return []
+
+    def _is_late(self, step: int, recovery: int) -> bool:
+        """Return whether payload is obsolete.
+
+        It is of an earlier recovery, of a complete step, or of no known step.
+        """
+        if recovery != self._recovery:
+            return recovery < self._recovery
+        return (self._end is not None and step >= self._end) or (
+            step <= self._planned and step not in self._replanned
+        )
+
+    def finish(self, finish: EndOfJob) -> list[Any]:
+        self._end_before(finish.step)
+        self._no_restart = self._no_restart or isinstance(finish.error, ActorLost)
+        return [*self._constructors.finish(finish), *self._check_all()]
+
+    def _end_before(self, step: int) -> None:
+        """Drop everything from ``step`` on: if the end is undone later, all of it arrives again."""
+        over = self._end = step if self._end is None else min(step, self._end)
+        self._planned = min(self._planned, over - 1)
+        self._replanned = {s for s in self._replanned if s < over}
+        self._expected = {s: e for s, e in self._expected.items() if s < over}
+        self._forget_early(lambda recovery, s: recovery > self._recovery or s < over)
+
+    def _forget_early(self, stays: Callable[[int, int], bool]) -> None:
+        kept = {
+            origin: {at: payload for at, payload in early.items() if stays(*at)}
+            for origin, early in self._early.items()
+        }
+        self._early = {origin: early for origin, early in kept.items() if early}
+
+    def rollback(self, rollback: Rollback) -> list[Any]:
+        """Roll back: later steps are planned again.
+
+        Complete steps stay, the others arrive again.
+        """
+        recovery = rollback.generation // STRIDE
+        if recovery <= self._recovery:
+            return []  # a repeated or outdated rollback
+        self._recovery, self._end, self._no_restart = recovery, None, not self._failover
+        # A step that could not be built must fail again: a lost planner may not have received the
+        # failure.
+        self._replanned.update(
+            self._expected,
+            (s for s in self._constructors.failed if rollback.step < s <= self._planned),
+        )
+        self._expected.clear()
+        self._constructors.failed.clear()
+        # In a restarted worker: no step up to this one will be planned.
+        self._planned = max(self._planned, rollback.step)
+        self._forget_early(lambda r, s: r >= recovery)
+        return self._constructors.rollback(rollback)
+
+    def lost(self, host: int, reason: str) -> list[Any]:
+        """Record that a loader worker sends nothing more.
+
+        Steps that wait for it fail unless it is restarted and they arrive again.
+        """
+        self._lost_workers[host] = reason
+        return self._check_all()
+
+    def _check_all(self) -> list[Any]:
+        return (
+            [command for step in sorted(self._expected) for command in self._check_step(step)]
+            if self._no_restart
+            else []
+        )
+
+    def found(self, host: int) -> None:
+        """Record that a loader worker is connected."""
+        self._lost_workers.pop(host, None)
+
+    def _check_step(self, step: int) -> list[Any]:
+        """Pass the step to the constructors if all its payload has arrived."""
+        if step not in self._expected:  # an earlier step failed, which ended the job
+            return []
+        routed, arrived = self._expected[step]
+        missing = [origin for origin in routed.origins if origin not in arrived]
+        if not missing:
+            del self._expected[step]
+            stage, parts = routed.stage, [arrived[origin] for origin in routed.origins]
+            tokens = Ragged.concat(
+                [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
+            )
+            items = (
+                None
+                if stage.encoding is None
+                else Scattered([p.items for p in parts if p.items is not None], NO_DOCUMENTS)
+            )
+            if problem := _mismatch(routed, tokens, items, parts):
+                return self._fail(step, PlanError(problem, step, "this is a bug: report it"))
+            return self._constructors.staged(
+                StepDocuments(stage, tokens, items), StepInfo.of(stage)
+            )
+        if self._no_restart and (
+            lost := [origin for origin in missing if origin in self._lost_workers]
+        ):
+            return self._fail(
+                step, ActorLost(f"loader-worker/{lost[0]}", self._lost_workers[lost[0]])
+            )
+        return []
+
+    def _fail(self, step: int, error: Exception) -> list[Any]:
+        """End the job before this step.
+
+        The planner will confirm it; later steps are no longer awaited.
+        """
+        self._end_before(step)
+        self._constructors.cannot(step, None, "gathering", error)
+        return []
+
+    @property
+    def complete_until(self) -> int:
+        """Return the first step that cannot be built with the payload here."""
+        first = min({*self._expected, *self._replanned}, default=self._planned + 1)
+        return first if self._end is None else min(first, self._end)
+
+    @property
+    def wants_plans(self) -> bool:
+        """Return whether the next step must be planned again and nothing is in transit.
+
+        Only the planner can tell its reason.
+        """
+        return bool(self._replanned) and not self._expected
+
+    def waiting(self) -> str:
+        """Describe what the next step waits for; empty if nothing is in transit."""
+        for step, (routed, arrived) in sorted(self._expected.items()):
+            missing = [
+                self._worker_text(origin) for origin in routed.origins if origin not in arrived
+            ]
+            return f"step {step}: payload of {', '.join(missing)}"
+        return (
+            f"step {min(self._replanned)}: to be planned again after a worker was lost"
+            if self._replanned
+            else ""
+        )
+
+    def _worker_text(self, host: int) -> str:
+        return f"loader-worker/{host}" + (
+            f", which is lost ({self._lost_workers[host]})" if host in self._lost_workers else ""
+        )
+
+
+def check_payload(payload: StepPayload, host: int) -> None:
+    """Validate payload of a peer, which is not trusted.
+
+    Decoding has checked that offsets are within their values.
+    """
+    step, tokens = payload.step, payload.tokens
+    if (
+        type(step) is not int
+        or step < 0
+        or type(payload.origin) is not int
+        or payload.origin != host
+    ):
+        raise OverlordError(
+            f"expected payload of loader-worker/{host} for a step, got that of "
+            f"{payload.origin!r:.40} for {step!r:.40}"
+        )
+    if type(payload.generation) is not int or payload.generation < 0:
+        raise OverlordError(
+            f"payload of loader-worker/{host} for step {step}: expected a generation, got "
+            f"{payload.generation!r:.40}"
+        )
+    kinds = (
+        [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)]
+        if isinstance(tokens, Ragged)
+        else []
+    )
+    if (
+        not kinds
+        or kinds[0][0].kind not in "iu"
+        or kinds[0][1] != 1
+        or kinds[1] != (np.dtype(np.int64), 1)
+    ):
+        raise OverlordError(
+            f"payload of loader-worker/{host} for step {step}: expected documents of whole "
+            f"numbers, got {kinds or type(tokens)}"
+        )
+    if (items := payload.items) is None:
+        return
+    kinds = (
+        [(a.dtype, a.ndim) for a in (items.values, items.offsets)]
+        if isinstance(items, Ragged)
+        else []
+    )
+    if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
+        raise OverlordError(
+            f"payload of loader-worker/{host} for step {step}: expected images as bytes, "
+            f"got {kinds or type(items)}"
+        )
+
+
+def _mismatch(
+    routed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
+) -> str:
+    """Return why payload does not match its plan.
+
+    Every document must have its planned length, every image must be there.
+    """
+    doc = routed.stage.doc
+    here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload
+    hosts = ", ".join(f"loader-worker/{origin}" for origin in routed.origins)
+    if len(tokens) != len(here):
+        return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
+    expected = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
+    if expected != (0 if items is None else len(items)):
+        return f"expected {expected} images of {hosts}, got {0 if items is None else len(items)}"
+    wrong = np.flatnonzero(tokens.lengths[doc[here]] != routed.stage.plan.tokens[here])
+    if not len(wrong):
+        return ""
+    row = int(here[wrong[0]])
+    origin = routed.origins[
+        int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
+    ]
+    expected, got = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
+    return (
+        f"expected {expected} tokens of {routed.stage.plan.sample_id(row)} from "
+        f"loader-worker/{origin}, got {got}"
+    )
