@@ -776,7 +776,7 @@ MUTATIONS = [
         ("pieces of a loader in falling order", "pieces += popped", "pieces += popped[::-1]"),
         (
             "the loader does not receive a pop",
-            "commands = self.loader.handle(Pop(step, n))",
+            "commands = self.loader.handle(Pop(step, n, left))",
             "commands = list[Any]()",
         ),
         (

@@ -111,6 +111,12 @@ class SampleBuffer:
         """
         return sum(piece.nbytes for piece in self._kept)
 
+    @property
+    def ready_bytes(self) -> int:
+        """Return the bytes of the rows that were not popped yet."""
+        popped = self._blocks[0].slice(0, self._taken).nbytes if self._taken else 0
+        return self.nbytes - popped
+
     def put(self, block: Content) -> None:
         if len(block):
             self._blocks.append(block)

@@ -69,8 +69,9 @@ class LoaderSlot:
 
         A standby pops as many as it has, and the others as soon as they are read.
         """
-        commands = self.loader.handle(Pop(step, n))
         pieces = self.buffer.pop(min(n, self.buffer.rows) if self.standby else n)
+        left = None if self.standby else self.buffer.ready_bytes
+        commands = self.loader.handle(Pop(step, n, left))
         self.last = step
         if self.loader.replay_buffer is not None:
             self.popped.append((step, self.loader.front))

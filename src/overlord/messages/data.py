@@ -404,6 +404,7 @@ class Pop:
 
     step: int
     samples: int
+    ready_bytes: int | None = None  # bytes of the samples that remain; None: estimated
 
 
 # ----------------------------------------------------------------------------
