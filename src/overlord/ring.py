@@ -33,7 +33,19 @@ def halves(lengths: np.ndarray, d: int) -> np.ndarray:
     return np.stack((sizes[:d], sizes[: d - 1 : -1]))
 
 
-def padded(lengths: np.ndarray, d: int, multiple: int = 1) -> np.ndarray:
+def sizes(lengths: np.ndarray, d: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Return the tokens of pieces, element by element: of a document, at a position of a ring."""
+    whole, rest = np.divmod(lengths, 2 * d)
+
+    def start(chunk: np.ndarray) -> np.ndarray:
+        return rest * chunk // (2 * d)
+
+    other = 2 * d - 1 - position
+    held: np.ndarray = 2 * whole + start(position + 1) - start(position)
+    return held + start(other + 1) - start(other)
+
+
+def padded(lengths: np.ndarray, d: int | np.ndarray, multiple: int = 1) -> np.ndarray:
     """Return lengths rounded up so that all chunks are equal, and multiples of ``multiple``."""
     unit = 2 * d * multiple
     return -(-np.asarray(lengths, np.int64) // unit) * unit

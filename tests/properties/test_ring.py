@@ -65,6 +65,8 @@ def test_the_vector_forms_agree_with_pieces(
     first, second = ring.halves(np.array(lengths), d)[:, k]
     assert first.tolist() == [a[1] - a[0] for a, _ in pieces]
     assert second.tolist() == [b[1] - b[0] for _, b in pieces]
+    many = ring.sizes(np.array(lengths), np.full(len(lengths), d), np.full(len(lengths), k))
+    assert many.tolist() == (first + second).tolist()
     local = ring.local_bounds(cu, d, k)
     assert local.dtype == np.int32
     assert np.diff(local).tolist() == (first + second).tolist()

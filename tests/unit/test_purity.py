@@ -25,6 +25,7 @@ VALUES = (
     "hashing",
     "late_binding",
     "mesh",
+    "ring",
     "sample",
     "user_code",
 )
