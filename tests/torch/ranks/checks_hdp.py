@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import overlord.torch as ot
 from overlord.errors import PlanError
 from overlord.torch import hdp
 from tests.torch.ranks.hdp_decoder import HEAD, HEADS, KV_HEADS, alone, check_plan, plain
@@ -97,6 +98,19 @@ def ddp_reduces_once_although_counts_differ(out: Path) -> None:
     assert made[0].require_forward_param_sync
 
 
+def offload_changes_no_bit(out: Path) -> None:
+    plan = mixed(dist.get_world_size())
+    made = []
+
+    def around(model: Any) -> Any:
+        made.append(ot.offload(0.6, model.layers))
+        return made[-1]
+
+    wanted, found = check_plan(plan), check_plan(plan, around=around)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert all(o.offloaded_bytes for o in made if o.saved_bytes)
+
+
 def wide_dtypes(out: Path) -> None:
     """float32 and bfloat16 accumulate in float32, with an own scale and equal heads too."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -148,6 +162,7 @@ CHECKS: dict[str, Any] = {
         two_plans_of_one_batch,
         pipelines_with_unequal_counts,
         ddp_reduces_once_although_counts_differ,
+        offload_changes_no_bit,
         wide_dtypes,
         a_ring_that_is_not_this_ranks_is_refused,
     )

@@ -17,13 +17,15 @@ from overlord.torch.hdp.attention import ring_attention as ring_attention
 from overlord.torch.hdp.gradients import local_gradients as local_gradients
 from overlord.torch.hdp.gradients import startup_barrier as startup_barrier
 from overlord.torch.hdp.gradients import sum_gradients as sum_gradients
-from overlord.torch.hdp.layout import Ring as Ring
+from overlord.torch.hdp.layout import RingLayout as RingLayout
 from overlord.torch.hdp.pipeline import Pipeline as Pipeline
 from overlord.torch.hdp.pipeline import Stage as Stage
+from overlord.torch.hdp.ring import Ring as Ring
 
 __all__ = [
     "Pipeline",
     "Ring",
+    "RingLayout",
     "Stage",
     "local_gradients",
     "ring_attention",

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from overlord.errors import PlanError
 from overlord.torch.hdp.kernels import kernel_of
-from overlord.torch.hdp.layout import Ring, Rows
+from overlord.torch.hdp.layout import Rows
+from overlord.torch.hdp.ring import Ring
 
 Tensor = torch.Tensor
 
@@ -37,10 +38,15 @@ def ring_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> None:
-    if q.ndim != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or len(q) != ring.tokens():
+    if (
+        q.ndim != 3
+        or k.shape != v.shape
+        or k.shape[::2] != q.shape[::2]
+        or len(q) != ring.layout.tokens()
+    ):
         raise PlanError(
-            f"ring_attention: expected q [{ring.tokens()}, heads, width] and k, v "
-            f"[{ring.tokens()}, kv_heads, width] for {ring}, got {tuple(q.shape)}, "
+            f"ring_attention: expected q [{ring.layout.tokens()}, heads, width] and k, v "
+            f"[{ring.layout.tokens()}, kv_heads, width] for {ring}, got {tuple(q.shape)}, "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
     if q.shape[1] % k.shape[1]:
@@ -65,9 +71,9 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
         block = torch.stack((k, v))
-        for step in range(ring.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.size else None
-            if (at := ring.block(step, q.device)) is not None:
+        for step in range(ring.layout.size):
+            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
+            if (at := ring.layout.block(step, q.device)) is not None:
                 part = kernel.forward(
                     _taken(q, at.queries), *(_taken(x, at.keys) for x in block), at, scale
                 )
@@ -85,10 +91,10 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         ring, kernel, grad = ctx.ring, kernel_of(q), grads[0].contiguous()
         d_query = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         block, home = torch.stack((k, v)), None
-        for step in range(ring.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.size else None
+        for step in range(ring.layout.size):
+            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
             d_block = torch.zeros(block.shape, dtype=lse.dtype, device=q.device)
-            if (at := ring.block(step, q.device)) is not None:
+            if (at := ring.layout.block(step, q.device)) is not None:
                 dq, dk, dv = kernel.backward(
                     _taken(grad, at.queries),
                     (_taken(q, at.queries), *(_taken(x, at.keys) for x in block)),
@@ -129,9 +135,9 @@ def _rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
     Blocks without tokens are not sent: both ends know their sizes. On a ring of one the block
     stays.
     """
-    if ring.size == 1:
+    if ring.layout.size == 1:
         return _Transfer(block, block, [])
-    here, coming = ring.tokens(step), ring.tokens(step + 1)
+    here, coming = ring.layout.tokens(step), ring.layout.tokens(step + 1)
     received = block.new_empty((block.shape[0], coming, *block.shape[2:]))
     operations = []
     if here:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overlord.errors import PlanError
-from overlord.torch.hdp.layout import Group
+from overlord.torch.hdp.ring import Group
 
 BUCKET = 64 << 20  # bytes that one reduction sums
 

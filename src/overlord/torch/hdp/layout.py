@@ -1,4 +1,4 @@
-"""The ring of one microbatch: its ranks in ring order, and the rows that meet at each step.
+"""The layout of documents on a ring: the rows that meet at each step.
 
 Everything here follows from the lengths of the documents, so both ends of a transfer know its
 size. Rows are numbered in the order of ``ring.token_index``: document by document, first chunk
@@ -7,19 +7,15 @@ before second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from overlord import ring
 from overlord.errors import PlanError
 
-Group = Any  # a ProcessGroup, or None for all ranks
 Rows = slice | torch.Tensor  # consecutive rows, or an index
 
 
@@ -43,90 +39,22 @@ class Block:
         return int(np.diff(self.query_bounds).max()), int(np.diff(self.key_bounds).max())
 
 
-class Ring:
-    """The ranks that share the documents of one microbatch, seen from one of them.
+class RingLayout:
+    """The blocks of one position of a ring. It needs no process group."""
 
-    A ring is made once per microbatch and serves all layers. A ring of one rank needs no process
-    group: it is plain attention over packed documents.
-    """
-
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        ranks: Sequence[int] = (0,),
-        position: int = 0,
-        *,
-        group: Group = None,
-        peers: Sequence[int] | None = None,
-    ):
-        """Make the ring of documents with these whole lengths.
-
-        ``ranks``: ranks of the HDP axis in ring order. ``position``: of this rank among them.
-        ``peers``: the rank in ``group`` of every HDP rank; None: the same numbers. Give it if the
-        group has more ranks than the HDP axis, as with pipeline stages.
-        """
+    def __init__(self, lengths: Sequence[int] | np.ndarray, size: int, position: int):
         self.lengths = np.asarray(lengths, np.int64)
-        self.ranks, self.position = tuple(int(r) for r in ranks), int(position)
-        self.size, self._group = len(self.ranks), group
-        self._peers = None if peers is None else tuple(int(p) for p in peers)
-        self._check()
-        self._halves = ring.halves(self.lengths, self.size)
-        self._blocks: dict[tuple[int, torch.device], Block | None] = {}
-
-    @staticmethod
-    def of(
-        microbatch: Mapping[str, Any], group: Group = None, peers: Sequence[int] | None = None
-    ) -> Ring:
-        """Return the ring of a microbatch with the keys of a task.
-
-        ``document_lengths``, or ``cu_seqlens_padded``, has the whole documents; on a device, the
-        second costs one synchronization. Without ``cp_ranks`` the ring has one rank.
-        """
-        if "document_lengths" in microbatch:
-            lengths = _host(microbatch["document_lengths"])
-        else:
-            lengths = np.diff(_host(microbatch["cu_seqlens_padded"]))
-        if "cp_ranks" not in microbatch:
-            return Ring(lengths)
-        ranks = _host(microbatch["cp_ranks"]).reshape(-1).tolist()
-        position = int(_host(microbatch["cp_rank"]).reshape(()))
-        return Ring(lengths, ranks, position, group=group, peers=peers)
-
-    def _check(self) -> None:
-        where = f"ring {list(self.ranks)}"
-        if len(set(self.ranks)) != self.size or not self.size:
-            raise PlanError(f"{where}: expected distinct ranks, at least one, got {self.size}")
-        if not 0 <= self.position < self.size:
+        self.size, self.position = size, position
+        if size < 1 or not 0 <= position < size:
             raise PlanError(
-                f"{where}: expected a position of 0 to {self.size - 1}, got {self.position}"
+                f"ring of {size}: expected a position of 0 to {size - 1}, got {position}"
             )
         if self.lengths.ndim != 1 or (len(self.lengths) and int(self.lengths.min()) < 0):
-            raise PlanError(f"{where}: expected lengths of documents, got {self.lengths.tolist()}")
-        if self.size == 1:
-            return
-        if not dist.is_available() or not dist.is_initialized():
             raise PlanError(
-                f"{where}: expected a process group, got none",
-                remedy="call torch.distributed.init_process_group() first",
+                f"ring of {size}: expected lengths of documents, got {self.lengths.tolist()}"
             )
-        last = (
-            len(self._peers) if self._peers is not None else dist.get_world_size(self._group)
-        ) - 1
-        if not 0 <= min(self.ranks) <= max(self.ranks) <= last:
-            raise PlanError(f"{where}: expected ranks of 0 to {last}")
-        here = dist.get_rank(self._group)
-        if self._peer(self.position) != here:
-            raise PlanError(
-                f"{where}: expected this rank, {here}, at position {self.position}, "
-                f"got {self._peer(self.position)}",
-                remedy="the ring of another rank was given, or peers= is missing",
-            )
-
-    def __repr__(self) -> str:
-        return (
-            f"Ring({list(self.ranks)}, position {self.position}, {len(self.lengths)} documents, "
-            f"{self.tokens()} of {int(self.lengths.sum())} tokens)"
-        )
+        self._halves = ring.halves(self.lengths, size)
+        self._blocks: dict[tuple[int, torch.device], Block | None] = {}
 
     def tokens(self, step: int = 0) -> int:
         """Return the tokens of the block that is here at a step; at step 0 it is the own one."""
@@ -140,28 +68,6 @@ class Ring:
         """Return the tokens of the whole packed documents that this rank holds: int64."""
         bounds = np.concatenate(([0], np.cumsum(self.lengths)))
         return ring.token_index(bounds, self.size, self.position)
-
-    @property
-    def group(self) -> Group:
-        return self._group
-
-    @cached_property
-    def following(self) -> int:
-        """The global rank at the next position."""
-        return self._global(self.position + 1)
-
-    @cached_property
-    def previous(self) -> int:
-        """The global rank at the position before."""
-        return self._global(self.position - 1)
-
-    def _peer(self, position: int) -> int:
-        rank = self.ranks[position % self.size]
-        return rank if self._peers is None else self._peers[rank]
-
-    def _global(self, position: int) -> int:
-        peer = self._peer(position)
-        return peer if self._group is None else int(dist.get_global_rank(self._group, peer))
 
     def block(self, step: int, device: torch.device) -> Block | None:
         """Return what is computed at a step, with indices on a device; None: nothing.
@@ -211,9 +117,3 @@ def _rows(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> Rows:
         return slice(int(starts[0]), int(starts[0]) + int(ends[-1]))
     index = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]))
     return torch.from_numpy(index).to(device)
-
-
-def _host(value: Any) -> np.ndarray:
-    return (
-        np.asarray(value.detach().cpu()) if isinstance(value, torch.Tensor) else np.asarray(value)
-    )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlord.errors import PlanError
-from overlord.torch.hdp.layout import Group
+from overlord.torch.hdp.ring import Group
 from overlord.torch.hdp.schedule import BACKWARD, FORWARD, TRANSFER, Action, Message, actions
 
 Tensor = torch.Tensor
