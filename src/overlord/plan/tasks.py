@@ -25,7 +25,7 @@ TASK_COLUMNS = ("index", "order", "offload")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRules:
-    """What a trainer demands of a table.
+    """The demands of a trainer on a table.
 
     Arguments
     ---------

@@ -4,8 +4,8 @@
         loss = ...
     loss.backward()
 
-What autograd saves is copied to host memory while the forward goes on. In backward it returns, one
-layer ahead of its use. Values, shapes and strides are those that were saved, so gradients are equal
+Saved tensors are copied to host memory while the forward goes on. In backward they return, one
+layer ahead of their use. Values, shapes and strides are those that were saved, so gradients are equal
 bit by bit. On CUDA both directions have a stream of their own and pinned memory; on the CPU they
 are plain copies.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,8 +29,6 @@ SMALL = 1024  # bytes; smaller tensors are not worth a copy
 SPARSE = 8  # a view of less than this part of its memory stays: too much would be copied with it
 
 _pool = HostPool()
-
-Tensor = torch.Tensor
 
 
 def offload(

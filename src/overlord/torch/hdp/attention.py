@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overlord.errors import PlanError
 from overlord.torch.hdp.kernels import kernel_of
 from overlord.torch.hdp.layout import Rows
 from overlord.torch.hdp.ring import Ring
-
-Tensor = torch.Tensor
 
 
 def ring_attention(
@@ -74,9 +73,8 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         for step in range(ring.layout.size):
             coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
             if (at := ring.layout.block(step, q.device)) is not None:
-                part = kernel.forward(
-                    _taken(q, at.queries), *(_taken(x, at.keys) for x in block), at, scale
-                )
+                keys, values = (_taken(x, at.keys) for x in block)
+                part = kernel.forward(_taken(q, at.queries), keys, values, at, scale)
                 _merge(out, lse, at.queries, *part)
             block = block if coming is None else coming.wait()
         result = out.to(q.dtype)
@@ -95,9 +93,10 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
             coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
             d_block = torch.zeros(block.shape, dtype=lse.dtype, device=q.device)
             if (at := ring.layout.block(step, q.device)) is not None:
+                keys, values = (_taken(x, at.keys) for x in block)
                 dq, dk, dv = kernel.backward(
                     _taken(grad, at.queries),
-                    (_taken(q, at.queries), *(_taken(x, at.keys) for x in block)),
+                    (_taken(q, at.queries), keys, values),
                     _taken(out, at.queries),
                     _taken(lse, at.queries),
                     at,

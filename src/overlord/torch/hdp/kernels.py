@@ -11,14 +11,13 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from overlord.errors import PlanError
 from overlord.torch.hdp.layout import Block
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)  # all that the CUDA kernel computes
-
-Tensor = torch.Tensor
 
 
 class Kernel(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch
 from overlord import ring
 from overlord.errors import PlanError
 
-Rows = slice | torch.Tensor  # consecutive rows, or an index
+Rows: TypeAlias = slice | torch.Tensor  # consecutive rows, or an index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

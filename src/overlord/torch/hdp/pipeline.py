@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from overlord.errors import PlanError
 from overlord.torch.hdp.ring import Group
 from overlord.torch.hdp.schedule import BACKWARD, FORWARD, TRANSFER, Action, Message, actions
 
-Tensor = torch.Tensor
 Forward = Callable[[Any, Tensor | None], Tensor]
 
 

@@ -47,7 +47,7 @@ def computations(stage: int, stages: int, count: int) -> Iterator[tuple[str, int
 def actions(stage: int, stages: int, count: int) -> Iterator[Action]:
     """Yield computations with the transfers between them.
 
-    What a computation produced is sent together with the receive of the next one, in one batch.
+    The result of a computation is sent in one batch with the receive of the next one.
     Neighbours that send to each other at the same time therefore never wait for each other.
     """
     unsent: tuple[Message, ...] = ()
