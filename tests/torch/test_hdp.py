@@ -248,6 +248,36 @@ def test_a_ring_comes_from_the_keys_of_a_microbatch() -> None:
     assert hdp.Ring.of(mb).layout.lengths.tolist() == [3]
 
 
+def test_a_pipeline_of_one_stage_needs_no_processes() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    stage = hdp.Stage(number=0, count=1)
+    run = hdp.Pipeline(stage, lambda mb, x: (weight * mb).sum(), lambda mb: ()).run
+    losses = run([torch.ones(3), 2 * torch.ones(3)])
+    assert [loss.item() for loss in losses] == [3, 6]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3, 3]
+    assert run([]) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (
+            1,
+            r"stage 0: expected torch.float32 of shape \(\), got .* the last stage returns the loss",
+        ),
+        (2, r"stage 0: expected torch.float32 of shape \(4, 5\), got torch.float64 of \(4, 3\)"),
+    ],
+)
+def test_activations_of_another_shape_are_refused(count: int, text: str) -> None:
+    def forward(mb: Any, x: Any) -> Any:
+        return torch.ones(4, 3, dtype=torch.float64)
+
+    made = hdp.Pipeline(hdp.Stage(number=0, count=count), forward, lambda mb: (4, 5))
+    with pytest.raises(PlanError, match=text):
+        made.run([None])
+
+
 def test_the_loss_never_has_the_logits_of_all_tokens() -> None:
     weight, most = torch.randn(9, 5, requires_grad=True), []
     hidden = torch.randn(50, 5, requires_grad=True)

@@ -38,6 +38,9 @@ def test_a_table_knows_its_rings_and_the_list_of_every_rank() -> None:
     assert made.sizes().tolist() == [3, 1, 1, 2]
     assert [made.tasks(r).tolist() for r in range(3)] == [[0, 1, 3], [0, 2, 3], [0]]
     assert made.counts(4).tolist() == [3, 3, 1, 0]
+    bounds, tasks = made.lists(4)
+    assert bounds.tolist() == [0, 3, 6, 7, 7]
+    assert tasks.tolist() == [0, 1, 3, 0, 2, 3, 0]
     kinds = [made.task_ptr, made.task_rank, made.index, made.order, made.offload]
     assert [a.dtype.name for a in kinds] == ["int64", "int32", "int32", "int64", "float32"]
 

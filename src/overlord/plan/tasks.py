@@ -96,6 +96,15 @@ class TaskTable:
         mine = self._task_of_member()[self.task_rank == rank]
         return mine[np.lexsort((self.order[mine], self.index[mine]))]
 
+    def lists(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tasks of all ranks, each as ``tasks`` has them, and the bounds of each rank.
+
+        Tasks of rank r: tasks[bounds[r]:bounds[r+1]]; both are int64.
+        """
+        of = self._task_of_member()
+        by = np.lexsort((self.order[of], self.index[of], self.task_rank))
+        return np.concatenate(([0], np.cumsum(self.counts(ranks)))), of[by]
+
     def digest(self) -> str:
         """Return a digest of everything that changes a sum of floats: rings, index and order."""
         columns = (self.task_ptr, self.task_rank, self.index, self.order, self.offload)

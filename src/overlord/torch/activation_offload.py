@@ -5,9 +5,9 @@
     loss.backward()
 
 Saved tensors are copied to host memory while the forward goes on. In backward they return, one
-layer ahead of their use. Values, shapes and strides are those that were saved, so gradients are equal
-bit by bit. On CUDA both directions have a stream of their own and pinned memory; on the CPU they
-are plain copies.
+layer ahead of their use. Values, shapes and strides are those that were saved, so gradients are
+equal bit by bit. On CUDA both directions have a stream of their own and pinned memory; on the CPU
+they are plain copies.
 """
 
 from __future__ import annotations

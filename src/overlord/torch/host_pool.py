@@ -7,6 +7,7 @@ taken from slabs one after another; a slab is free again when all of its regions
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._slabs: dict[bool, list[Slab]] = {False: [], True: []}
         self._current: dict[bool, Slab | None] = {False: None, True: None}
+        self._returned: deque[Slab] = deque()
 
     @property
     def bytes(self) -> int:
@@ -55,6 +57,8 @@ class HostPool:
         """Return a region of ``size`` bytes, to be returned by ``release``."""
         room = -(-size // ALIGN) * ALIGN
         with self._lock:
+            while self._returned:
+                self._returned.popleft().live -= 1
             slab, reused = self._current[pinned], False
             if slab is None or slab.used + room > len(slab.memory):
                 slab = self._free(room, pinned)
@@ -69,9 +73,11 @@ class HostPool:
             return Region(slab.memory[start : start + size], slab, reused)
 
     def release(self, region: Region) -> None:
-        """Return a region to the pool."""
-        with self._lock:
-            region.slab.live -= 1
+        """Return a region to the pool.
+
+        It takes no lock: the garbage collector may call it anywhere, also inside ``take``.
+        """
+        self._returned.append(region.slab)
 
     def _free(self, room: int, pinned: bool) -> Slab | None:
         """Return the smallest slab without regions that is large enough, emptied."""
