@@ -137,6 +137,88 @@ def wide_dtypes(out: Path) -> None:
             assert error < tolerance * float(y.abs().max()), (dtype, float(error))
 
 
+def gradients_are_summed_in_buckets_of_one_dtype(out: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = [(3, 4), (), (5,), (2, 2), (7,)]
+    kinds = [torch.float64, torch.float32, torch.float64, torch.float32, torch.float64]
+    for bucket in (1, 64, 1 << 20):
+        given = [torch.zeros(s, dtype=k) for s, k in zip(shapes, kinds, strict=True)]
+        parameters = [nn.Parameter(p) for p in given] + [nn.Parameter(given[0], False)]
+        for i, p in enumerate(parameters[:-1]):
+            if rank or i:  # rank 0 has no gradient of the first
+                p.grad = torch.full_like(p, rank + i)
+        parameters[3].grad = torch.arange(4.0).reshape(2, 2).t()  # not contiguous
+        hdp.sum_gradients(iter(parameters), bucket=bucket)
+        ranks = world * (world - 1) // 2
+        for i, p in enumerate(parameters[:-1]):
+            assert p.grad is not None
+            wanted = torch.full_like(p, ranks + i * world)
+            if i == 3:
+                wanted = world * torch.arange(4.0).reshape(2, 2).t()
+            assert torch.equal(p.grad, wanted), (bucket, i)
+        assert parameters[-1].grad is None
+
+
+def a_group_of_some_ranks(out: Path) -> None:
+    """Ranks of a ring and of a pipeline are those of their group, not of the world."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world < 3:
+        return
+    group = dist.new_group(range(1, world))
+    if not rank:
+        return
+    hdp.startup_barrier(group)
+    ring = hdp.Ring([40, 7], list(reversed(range(world - 1))), world - 1 - rank, group=group)
+    torch.manual_seed(5)
+    whole = [torch.randn(47, h, HEAD, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    here = torch.from_numpy(ring.token_index())
+    found = hdp.ring_attention(*(x[here] for x in whole), ring)
+    parts = zip(*(x.split([40, 7]) for x in whole), strict=True)
+    wanted = torch.cat([plain(*part) for part in parts])
+    assert torch.allclose(found, wanted[here], rtol=0, atol=1e-12)
+    one_stage_a_rank(group)
+
+
+def one_stage_a_rank(group: Any) -> None:
+    """Stage s multiplies by s + 2: the gradient of the first stage is the product of the others."""
+    number, count = dist.get_rank(group), dist.get_world_size(group)
+    factor = torch.tensor(number + 2.0, requires_grad=True)
+
+    def forward(mb: float, x: torch.Tensor | None) -> torch.Tensor:
+        y = factor * (torch.full((3,), mb) if x is None else x)
+        return y.sum() if number == count - 1 else y
+
+    stage = hdp.Stage(
+        number=number, count=count, previous=number - 1, following=number + 1, group=group
+    )
+    losses = hdp.Pipeline(stage, forward, lambda mb: (3,)).run([1.0, 2.0, 3.0, 4.0])
+    product = float(torch.arange(2.0, count + 2).prod())
+    if number == count - 1:
+        assert [loss.item() for loss in losses] == [3 * mb * product for mb in (1, 2, 3, 4)]
+    else:
+        assert losses == []
+    assert factor.grad is not None
+    assert factor.grad.item() == 30 * product / (number + 2)
+
+
+def batches_with_one_work_for_all_operations(out: Path) -> None:
+    """NCCL returns one work for a batch."""
+
+    class Together:
+        def __init__(self, works: list[Any]):
+            self._works = works
+
+        def wait(self) -> None:
+            for work in self._works:
+                work.wait()
+
+    each = dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", lambda ops: [Together(each(ops))])
+        one_stage_a_rank(dist.group.WORLD)
+        a_ring_of_all_ranks(out)
+
+
 def a_ring_that_is_not_this_ranks_is_refused(out: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
@@ -164,6 +246,9 @@ CHECKS: dict[str, Any] = {
         ddp_reduces_once_although_counts_differ,
         offload_changes_no_bit,
         wide_dtypes,
+        gradients_are_summed_in_buckets_of_one_dtype,
+        a_group_of_some_ranks,
+        batches_with_one_work_for_all_operations,
         a_ring_that_is_not_this_ranks_is_refused,
     )
 }
