@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from overlord.errors import PlanError
 from overlord.torch.hdp.kernels import kernel_of
-from overlord.torch.hdp.layout import Rows
 from overlord.torch.hdp.ring import Ring
+from overlord.torch.hdp.rows import add, merge, take
 
 
 def ring_attention(
@@ -73,9 +73,9 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         for step in range(ring.layout.size):
             coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
             if (at := ring.layout.block(step, q.device)) is not None:
-                keys, values = (_taken(x, at.keys) for x in block)
-                part = kernel.forward(_taken(q, at.queries), keys, values, at, scale)
-                _merge(out, lse, at.queries, *part)
+                keys, values = (take(x, at.keys) for x in block)
+                part = kernel.forward(take(q, at.queries), keys, values, at, scale)
+                merge(out, lse, at.queries, *part)
             block = block if coming is None else coming.wait()
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
@@ -93,18 +93,18 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
             coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
             d_block = torch.zeros(block.shape, dtype=lse.dtype, device=q.device)
             if (at := ring.layout.block(step, q.device)) is not None:
-                keys, values = (_taken(x, at.keys) for x in block)
+                keys, values = (take(x, at.keys) for x in block)
                 dq, dk, dv = kernel.backward(
-                    _taken(grad, at.queries),
-                    (_taken(q, at.queries), keys, values),
-                    _taken(out, at.queries),
-                    _taken(lse, at.queries),
+                    take(grad, at.queries),
+                    (take(q, at.queries), keys, values),
+                    take(out, at.queries),
+                    take(lse, at.queries),
                     at,
                     ctx.scale,
                 )
-                _add(d_query, at.queries, dq)
-                _add(d_block[0], at.keys, dk)
-                _add(d_block[1], at.keys, dv)
+                add(d_query, at.queries, dq)
+                add(d_block[0], at.keys, dk)
+                add(d_block[1], at.keys, dv)
             if home is not None:
                 d_block += home.wait()  # what the positions before have added to this block
             home = _rotate(d_block, ring, step)
@@ -144,31 +144,3 @@ def _rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
     if coming:
         operations.append(dist.P2POp(dist.irecv, received, ring.previous, ring.group))
     return _Transfer(block, received, dist.batch_isend_irecv(operations) if operations else [])
-
-
-def _taken(values: Tensor, rows: Rows) -> Tensor:
-    return values[rows] if isinstance(rows, slice) else values.index_select(0, rows)
-
-
-def _add(into: Tensor, rows: Rows, part: Tensor) -> None:
-    if isinstance(rows, slice):
-        into[rows] += part
-    else:
-        into.index_add_(0, rows, part.to(into.dtype))
-
-
-def _merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, logs: Tensor) -> None:
-    """Merge a block's output and lse into those of the blocks before, in their wide dtype.
-
-    out * exp(l - m) + part * exp(l' - m) with m = log(exp(l) + exp(l')), in a form that cannot
-    overflow.
-    """
-    before, known = _taken(lse, rows), _taken(out, rows)
-    share = torch.sigmoid(logs.to(before.dtype) - before).unsqueeze(-1)
-    merged = known + share * (part.to(known.dtype) - known)
-    both = torch.logaddexp(before, logs.to(before.dtype))
-    if isinstance(rows, slice):
-        out[rows], lse[rows] = merged, both
-    else:
-        out.index_copy_(0, rows, merged)
-        lse.index_copy_(0, rows, both)
