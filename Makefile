@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test lint types unit laws ray ray-versions bench soak package clean
+.PHONY: demo test lint types unit laws hdp ray ray-versions bench soak package clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -31,6 +31,11 @@ unit: $(VENV)/.test
 EXAMPLES ?= 600
 laws: $(VENV)/.test
 	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/properties
+
+# Random hybrid plans on worlds of 1, 2, 3, 4, 6 and 8 gloo ranks, compared with one process: make hdp PLANS=100
+PLANS ?= 40
+hdp: $(VENV)/.test
+	OVERLORD_HDP_EXAMPLES=$(PLANS) GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch/ranks/test_hdp.py
 
 # The scenarios of jobs in several processes (kills, storage faults, scaling) with workers on Ray: half an hour, since a worker takes a second of
 # CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, runtime, meshes, reshard, kills_everywhere and ray on Ray

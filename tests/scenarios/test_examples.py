@@ -67,6 +67,11 @@ SAYS = {
         "step 11, by the second group of workers: loss 0.0",
         "12 steps on both ranks are those of a calm run: True",
     ],
+    "16_hdp.py": [
+        "rank 0: task 0 on [2, 0, 3], task 4 on [0]: [234, 60] tokens",
+        "rank 1: task 1 on [1], task 2 on [1], task 3 on [3, 1]: [250, 211, 150] tokens",
+        "loss 4.34 to 0.1",
+    ],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
 NEEDS = {
@@ -74,8 +79,9 @@ NEEDS = {
     "12_fsdp2.py": "transformers",
     "13_megatron_style.py": "torch",
     "14_vlm_torchrun.py": "torch",
+    "16_hdp.py": "torch",
 }
-LONGER = ("08_", "12_", "13_", "14_", "15_")  # whole training loops, or several modules
+LONGER = ("08_", "12_", "13_", "14_", "15_", "16_")  # whole training loops, or several modules
 
 
 def run(path: Path, tmp_path: Path) -> str:

@@ -17,7 +17,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "sample")
+VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "ring", "sample")
 CORES = (
     "loader.loader",
     "loader.samples",

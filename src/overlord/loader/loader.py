@@ -138,7 +138,8 @@ class Loader:
         match event:
             case Pop(samples=n, ready_bytes=left):
                 self.ready -= n
-                self.ready_bytes = int(self._bytes_per_sample * self.ready) if left is None else left
+                estimate = int(self._bytes_per_sample * self.ready)
+                self.ready_bytes = estimate if left is None else left
                 self._must_have = max(0, self._must_have - n)
                 if self.ready >= self._level and self.ready >= self._must_have:
                     return []  # every loader is notified of every step

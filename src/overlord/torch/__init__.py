@@ -22,6 +22,7 @@ _HOME = {
     "LoaderState": "overlord.torch.checkpoint",
     "save_state": "overlord.torch.checkpoint",
     "load_state": "overlord.torch.checkpoint",
+    "offload": "overlord.torch.activation_offload",
     "token_loss": "overlord.torch.loss",
     "source_losses": "overlord.torch.loss",
     "token_losses": "overlord.torch.loss",
@@ -31,7 +32,7 @@ _HOME = {
         ("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.image_routing"
     ),
 }
-_MODULES = {"adapters": "overlord.torch.adapters"}
+_MODULES = {"adapters": "overlord.torch.adapters", "hdp": "overlord.torch.hdp"}
 
 __all__ = [*_HOME, *_MODULES]
 
@@ -58,6 +59,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from overlord.torch import adapters as adapters
+    from overlord.torch import hdp as hdp
+    from overlord.torch.activation_offload import offload as offload
     from overlord.torch.broadcast_client import BroadcastClient as BroadcastClient
     from overlord.torch.checkpoint import LoaderState as LoaderState
     from overlord.torch.checkpoint import load_state as load_state

@@ -1,0 +1,89 @@
+"""Host memory for offloaded activations: large slabs that are filled in turn and reused whole.
+
+Pinning memory takes milliseconds, and microbatches need other sizes every time. So regions are
+taken from slabs one after another; a slab is free again when all of its regions are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+SLAB = 64 << 20  # bytes
+ALIGN = 256  # bytes
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """One piece of memory: regions are taken from its start to its end."""
+
+    memory: torch.Tensor
+    used: int = 0
+    live: int = 0
+
+
+class Region(NamedTuple):
+    """Some bytes of a slab."""
+
+    memory: torch.Tensor  # uint8
+    slab: Slab
+    reused: bool  # whether the slab was filled before: copies from it may still run
+
+
+class HostPool:
+    """Pinned memory for CUDA, plain memory otherwise. Runs on: any thread.
+
+    ``bytes`` is the memory that the pool holds. It grows to the peak of what is taken at once, and
+    is kept until the pool is dropped.
+    """
+
+    def __init__(self, slab_bytes: int = SLAB):
+        self._slab_bytes = slab_bytes
+        self._lock = threading.Lock()
+        self._slabs: dict[bool, list[Slab]] = {False: [], True: []}
+        self._current: dict[bool, Slab | None] = {False: None, True: None}
+        self._returned: deque[Slab] = deque()
+
+    @property
+    def bytes(self) -> int:
+        with self._lock:
+            return sum(len(slab.memory) for slabs in self._slabs.values() for slab in slabs)
+
+    def take(self, size: int, pinned: bool) -> Region:
+        """Return a region of ``size`` bytes, to be returned by ``release``."""
+        room = -(-size // ALIGN) * ALIGN
+        with self._lock:
+            while self._returned:
+                self._returned.popleft().live -= 1
+            slab, reused = self._current[pinned], False
+            if slab is None or slab.used + room > len(slab.memory):
+                slab = self._free(room, pinned)
+                reused = slab is not None
+                if slab is None:
+                    length = max(self._slab_bytes, room)
+                    slab = Slab(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
+                    self._slabs[pinned].append(slab)
+                self._current[pinned] = slab
+            start = slab.used
+            slab.used, slab.live = start + room, slab.live + 1
+            return Region(slab.memory[start : start + size], slab, reused)
+
+    def release(self, region: Region) -> None:
+        """Return a region to the pool.
+
+        It takes no lock: the garbage collector may call it anywhere, also inside ``take``.
+        """
+        self._returned.append(region.slab)
+
+    def _free(self, room: int, pinned: bool) -> Slab | None:
+        """Return the smallest slab without regions that is large enough, emptied."""
+        free = [s for s in self._slabs[pinned] if not s.live and len(s.memory) >= room]
+        if not free:
+            return None
+        found = min(free, key=lambda slab: len(slab.memory))
+        found.used = 0
+        return found
