@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.torch.ranks.checks_hdp import CHECKS
-from tests.torch.ranks.launching import SECONDS, Worlds, start
+from tests.torch.ranks.rank_launcher import SECONDS, Worlds, start
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 EXAMPLES = "OVERLORD_HDP_EXAMPLES"
