@@ -67,6 +67,12 @@ SAYS = {
         "step 11, by the second group of workers: loss 0.0",
         "12 steps on both ranks are those of a calm run: True",
     ],
+    "17_tempbalance.py": [
+        "60 steps: loss 4.4 to 0.0",
+        "layers.0: learning rate times",
+        "steps 30 to 59 again, from the checkpoint: same rates: True",
+        "same losses: True",
+    ],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
 NEEDS = {
@@ -74,6 +80,7 @@ NEEDS = {
     "12_fsdp2.py": "transformers",
     "13_megatron_style.py": "torch",
     "14_vlm_torchrun.py": "torch",
+    "17_tempbalance.py": "torch",
 }
 LONGER = ("08_", "12_", "13_", "14_", "15_")  # whole training loops, or several modules
 
