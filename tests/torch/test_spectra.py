@@ -31,6 +31,16 @@ from overlord.torch.weight_matrices import (  # noqa: E402
     named_parameters,
 )
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Matrices of this size only wait for more threads, the longer the busier the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # oracles: singular values and sums, term by term
 
 
@@ -288,6 +298,19 @@ def test_other_fused_forms_are_split_the_same_way():
     ]
 
 
+def test_gates_of_recurrent_layers_are_matrices_of_their_own():
+    torch.manual_seed(0)
+    layer = nn.LSTM(64, 64, bias=False, proj_size=52)
+    found = alphas(nn.ModuleDict({"rnn": layer}))
+    assert list(found) == [
+        *(f"rnn.weight_ih_l0[{k}]" for k in range(4)),
+        *(f"rnn.weight_hh_l0[{k}]" for k in range(4)),
+        "rnn.weight_hr_l0",
+    ]
+    expected = alphas(Separate(list(layer.weight_ih_l0.detach().split(64))))
+    assert list(found.values())[:4] == pytest.approx(list(expected.values()), rel=1e-9)
+
+
 def test_a_projection_of_unknown_parts_is_one_matrix_and_a_warning_names_the_remedy(caplog):
     model = Attention("qkv_proj", weight(100, 64))
     assert list(alphas(model)) == ["qkv_proj.weight"]
@@ -312,6 +335,11 @@ def test_experts_of_a_stack_are_matrices_of_their_own():
     ]
     expected = alphas(Separate([w for pair in parts for w in pair]))
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-9)
+    # columns of gate and up alternate, as gpt-oss stores them
+    pairs = [torch.stack([g.T, u.T], dim=-1).flatten(-2) for g, u in parts]
+    model.experts.gate_up_proj = nn.Parameter(torch.stack(pairs))
+    model.config = SimpleNamespace(intermediate_size=64, model_type="gpt_oss")
+    assert list(alphas(model).values()) == pytest.approx(list(expected.values()), rel=1e-9)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -374,6 +402,10 @@ def test_a_matrix_with_adapters_is_the_sum_and_the_adapters_learn_it():
     found = alphas(model)["q_proj.base_layer.weight"]
     lam = squared_singular_values(whole.numpy())
     assert found == pytest.approx(paper_alpha(lam, 32), rel=1e-5)
+    adapted = nn.ModuleDict({"qkv_proj": Lora(weight(192, 64), 4)})
+    assert [m.name for m in model_matrices(adapted)] == [
+        f"qkv_proj.base_layer.weight[{part}]" for part in "qkv"
+    ]
 
 
 def test_embeddings_and_outputs_tied_to_them_are_left_out():
@@ -461,6 +493,10 @@ def test_a_model_without_exponents_still_has_a_plot():
     assert math.isnan(found.alphas["weight"])
     assert found.to_dict()["matrices"][0]["alpha"] is None
     ElementTree.fromstring(found.plot())
+    nothing = ot.spectra(nn.LayerNorm(4))
+    assert len(nothing) == 0
+    assert str(nothing).split()[0] == "matrix"
+    ElementTree.fromstring(nothing.plot())
 
 
 @pytest.fixture

@@ -22,6 +22,16 @@ import overlord.torch as ot  # noqa: E402
 from overlord.errors import JobError, StateMismatch  # noqa: E402
 from overlord.torch.rate_map import RateMap, renormalised  # noqa: E402
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Matrices of this size only wait for more threads, the longer the busier the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 ALPHAS = [2.1, 3.4, 2.9, 4.4, 2.1, 3.0]
 
 
@@ -434,6 +444,42 @@ def test_renormalise_changes_the_mean_and_not_the_order():
     assert sorted(multipliers[True], key=multipliers[True].__getitem__) == sorted(
         multipliers[False], key=multipliers[False].__getitem__
     )
+
+
+def test_weight_decay_is_scaled_instead_of_the_rate():
+    model = stack()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.2},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    scheduler = ls.ExponentialLR(optimizer, 0.9)
+    settings = {"every": 1, "smooth": 0, "scales": "weight_decay", "scale": (2 / 3, 5.0)}
+    balance = balanced(model, optimizer, scheduler, **settings)
+    for _ in range(3):
+        optimizer.step()
+        balance.step()
+    rates = [g["lr"] for g in optimizer.param_groups]
+    assert rates == pytest.approx([0.1 * 0.9**3] * len(rates))
+    for k, block in enumerate(model.layers):
+        (group,) = (
+            g for g in optimizer.param_groups if any(p is block["fc"].weight for p in g["params"])
+        )
+        assert group["weight_decay"] == pytest.approx(0.2 * balance.multipliers[f"layers.{k}"])
+    assert sorted(balance.multipliers.values())[::2] == [0.6667, 5.0]
+    state = balance.state_dict()
+    again_model = stack()
+    groups = [
+        {"params": [p for p in again_model.parameters() if p.ndim == 2], "weight_decay": 0.2},
+        {"params": [p for p in again_model.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    again = torch.optim.AdamW(groups, lr=0.1)
+    balanced(again_model, again, ls.ExponentialLR(again, 0.9), **settings).load_state_dict(state)
+    for key in ("lr", "weight_decay"):
+        assert [g[key] for g in again.param_groups] == [g[key] for g in optimizer.param_groups]
+    rprop = torch.optim.Rprop(stack().parameters())
+    with pytest.raises(JobError, match="expected one with weight_decay, got Rprop"):
+        ot.TempBalance(rprop, constant(rprop), model=stack(), scales="weight_decay")
 
 
 # resume

@@ -10,6 +10,9 @@ from typing import Any
 Ranges = tuple[tuple[int, int], ...]
 
 QKV = frozenset({"qkv", "qkv_proj", "wqkv", "c_attn", "query_key_value", "to_qkv", "attn_qkv"})
+QKV_PARTS = ("q", "k", "v")
+# of attention and recurrent modules
+STACKED = ("in_proj_weight", "weight_ih", "weight_hh")
 GATE_UP = frozenset({"gate_up_proj", "gate_up", "gate_and_up_proj", "w13"})
 # models that store the parts of a projection side by side for every head, or for every column
 BY_HEAD = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom"})
@@ -44,19 +47,16 @@ class FusedRules:
         for pattern, sizes in self.sizes.items():
             if fnmatchcase(name, pattern):
                 return _by_size(shape, tuple(sizes), tuple(map(str, range(len(sizes)))))
-        leaf = name.removesuffix(".weight").rpartition(".")[2].lower()
-        if gates and (leaf == "in_proj_weight" or leaf.startswith("weight_")):
-            size = shape[0] // gates
-            return _by_size(shape, (size,) * gates, _labels(gates))
+        owner = name.removesuffix(".weight").removesuffix(".base_layer")  # an adapted layer
+        leaf = owner.rpartition(".")[2].lower()
+        if gates and leaf.startswith(STACKED):
+            labels = QKV_PARTS if leaf == "in_proj_weight" else tuple(map(str, range(gates)))
+            return _by_size(shape, (shape[0] // gates,) * gates, labels)
         if leaf in QKV and len(shape) == 2:
             return _qkv(shape, config)
         if leaf in GATE_UP and len(shape) in (2, 3):
             return _gate_up(shape, config)
         return Fused()
-
-
-def _labels(count: int) -> tuple[str, ...]:
-    return ("q", "k", "v") if count == 3 else tuple(map(str, range(count)))
 
 
 def _qkv(shape: tuple[int, ...], config: Any) -> Fused:
@@ -67,11 +67,12 @@ def _qkv(shape: tuple[int, ...], config: Any) -> Fused:
     if heads and width:
         sizes = (heads * width, kv_heads * width, kv_heads * width)
         if _text(config, "model_type") in BY_HEAD and heads == kv_heads:
-            return _interleaved(shape, 3, width, ("q", "k", "v"))
-        return _by_size(shape, sizes, ("q", "k", "v"))
+            axis = 0 if shape[0] >= shape[1] else 1
+            return _interleaved(shape, axis, 3, width, QKV_PARTS)
+        return _by_size(shape, sizes, QKV_PARTS)
     for axis in (0, 1):
         if shape[axis] == 3 * shape[1 - axis]:
-            return _by_size(shape, (shape[1 - axis],) * 3, ("q", "k", "v"))
+            return _by_size(shape, (shape[1 - axis],) * 3, QKV_PARTS)
     return Fused(doubt=f"looks like a fused qkv projection of unknown parts, {shape}; {REMEDY}")
 
 
@@ -80,9 +81,9 @@ def _gate_up(shape: tuple[int, ...], config: Any) -> Fused:
     known = [inner, _number(config, "intermediate_size"), _number(config, "ffn_hidden_size")]
     axes = range(len(shape) - 2, len(shape))
     for size in filter(None, known):
-        if any(shape[axis] == 2 * size for axis in axes):
+        if fitting := [axis for axis in axes if shape[axis] == 2 * size]:
             if _text(config, "model_type") in BY_COLUMN:
-                return _interleaved(shape, 2, 1, ("gate", "up"))
+                return _interleaved(shape, fitting[-1], 2, 1, ("gate", "up"))
             return _by_size(shape, (size, size), ("gate", "up"))
     if len(shape) == 2 and shape[0] % 2 == 0:  # a Linear layer: its rows are its outputs
         return _by_size(shape, (shape[0] // 2,) * 2, ("gate", "up"))
@@ -99,13 +100,13 @@ def _by_size(shape: tuple[int, ...], sizes: tuple[int, ...], labels: tuple[str, 
     return Fused(doubt=f"expected an axis of {sum(sizes)} for parts {sizes}, got {shape}; {REMEDY}")
 
 
-def _interleaved(shape: tuple[int, ...], count: int, width: int, labels: tuple[str, ...]) -> Fused:
-    """Return parts that alternate every ``width`` rows along the longest fitting axis."""
+def _interleaved(
+    shape: tuple[int, ...], axis: int, count: int, width: int, labels: tuple[str, ...]
+) -> Fused:
+    """Return parts that alternate every ``width`` entries of an axis."""
     period = count * width
-    axes = [a for a in range(len(shape) - 2, len(shape)) if shape[a] % period == 0]
-    if not axes:
+    if shape[axis] % period:
         return Fused(doubt=f"expected an axis that {period} divides, got {shape}; {REMEDY}")
-    axis = max(axes, key=lambda a: (shape[a], -a))
     parts = [
         tuple((at + i * width, at + (i + 1) * width) for at in range(0, shape[axis], period))
         for i in range(count)

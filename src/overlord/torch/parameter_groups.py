@@ -1,8 +1,8 @@
-"""Parameter groups of an optimizer, split by unit, with rates that are scaled after the scheduler.
+"""Parameter groups of an optimizer, split by unit, with one option scaled after the scheduler.
 
-The scheduler steps the original groups, with unscaled rates: it never meets a split group or a
-scaled rate. Multiplying a rate after ``scheduler.step()`` instead would compound under every
-scheduler that computes a rate from the previous one.
+The option is the learning rate or the weight decay. The scheduler steps the original groups, with
+unscaled rates: it never meets a split group or a scaled rate. Multiplying a rate after
+``scheduler.step()`` instead would compound under schedulers that use the previous rate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from overlord.errors import JobError
 
 PER_PARAMETER = ("params", "param_names")
 RATE = "lr"
+SCALED = (RATE, "weight_decay")
 
 
 class SplitGroups:
@@ -24,10 +25,21 @@ class SplitGroups:
 
     All options are kept. The optimizer's state stays valid, since it is kept by parameter.
     ``unit_of``: the unit of a parameter by its ``id``; others keep the rate of the scheduler.
+    ``option``: the option that ``scale`` sets.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, unit_of: Mapping[int, str]):
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, unit_of: Mapping[int, str], option: str = RATE
+    ):
+        if any(option not in group for group in optimizer.param_groups):
+            raise JobError(
+                [
+                    f"optimizer: expected one with {option}, got {type(optimizer).__name__}; use "
+                    "another one, as AdamW"
+                ],
+                "TempBalance",
+            )
+        self._optimizer, self._option = optimizer, option
         self._originals: list[dict[str, Any]] = []
         self._split: list[tuple[int, str]] = []  # original group and unit of every group
         groups: list[dict[str, Any]] = []
@@ -63,16 +75,16 @@ class SplitGroups:
             self._originals, self._optimizer.param_groups = self._optimizer.param_groups, groups
         for group, (number, _) in zip(groups, self._split, strict=True):
             for key, value in self._originals[number].items():
-                if key in PER_PARAMETER or key == RATE:
+                if key in PER_PARAMETER or key == self._option:
                     continue
                 if not _equal(before[number].get(key), value):
                     _assign(group, key, value)
 
     def scale(self, multipliers: Mapping[str, float]) -> None:
-        """Set every rate to the scheduler's rate times the multiplier of the unit."""
+        """Set the option of every group to the original one times the multiplier of the unit."""
         for group, (number, unit) in zip(self._groups(), self._split, strict=True):
-            rate = float(self._originals[number][RATE])
-            _assign(group, RATE, rate * multipliers.get(unit, 1.0))
+            value = float(self._originals[number][self._option])
+            _assign(group, self._option, value * multipliers.get(unit, 1.0))
 
     def options(self) -> tuple[dict[str, Any], ...]:
         """Return the options of the original groups as plain values."""
@@ -82,10 +94,12 @@ class SplitGroups:
         )
 
     def load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the options of the original groups; tensors stay tensors."""
+        """Restore the options of the original groups, and all rates; tensors stay tensors."""
         for group, options in zip(self._originals, saved, strict=True):
             for key, value in options.items():
                 _assign(group, key, value)
+        for group, (number, _) in zip(self._groups(), self._split, strict=True):
+            _assign(group, RATE, self._originals[number][RATE])
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups

@@ -91,14 +91,14 @@ def exponents(
     with the same matrices.
     """
     ranks, found = ranks or Ranks(), np.zeros(len(matrices))
-    if not matrices:
-        return found
 
     def keep(index: int, eigenvalues: np.ndarray, tolerance: float) -> None:
         found[index] = estimator.alpha(eigenvalues, tolerance)
 
     usable = [i for i, m in enumerate(matrices) if m.eigenvalues >= estimator.min_eigs]
     chosen = [matrices[i] for i in usable]
+    if not chosen:
+        return np.full(len(matrices), DEGENERATE)
     device = each_spectrum(
         chosen,
         fetch,
@@ -124,7 +124,7 @@ def each_spectrum(
     Returns the device of the weights.
     """
     ranks = ranks or Ranks()
-    owner, solver = shares([m.cost for m in matrices], ranks.size), _Solver(keep)
+    owner, solver = shares([m.cost(windows) for m in matrices], ranks.size), _Solver(keep)
     device = torch.device("cpu")
     gathered: tuple[str, torch.Tensor] | None = None
     for i, matrix in enumerate(matrices):

@@ -19,7 +19,7 @@ from torch import nn
 
 from overlord.errors import JobError, StateMismatch
 from overlord.torch.fused_projections import FusedRules
-from overlord.torch.parameter_groups import SplitGroups
+from overlord.torch.parameter_groups import SCALED, SplitGroups
 from overlord.torch.rate_map import DIGITS, RateMap, renormalised
 from overlord.torch.sharded_gram import Ranks, exponents
 from overlord.torch.tail_exponent import NOT_FINITE, Estimator
@@ -53,11 +53,12 @@ class BalanceOptions(TypedDict, total=False):
     xmin_pos: float
     min_eigs: int
     fused: Mapping[str, tuple[int, ...]]
+    scales: Literal["lr", "weight_decay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What ``TempBalance`` measures, when, and how it turns exponents into rates.
+    """Settings of ``TempBalance``: what it measures, when, and how exponents become rates.
 
     ``unit``: what has one rate: a numbered block with all its parameters, or a single matrix.
     ``every``: steps between measurements; ``smooth``: steps of the transition to new multipliers.
@@ -66,6 +67,7 @@ class Settings:
     ``renormalise``: keep the mean multiplier, weighted by parameters, at 1.
     ``map``, ``scale``, ``tau``, ``limits``: as in ``RateMap``. ``estimator``, ``xmin_pos``,
     ``min_eigs``: as in ``Estimator``. ``fused``: sizes of the parts of fused projections.
+    ``scales``: the option that is scaled; ``"weight_decay"`` is the method AlphaDecay.
     """
 
     unit: str = "block"
@@ -82,11 +84,14 @@ class Settings:
     xmin_pos: float = 2.0
     min_eigs: int = 50
     fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    scales: str = "lr"
 
     def __post_init__(self) -> None:
         problems = []
         if self.unit not in UNITS:
             problems.append(f"unit: expected one of {', '.join(UNITS)}, got {self.unit!r}")
+        if self.scales not in SCALED:
+            problems.append(f"scales: expected one of {', '.join(SCALED)}, got {self.scales!r}")
         if self.every < 1:
             problems.append(f"every: expected at least 1 step, got {self.every}")
         if self.smooth < 0:
@@ -158,7 +163,7 @@ class TempBalance:
                 if unit := unit_of.get(id(parameter)):
                     sizes[unit] = sizes.get(unit, 0) + parameter.numel()
         self._sizes = sizes
-        self._groups = SplitGroups(optimizer, unit_of)
+        self._groups = SplitGroups(optimizer, unit_of, self.settings.scales)
         self._step = self._begun = 0
         self._start = dict.fromkeys(sizes, 1.0)
         self._target = dict.fromkeys(sizes, 1.0)

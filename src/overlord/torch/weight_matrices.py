@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from overlord.torch.fused_projections import Fused, FusedRules, Ranges
+from overlord.torch.tail_exponent import window_starts
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +91,12 @@ class Matrix:
     def eigenvalues(self) -> int:
         return self.small * self.stack
 
-    @property
-    def cost(self) -> int:
-        """The work of its spectrum, in multiply-adds."""
+    def cost(self, windows: bool = False) -> int:
+        """Return the work of its spectrum in multiply-adds; ``windows``: of square windows."""
         k, m = self.small, max(self.rows, self.cols)
-        return self.stack * (m * k * k + EIG_WEIGHT * k**3)
+        problems = len(window_starts(m, k)) if windows else 1
+        length = problems * k if windows else m
+        return self.stack * (length * k * k + EIG_WEIGHT * problems * k**3)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -147,10 +149,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def bare(model: nn.Module) -> nn.Module:
     """Return the module inside data-parallel and compiled wrappers."""
     inner = model
-    while isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (
-        hasattr(inner, "_orig_mod")
-    ):
-        inner = inner.module if hasattr(inner, "module") else inner._orig_mod
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        else:
+            break
     return inner
 
 

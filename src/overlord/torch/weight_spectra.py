@@ -199,6 +199,8 @@ def measured(
 ) -> Spectra:
     """Measure the spectra of matrices; ``fetch`` returns a parameter by its name."""
     ranks = ranks or Ranks()
+    if not matrices:
+        return Spectra((), estimator.name)
     found = np.zeros((3, len(matrices)))
 
     def keep(index: int, values: np.ndarray, tolerance: float) -> None:
