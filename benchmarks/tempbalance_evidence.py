@@ -78,17 +78,15 @@ def finished(run: Running) -> dict[str, Any] | None:
 
 def waiting(given: argparse.Namespace, records: Records) -> Iterator[dict[str, Any]]:
     """Runs that are not in the file. The arm at the mean rate follows its balanced twin."""
+    done = records.done()
     for name in given.tasks.split(","):
         for cell in cells(TASKS[name], given.tiny):
-            done = records.done()
             if key(cell) in done:
                 continue
-            if cell["arm"] == MEAN:
-                found = mean_multiplier(cell, done)
-                if found is None:
-                    continue
-                cell = cell | {"mean": found}
-            yield cell
+            if cell["arm"] != MEAN:
+                yield cell
+            elif (found := mean_multiplier(cell, done)) is not None:
+                yield cell | {"mean": found}
 
 
 def run_round(given: argparse.Namespace) -> None:
@@ -97,27 +95,25 @@ def run_round(given: argparse.Namespace) -> None:
         from temperature.burgers import dataset
 
         dataset(given.data, given.tiny)  # once, before the runs ask for it
+    running: list[Running] = []
     finished_runs, failed = 0, set[tuple[Any, ...]]()
     while True:
-        started = 0
-        running: list[Running] = []
-        queue = (c for c in list(waiting(given, records)) if key(c) not in failed)
-        for cell in queue:
-            while len(running) >= given.at_once:
-                running, ended = _settle(running, records, failed)
-                finished_runs += ended
-            # a run that would end after the budget is left for the next round
-            if time.monotonic() + LIMIT_S * (not given.tiny) > end:
-                break
-            running.append(start(cell, given))
-            started += 1
-        while running:
-            running, ended = _settle(running, records, failed)
-            finished_runs += ended
-        if not started:  # the second pass has the arms that waited for their twins
+        taken = failed | {key(run.cell) for run in running}
+        # a run that could end after the budget is left for the next round
+        room = time.monotonic() + (0 if given.tiny else LIMIT_S) < end
+        if room and len(running) < given.at_once:
+            cell = next((c for c in waiting(given, records) if key(c) not in taken), None)
+            if cell is not None:
+                running.append(start(cell, given))
+                continue
+        if not running:
             break
-    left = len(list(waiting(given, records)))
-    print(f"{finished_runs} runs finished, {len(failed)} failed, {left} or more are left")
+        running, ended = _settle(running, records, failed)
+        finished_runs += ended
+    done = records.done()
+    wanted = [key(c) for name in given.tasks.split(",") for c in cells(TASKS[name], given.tiny)]
+    left = sum(k not in done for k in wanted)
+    print(f"{finished_runs} runs finished, {len(failed)} failed, {left} of {len(wanted)} are left")
 
 
 def _settle(

@@ -336,7 +336,9 @@ def test_a_block_has_one_rate_and_a_matrix_its_own():
     balance.step()
     assert list(balance.multipliers) == [f"layers.{k}.fc.weight" for k in range(3)]
     assert rate_of(optimizer, model.layers[0]["fc"].weight) != 0.1
-    assert rate_of(optimizer, model.layers[0]["fc"].bias) == 0.1
+    for block in model.layers:
+        assert rate_of(optimizer, block["fc"].bias) == rate_of(optimizer, block["fc"].weight)
+        assert rate_of(optimizer, block["norm"].weight) == 0.1
 
 
 def test_names_of_parameters_are_split_with_them():

@@ -60,7 +60,7 @@ class BalanceOptions(TypedDict, total=False):
 class Settings:
     """Settings of ``TempBalance``: what it measures, when, and how exponents become rates.
 
-    ``unit``: what has one rate: a numbered block with all its parameters, or a single matrix.
+    ``unit``: what has one rate: a numbered block with all its parameters, or a matrix and its bias.
     ``every``: steps between measurements; ``smooth``: steps of the transition to new multipliers.
     ``until``: the step after which rates return to the scheduler's; None: never.
     ``skip``: patterns of parameter names that are neither measured nor scaled.
@@ -325,6 +325,9 @@ def _units(
         for matrix in matrices:
             for target in matrix.targets:
                 unit_of[id(parameters[target])] = matrix.parameter
+                bias = parameters.get(f"{target.removesuffix('weight')}bias")
+                if bias is not None:
+                    unit_of[id(bias)] = matrix.parameter
     else:
         for name, parameter in parameters.items():
             if (block := block_of(name)) in names and not rules.skips(name):
