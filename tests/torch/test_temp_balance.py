@@ -4,9 +4,11 @@ resume at every step.
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import overlord as ov  # noqa: E402
 import overlord.torch as ot  # noqa: E402
 from overlord.errors import JobError, StateMismatch  # noqa: E402
 from overlord.torch.rate_map import RateMap, renormalised  # noqa: E402
+from overlord.torch.temp_balance import BalanceOptions, Settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -479,9 +482,9 @@ def test_weight_decay_is_scaled_instead_of_the_rate():
     balanced(again_model, again, ls.ExponentialLR(again, 0.9), **settings).load_state_dict(state)
     for key in ("lr", "weight_decay"):
         assert [g[key] for g in again.param_groups] == [g[key] for g in optimizer.param_groups]
-    rprop = torch.optim.Rprop(stack().parameters())
+    rprop = torch.optim.Rprop(model.parameters())
     with pytest.raises(JobError, match="expected one with weight_decay, got Rprop"):
-        ot.TempBalance(rprop, constant(rprop), model=stack(), scales="weight_decay")
+        ot.TempBalance(rprop, constant(rprop), model=model, scales="weight_decay")
 
 
 # resume
@@ -547,7 +550,8 @@ def test_a_state_survives_a_file_of_torch(tmp_path: Path):
 def test_a_state_of_other_settings_or_another_model_is_refused_unchanged():
     model, optimizer, balance = run_with(RESUMED["cosine"])
     state = balance.state_dict()
-    other = balanced(stack(), torch.optim.SGD(stack().parameters(), lr=0.1), every=9)
+    model = stack()
+    other = balanced(model, torch.optim.SGD(model.parameters(), lr=0.1), every=9)
     with pytest.raises(StateMismatch, match="every: saved 5, got 9"):
         other.load_state_dict(state)
     model = stack(4)
@@ -576,7 +580,18 @@ def test_an_optimizer_state_from_before_the_split_is_loaded_before_it():
     )
 
 
-# refusals, and metrics
+# refusals, metrics, and the page
+
+
+def test_every_setting_is_a_keyword_and_in_the_page_with_its_default():
+    from tests.unit.test_docs import ROOT, rows_under
+
+    defaults = {f.name: f.default for f in fields(Settings)}
+    assert set(BalanceOptions.__annotations__) == set(defaults)
+    listed = rows_under(ROOT / "docs" / "tempbalance.md", "Settings")
+    assert sorted(listed) == sorted(defaults)
+    shown = {name: ast.literal_eval(text) for name, text in listed.items() if name != "fused"}
+    assert shown == {name: value for name, value in defaults.items() if name != "fused"}
 
 
 def test_settings_that_cannot_work_are_refused():
@@ -602,6 +617,19 @@ def test_settings_that_cannot_work_are_refused():
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(JobError, match="LBFGS"):
         ot.TempBalance(lbfgs, constant(lbfgs), model=model, min_eigs=8)
+
+
+def test_a_model_in_which_nothing_can_be_balanced_is_refused(caplog):
+    model = nn.Linear(64, 64)  # in no numbered block
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match='got none; use unit="matrix"'):
+        ot.TempBalance(optimizer, constant(optimizer), model=model)
+    with pytest.raises(JobError, match="got none; check skip="):
+        ot.TempBalance(optimizer, constant(optimizer), model=model, unit="matrix", skip=("weight",))
+    ot.TempBalance(optimizer, constant(optimizer), model=model, unit="matrix")
+    assert caplog.text == ""
+    ot.TempBalance(optimizer, constant(optimizer), model=model, unit="matrix", min_eigs=65)
+    assert "all multipliers stay 1" in caplog.text
 
 
 def test_a_group_that_is_added_later_is_refused():

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from overlord.errors import JobError
 from overlord.torch.fused_projections import Ranges
 from overlord.torch.tail_exponent import DEGENERATE, Estimator, window_starts
 from overlord.torch.weight_matrices import Matrix, stacked, take
@@ -61,7 +62,16 @@ class Ranks:
         """Return the ranks of a process group, by default of all; one without process groups."""
         if not dist.is_available() or not dist.is_initialized():
             return Ranks()
-        return Ranks(rank=dist.get_rank(group), size=dist.get_world_size(group), group=group)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise JobError(
+                [
+                    f"process_group: expected a group with this rank, {dist.get_rank()}, got one "
+                    "without it; give the group of the ranks that hold the same model"
+                ],
+                "spectra",
+            )
+        return Ranks(rank=rank, size=dist.get_world_size(group), group=group)
 
     def reduce_to(self, owner: int, tensor: torch.Tensor) -> None:
         """Sum a tensor over all ranks into the owner's."""

@@ -7,6 +7,7 @@ of each weight matrix is. Blocks with lighter tails get a larger rate, the other
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from overlord.torch.weight_matrices import (
     model_matrices,
     named_parameters,
 )
+
+log = logging.getLogger(__name__)
 
 UNITS = ("block", "matrix")
 VERSION = 1
@@ -157,6 +160,7 @@ class TempBalance:
         )
         self._matrices, unit_of = _units(model, optimizer, self.settings.unit, rules)
         _check_agreement(self._matrices, self.settings, self._ranks)
+        _check_units(self._matrices, self.settings)
         sizes: dict[str, int] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -364,6 +368,23 @@ def _check_supported(optimizer: torch.optim.Optimizer, base: Any, model: nn.Modu
         )
     if problems:
         raise JobError(problems, "TempBalance")
+
+
+def _check_units(matrices: list[Matrix], settings: Settings) -> None:
+    """Refuse a model in which nothing can be balanced; warn if all matrices are too small."""
+    if not matrices:
+        remedy = 'use unit="matrix"' if settings.unit == "block" else "check skip="
+        raise JobError(
+            [
+                f"model: expected a {settings.unit} with weight matrices that the optimizer "
+                f"trains, got none; {remedy}"
+            ],
+            "TempBalance",
+        )
+    if max(matrix.eigenvalues for matrix in matrices) < settings.min_eigs:
+        log.warning(
+            "no matrix has min_eigs=%d eigenvalues: all multipliers stay 1", settings.min_eigs
+        )
 
 
 def _check_agreement(matrices: list[Matrix], settings: Settings, ranks: Ranks) -> None:

@@ -33,6 +33,7 @@ from overlord.torch.weight_matrices import (
 
 KINDS = 5  # kinds of matrices of a plot, next to the mean
 INDEX = "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # integers and 8 bits need scales of their own
 STYLE = """
 svg{--s0:#2f6fb4;--s1:#c2602b;--s2:#3a8f5c;--s3:#8a5bb5;--s4:#b08a1e;--s5:#5a6b7a;
 --ink:#1b1f24;--soft:#6a727b;font:12px system-ui,sans-serif;max-width:60rem;background:#fff}
@@ -181,8 +182,9 @@ def checkpoint_spectra(
         for file in files:
             opened = stack.enter_context(_open(file))
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                where[name] = opened
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
+                found = opened.get_slice(name)
+                if found.get_dtype() in FLOATS:
+                    where[name], shapes[name] = opened, tuple(found.get_shape())
         matrices = checkpoint_matrices(shapes, rules, _config(folder))
         last: list[tuple[str, torch.Tensor]] = []
 
