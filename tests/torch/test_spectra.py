@@ -299,6 +299,55 @@ def test_other_fused_forms_are_split_the_same_way():
     ]
 
 
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        (
+            "Phi3",
+            {},
+            {
+                "qkv_proj.weight[q]": (64, 64),
+                "qkv_proj.weight[k]": (32, 64),
+                "gate_up_proj.weight[up]": (96, 64),
+            },
+        ),
+        (
+            "Mixtral",
+            {"num_local_experts": 2},
+            {"experts.gate_up_proj[1][gate]": (96, 64), "experts.down_proj[0]": (64, 96)},
+        ),
+        (
+            "GptOss",
+            {"num_local_experts": 2, "head_dim": 16},
+            {"experts.gate_up_proj[1][gate]": (64, 96), "experts.down_proj[0]": (96, 64)},
+        ),
+    ],
+)
+def test_models_of_transformers_are_split_as_they_compute(name, more, expected):
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    found = {m.name: m for m in model_matrices(model)}
+    assert {m.block for m in found.values()} == {"model.layers.0"}
+    assert not [n for n in found if n.endswith("bias")]
+    for end, shape in expected.items():
+        (matrix,) = (m for n, m in found.items() if n.endswith(end))
+        assert (matrix.rows, matrix.cols) == shape
+
+
 def test_gates_of_recurrent_layers_are_matrices_of_their_own():
     torch.manual_seed(0)
     layer = nn.LSTM(64, 64, bias=False, proj_size=52)

@@ -211,6 +211,8 @@ def checkpoint_matrices(
         shape = tuple(given)
         if rules.skips(name) or not 2 <= len(shape) <= 5 or min(shape) < 1:
             continue
+        if name.endswith("bias"):  # of experts: one row for each
+            continue
         experts = len(shape) == 3 and "expert" in name
         matrix = Matrix(
             name=name,
@@ -249,7 +251,7 @@ def _expanded(matrix: Matrix, fused: Fused) -> Iterator[Matrix]:
 
 def _layout(name: str, parameter: nn.Parameter, module: nn.Module) -> Layout | None:
     """Return how a parameter holds matrices; None if it holds none."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
+    if not (parameter.is_floating_point() or parameter.is_complex()) or name.endswith("bias"):
         return None
     if isinstance(module, nn.modules.conv._ConvNd):
         return Layout(groups=module.groups) if parameter.ndim > 2 else None

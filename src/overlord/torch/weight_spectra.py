@@ -32,6 +32,7 @@ from overlord.torch.weight_matrices import (
 )
 
 KINDS = 5  # kinds of matrices of a plot, next to the mean
+LABEL = 18  # characters of their names
 INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # integers and 8 bits need scales of their own
 STYLE = """
@@ -285,6 +286,11 @@ def _shown(value: float) -> str:
     return f"{value:.3f}" if np.isfinite(value) else "-"
 
 
+def _label(kind: str) -> str:
+    """Return the last component of a name, as much of it as fits next to a line."""
+    return kind.rpartition(".")[2][:LABEL]
+
+
 def _plot(rows: Sequence[Spectrum], estimator: str) -> str:
     """Draw the mean exponent of the blocks, and kinds of matrices that all blocks have."""
     usable = [row for row in rows if np.isfinite(row.alpha)]
@@ -300,7 +306,7 @@ def _plot(rows: Sequence[Spectrum], estimator: str) -> str:
     else:
         means, kinds, x_label = [row.alpha for row in usable] or [1.0], [], "matrix"
     series = [
-        Line(label=k, color=series_color(i), y=np.array([by_kind[k][b] for b in blocks]))
+        Line(label=_label(k), color=series_color(i), y=np.array([by_kind[k][b] for b in blocks]))
         for i, k in enumerate(kinds)
     ]
     mean = Line(label="mean" if kinds else "alpha", color="var(--ink)", y=np.array(means))
