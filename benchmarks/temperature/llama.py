@@ -18,7 +18,7 @@ from temperature.arms import Rates
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 OUTER = ("embed", "head")
-SIZES = {"hidden": 448, "ffn": 1216, "layers": 8, "heads": 7, "context": 512, "batch": 64}
+SIZES = {"hidden": 448, "ffn": 1216, "layers": 8, "heads": 7, "context": 512, "batch": 32}
 TINY = {"hidden": 32, "ffn": 64, "layers": 2, "heads": 2, "context": 32, "batch": 4}
 TEXT, HELD = 48 << 20, 2 << 20  # bytes of training text, and each of validation and test
 
