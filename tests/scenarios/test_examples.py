@@ -72,6 +72,12 @@ SAYS = {
         "rank 1: task 1 on [1], task 2 on [1], task 3 on [3, 1]: [250, 211, 150] tokens",
         "loss 4.34 to 0.1",
     ],
+    "17_tempbalance.py": [
+        "60 steps: loss 4.4 to 0.0",
+        "layers.0: learning rate times",
+        "steps 30 to 59 again, from the checkpoint: same rates: True",
+        "same losses: True",
+    ],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
 NEEDS = {
@@ -80,6 +86,7 @@ NEEDS = {
     "13_megatron_style.py": "torch",
     "14_vlm_torchrun.py": "torch",
     "16_hdp.py": "torch",
+    "17_tempbalance.py": "torch",
 }
 LONGER = ("08_", "12_", "13_", "14_", "15_", "16_")  # whole training loops, or several modules
 

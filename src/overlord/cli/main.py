@@ -27,6 +27,7 @@ from overlord.cli.profile import profile
 from overlord.cli.run import run
 from overlord.cli.serve import serve
 from overlord.cli.simulate import simulate
+from overlord.cli.spectra import spectra
 from overlord.cli.status import status
 from overlord.cli.stop import stop
 from overlord.process.exit import exit_now
@@ -41,6 +42,7 @@ COMMANDS = (
     profile,
     partition,
     simulate,
+    spectra,
     drill,
     journal,
     status,

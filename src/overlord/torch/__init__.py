@@ -28,6 +28,8 @@ _HOME = {
     "token_losses": "overlord.torch.loss",
     "join": "overlord.torch.rendezvous",
     "BroadcastClient": "overlord.torch.broadcast_client",
+    "TempBalance": "overlord.torch.temp_balance",
+    "spectra": "overlord.torch.weight_spectra",
     **dict.fromkeys(
         ("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.image_routing"
     ),
@@ -77,5 +79,7 @@ if TYPE_CHECKING:
     from overlord.torch.loss import token_loss as token_loss
     from overlord.torch.loss import token_losses as token_losses
     from overlord.torch.rendezvous import join as join
+    from overlord.torch.temp_balance import TempBalance as TempBalance
     from overlord.torch.tensor_step import TensorMicrobatch as TensorMicrobatch
     from overlord.torch.tensor_step import TensorStep as TensorStep
+    from overlord.torch.weight_spectra import spectra as spectra

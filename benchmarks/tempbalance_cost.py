@@ -1,0 +1,216 @@
+"""Time of one measurement of TempBalance for Llama shapes, as a share of training time.
+
+    python benchmarks/tempbalance_cost.py --save                # one H200: a few minutes
+    python benchmarks/tempbalance_cost.py --device cpu --tiny   # shows that it runs, measures nothing
+
+Weights are random numbers of the models' shapes. The work of 8 ranks is spread as `TempBalance`
+spreads it, and every rank's share is timed on the one device, one after another; the slowest counts.
+Communication is not measured: its bytes are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu.timing import default_folder, device_of, machine, save, settle, table
+from overlord.torch.sharded_gram import exponents, shares
+from overlord.torch.tail_exponent import Estimator
+from overlord.torch.weight_matrices import Matrix, model_matrices
+from page import command_line
+
+RANKS, EVERY, TOKENS, FLOPS = 8, 100, 4_000_000, 400e12  # of the target
+TARGET = 0.01  # of the training time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama:
+    """The shapes of a model."""
+
+    name: str
+    hidden: int
+    ffn: int
+    layers: int
+    kv: int
+    vocabulary: int = 128_256
+
+    @property
+    def parameters(self) -> int:
+        block = 2 * self.hidden * (self.hidden + self.kv) + 3 * self.hidden * self.ffn
+        tables = 1 if self.hidden < 4096 else 2  # the small one ties its embeddings
+        return self.layers * block + tables * self.vocabulary * self.hidden
+
+    @property
+    def training_s(self) -> float:
+        """Between two measurements, at 6 FLOPs a parameter and token."""
+        return EVERY * TOKENS * 6 * self.parameters / (RANKS * FLOPS)
+
+
+MODELS = {
+    "1B": Llama(name="1B", hidden=2048, ffn=8192, layers=16, kv=512),
+    "8B": Llama(name="8B", hidden=4096, ffn=14_336, layers=32, kv=1024),
+}
+TINY = Llama(name="tiny", hidden=64, ffn=192, layers=3, kv=32, vocabulary=256)
+
+
+def matrices_of(shape: Llama) -> list[Matrix]:
+    """The model's matrices, without its weights."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.layers = nn.ModuleList()
+        for _ in range(shape.layers):
+            parts = {
+                "q_proj": (shape.hidden, shape.hidden),
+                "k_proj": (shape.hidden, shape.kv),
+                "v_proj": (shape.hidden, shape.kv),
+                "o_proj": (shape.hidden, shape.hidden),
+                "gate_proj": (shape.hidden, shape.ffn),
+                "up_proj": (shape.hidden, shape.ffn),
+                "down_proj": (shape.ffn, shape.hidden),
+            }
+            model.layers.append(
+                nn.ModuleDict({n: nn.Linear(a, b, bias=False) for n, (a, b) in parts.items()})
+            )
+    return model_matrices(model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One model and estimator."""
+
+    model: str
+    estimator: str
+    alone_s: float  # all matrices on one device
+    slowest_s: float  # the largest share of 8 ranks
+    training_s: float
+    reduced_bytes: int  # of Gram matrices that shards send to their owner, over all ranks
+    gathered_bytes: int  # of bf16 matrices whose short side is sharded, by rank
+
+    @property
+    def share(self) -> float:
+        return self.slowest_s / self.training_s
+
+
+class Weights:
+    """One random matrix for each shape, in bf16 as a trainer holds them."""
+
+    def __init__(self, matrices: list[Matrix], device: torch.device):
+        drawn = torch.Generator(device=device).manual_seed(0)
+        self._shape = {m.parameter: m.shape for m in matrices}
+        self._made = {
+            shape: (torch.randn(shape, generator=drawn, device=device) * 0.02).bfloat16()
+            for shape in set(self._shape.values())
+        }
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self._made[self._shape[name]]
+
+
+def measure(shape: Llama, estimator: str, device: torch.device, passes: int) -> Cost:
+    matrices = matrices_of(shape)
+    weights, fit = Weights(matrices, device), Estimator(name=estimator)
+    owner = shares([m.cost(fit.takes_windows) for m in matrices], RANKS)
+    parts = [[m for m, o in zip(matrices, owner, strict=True) if o == r] for r in range(RANKS)]
+    exponents(matrices[:7], weights, fit)  # libraries load and plan
+    found = np.array(
+        [[_seconds(part, weights, fit, device) for part in parts] for _ in range(passes)]
+    )
+    by_rank = np.median(found, axis=0)
+    partial = [m for m in matrices if m.rows >= m.cols]
+    return Cost(
+        model=shape.name,
+        estimator=estimator,
+        alone_s=float(by_rank.sum()),
+        slowest_s=float(by_rank.max()),
+        training_s=shape.training_s,
+        reduced_bytes=sum(4 * m.small**2 * _windows(m, estimator) for m in partial),
+        gathered_bytes=sum(2 * m.rows * m.cols for m in matrices if m.rows < m.cols),
+    )
+
+
+def _windows(matrix: Matrix, estimator: str) -> int:
+    return -(-max(matrix.rows, matrix.cols) // matrix.small) if estimator == "farms" else 1
+
+
+def _seconds(part: list[Matrix], weights: Weights, fit: Estimator, device: torch.device) -> float:
+    settle(device)
+    start = time.perf_counter()
+    found = exponents(part, weights, fit)
+    settle(device)
+    assert np.isfinite(found[[m.eigenvalues >= fit.min_eigs for m in part]]).all()
+    return time.perf_counter() - start
+
+
+HEAD = (
+    "model",
+    "estimator",
+    "one GPU, s",
+    "slowest of 8, s",
+    f"training of {EVERY} steps, s",
+    "share",
+    "target 1 %",
+    "reduced, GB",
+    "gathered, GB",
+)
+
+
+def page(costs: list[Cost], where: str) -> str:
+    rows = [
+        (
+            c.model,
+            c.estimator,
+            f"{c.alone_s:.2f}",
+            f"{c.slowest_s:.2f}",
+            f"{c.training_s:.0f}",
+            f"{c.share:.3%}",
+            "met" if c.share <= TARGET else "missed",
+            f"{c.reduced_bytes / 1e9:.1f}",
+            f"{c.gathered_bytes / 1e9:.1f}",
+        )
+        for c in costs
+    ]
+    return (
+        "# Cost of TempBalance\n\n"
+        f"One measurement every {EVERY} steps, {RANKS} GPUs, {TOKENS / 1e6:g}M tokens a step, "
+        f"{FLOPS / 1e12:g} TFLOP/s for each GPU. Times are measured, the training time is computed. "
+        "Communication is not in the times: the last columns are its bytes.\n\n"
+        f"{table(HEAD, rows)}\n\n{where}\n\nRun: `{command_line('tempbalance_cost.py')}`\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", default="1B,8B")
+    parser.add_argument("--estimators", default="hill,farms")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: measures nothing")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    device, costs = device_of(given.device), []
+    shapes = [TINY] if given.tiny else [MODELS[name] for name in given.models.split(",")]
+    for shape in shapes:
+        for estimator in given.estimators.split(","):
+            costs.append(measure(shape, estimator, device, 1 if given.tiny else given.passes))
+            print(json.dumps(asdict(costs[-1])), flush=True)
+    text = page(costs, machine(device))
+    print(text)
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(c) for c in costs], indent=1))
+    if given.save and not given.tiny:
+        print(f"wrote {save('tempbalance-cost', text, default_folder())}")
+
+
+if __name__ == "__main__":
+    main()

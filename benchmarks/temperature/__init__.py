@@ -1,0 +1,1 @@
+"""Modules of tempbalance_evidence.py: arms, tasks, records."""
