@@ -118,8 +118,8 @@ MUTATIONS = [
         ),
         (
             "loaders that only wait stay",
-            "return self._told(self._trimmed(best))",
-            "return self._told(best)",
+            "return self._partition(self._trimmed(best))",
+            "return self._partition(best)",
         ),
         (
             "trimmed though it breaks per_actor",
@@ -169,7 +169,7 @@ MUTATIONS = [
             "max(seconds - waited, seconds / 20)",
             "max(seconds - waited, 1e-9)",
         ),
-        ("more workers though no rank waits", "and self._is_missed(s, need, observed)", ""),
+        ("more workers though no rank waits", "and self._is_late(s, need, observed)", ""),
         (
             "full workers do not count before a rank waits",
             "or self.waited > 0.01 or self._is_busy(seen, need, observed)",
