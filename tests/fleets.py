@@ -256,7 +256,7 @@ class Fleet:
         ):  # a worker that follows first; else they are opened there
             self.placement.follow(moves)
             for k, h in moves.items():
-                cursor, generation, refill = self.planner.opening(k)
+                cursor, generation, refill = self.planner.loader_position(k)
                 self.hosts[h].inbox += [FollowLoader(self._opening(k, cursor, generation)), refill]
 
     def _switch(self) -> None:

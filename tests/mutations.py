@@ -446,8 +446,12 @@ MUTATIONS = [
         "planning/mixture.py",
         ("mixed by the epoch: as the step says", 'if self._every != "epoch":', "if True:"),
         ("asked again when a draw is tried again", "if self._called == state.step:", "if False:"),
-        ("the epoch looked at twice", "state.mix_epoch if again and not joins else epoch", "epoch"),
-        ("what was learned is forgotten", '"schedule": self._learned()', '"schedule": None'),
+        (
+            "the epoch looked at twice",
+            "state.mix_epoch if repeated and not joins else epoch",
+            "epoch",
+        ),
+        ("what was learned is forgotten", '"schedule": self._schedule_state()', '"schedule": None'),
         ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
     ),
     *_at(

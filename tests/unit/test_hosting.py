@@ -259,9 +259,9 @@ def _same(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_wrong_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="cores: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="expected cores of at least 1, got 0"):
         place_loaders(equal(2), [1, 1], cores=0)
-    with pytest.raises(ValueError, match="web: expected share, cost"):
+    with pytest.raises(ValueError, match="load of source 'web': expected finite share and cost"):
         load("web", float("nan"))
 
 

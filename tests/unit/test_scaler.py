@@ -374,7 +374,7 @@ def test_shares_are_shown_as_a_moving_average() -> None:
     scaler = Scaler(LIMITS)
     told(scaler, look(seen(share=0.5)), 1)
     told(scaler, look(seen(share=1.0)), 1, first=2)
-    assert scaler.figures()["photos"]["share"] == pytest.approx(0.7)
+    assert scaler.estimates()["photos"]["share"] == pytest.approx(0.7)
 
 
 # code that holds the interpreter lock
@@ -391,7 +391,7 @@ def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_t
     scaler = Scaler(THREADED)
     [scale] = told(scaler, look(seen(lanes=1.0, took_s=3.0, most=3), waited_s=0.5), 2)
     assert (scale.source, scale.hosts) == ("photos", 3), "one for each core"
-    assert scaler.figures()["photos"]["locked"] == 1.0
+    assert scaler.estimates()["photos"]["locked"] == 1.0
 
 
 def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anything_was_measured() -> (
@@ -407,7 +407,7 @@ def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anythi
 def test_threads_that_were_seen_side_by_side_count_as_cores_whatever_was_assumed() -> None:
     scaler = Scaler(replace(THREADED, cores=6))
     assert told(scaler, look(seen(lanes=2.0, took_s=2.1, free_s=0.0, most=3)), 6) == []
-    assert scaler.figures()["photos"]["locked"] == pytest.approx(0.045, abs=0.01)
+    assert scaler.estimates()["photos"]["locked"] == pytest.approx(0.045, abs=0.01)
 
 
 def test_no_process_is_added_where_threads_keep_all_cores_busy() -> None:
@@ -418,10 +418,10 @@ def test_no_process_is_added_where_threads_keep_all_cores_busy() -> None:
 def test_what_waits_for_storage_says_nothing_of_the_lock_and_what_was_measured_is_kept() -> None:
     scaler = Scaler(replace(THREADED, window=1))
     told(scaler, look(seen(lanes=0.3, took_s=3.0)), 4)
-    assert scaler.figures()["photos"]["locked"] == 0.0
+    assert scaler.estimates()["photos"]["locked"] == 0.0
     told(scaler, look(seen(lanes=1.0, took_s=3.0)), 4, first=5)
     told(scaler, look(seen(lanes=0.3, took_s=0.3)), 4, first=9)
-    assert scaler.figures()["photos"]["locked"] == 1.0
+    assert scaler.estimates()["photos"]["locked"] == 1.0
 
 
 def test_a_worker_whose_lock_one_source_holds_has_no_room_for_another_that_wants_it() -> None:

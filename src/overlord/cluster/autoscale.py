@@ -170,7 +170,7 @@ class LoadObserver:
             future = [
                 planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
             ]
-        samples, waited_for, readers = [], planner.waits_for(), self._readers
+        samples, waited_for, readers = [], planner.lacking_sources(), self._readers
         for i, name in enumerate(planner.spec.names):
             mine = [rows[k] for k in readers.loaders_of(i) if k in rows]
             samples.append(

@@ -289,9 +289,9 @@ class LoaderPlan:
     """A loader worker's share of a PlannedStep: the samples that leave its loaders.
 
     The documents of the worker are numbered: first those held from earlier steps, then the popped
-    ones, loader by loader. Constructor worker ``to[j]`` gets documents ``take[j]``, in rising order,
-    and the images ``items[j]``, which may belong to documents of other constructor workers. Without
-    ``take``, every constructor worker of ``to`` gets all documents and images.
+    ones, loader by loader. Constructor worker ``to[j]`` gets documents ``take[j]``, in rising
+    order, and the images ``items[j]``, which may belong to documents of others. Without ``take``,
+    every constructor worker of ``to`` gets all documents and images.
 
     Standbys: ``FollowLoader`` makes a worker the standby of a loader on another worker. The standby
     reads the same samples, gets the same Refills, and is popped by the same LoaderPlans. Its

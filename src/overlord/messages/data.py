@@ -121,8 +121,8 @@ class StepMessage:
     """A step for the client of one rank.
 
     Its microbatches are concatenated in ``wide`` (``constructor/pack.py``). If their arrays cannot
-    be concatenated, they are separate in ``microbatches``. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``info`` belong
-    to microbatch m.
+    be concatenated, they are separate in ``microbatches``. Rows ``bounds[m]`` to ``bounds[m + 1]``
+    of the samples in ``info`` belong to microbatch m.
     """
 
     info: StepInfo

@@ -15,7 +15,7 @@ from overlord.scaling.loader_placement import usable_cores
 # least room for a source on a worker that reads it, however many other sources it reads: share of
 # the room that the source would have alone
 LEAST_ROOM = 0.1
-# the same for a worker that does not read the source yet: with less, moving shards there does not pay
+# the same for a worker that does not read the source yet: with less, a move does not pay off
 WORTH = 0.3
 CLOSE = 1e-9  # cores that count as zero
 

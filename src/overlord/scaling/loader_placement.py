@@ -62,7 +62,7 @@ def measured_part(in_progress: float, cores: float) -> float | None:
 def usable_cores(lanes: float, locked: float) -> float:
     """Return the CPU cores that one process can use for a source, by Amdahl's law.
 
-    ``lanes``: cores that its threads could use without a lock. ``locked``: locked part of the source.
+    ``lanes``: cores that its threads could use without a lock. ``locked``: the locked part.
     """
     return lanes / (1 + locked * (lanes - 1))
 
@@ -101,8 +101,8 @@ class SourceLoad:
             and self.free_s >= 0
         ):
             raise ValueError(
-                f"load of source {self.name!r}: expected share, cost, memory, state and free_s of at "
-                f"least 0, finite share and cost, and max_loaders of at least 1, got {self}; "
+                f"load of source {self.name!r}: expected finite share and cost, max_loaders of at "
+                f"least 1, and no negative number, got {self}; "
                 "profile the source again (overlord profile)"
             )
 
@@ -232,7 +232,7 @@ def _place_groups(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> l
         passed = []
         while heap and (group.source in sources[heap[0][2]] or len(sources[heap[0][2]]) >= limit):
             passed.append(heapq.heappop(heap))
-        # If every worker reads this source or is full, a second loader goes to a worker that reads it.
+        # If every worker reads this source or is full, one of its workers gets a second loader.
         found = (
             heapq.heappop(heap) if heap else min(p for p in passed if group.source in sources[p[2]])
         )
@@ -338,8 +338,8 @@ def _shards_by_worker(
 ) -> dict[int, int]:
     """Return the number of shards of each worker.
 
-    ``held``: current numbers. Of equal workers, those that hold the most get one more, so that fewer
-    shards move.
+    ``held``: current numbers. Of equal workers, those that hold the most get one more, so that
+    fewer shards move.
     """
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}

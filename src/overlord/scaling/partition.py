@@ -150,8 +150,8 @@ class Resources:
             or not 0 <= self.beside_s < math.inf
         ):
             raise ValueError(
-                f"resources: expected cores and memory_bytes of at least 1, and a finite beside_s of "
-                f"at least 0, got {self}"
+                "resources: expected cores and memory_bytes of at least 1, and a finite beside_s "
+                f"of at least 0, got {self}"
             )
 
     def for_loading(self, work_s: float) -> int:
@@ -424,7 +424,7 @@ class _Search:
     def _bottlenecks(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
         """Return the seconds per drawn sample of every possible bottleneck, by its description.
 
-        They are all cores together, the slowest source, the busiest worker, and its interpreter lock.
+        They are all cores together, the slowest source, the busiest worker, and a worker's lock.
         """
         slowest = max(
             range(len(self.loads)),
@@ -488,7 +488,7 @@ class _Search:
             return min(best, new, key=lambda t: (t.memory, t.seconds))
         if abs(new.seconds - best.seconds) > CLOSE * best.seconds:
             return min(best, new, key=lambda t: t.seconds)
-        # At equal rates more cores and workers are better, since threads of one worker share a lock.
+        # At equal rates more workers are better, since threads of one worker share a lock.
         # Of equal numbers the smaller footprint is better.
         return min(best, new, key=lambda t: (-t.cores, -t.room, t.footprint))
 

@@ -28,7 +28,7 @@ MOST = 2**62  # samples and bytes must fit 64-bit integers
 
 
 class BadProfile(ValueError):
-    """A stored value is not a valid profile; the text names the field, the expected and the value."""
+    """A stored value is not a valid profile; the text names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +237,9 @@ PROFILE = "profile.json"  # name of the profile's file in a journal
 # ----------------------------------------------------------------------------
 # The memory budget of a machine, divided among the buffers of loading.
 #
-# Processes and the open window of every loader need memory whatever the budget is. An estimate of it
-# is subtracted first. The rest bounds samples, files and steps that are held ahead of the draw. The
-# budget never limits the draw itself: a small budget makes a job slower and changes no step.
+# Processes and the open window of every loader need memory whatever the budget is. An estimate of
+# it is subtracted first. The rest bounds samples, files and steps that are held ahead of the draw.
+# The budget never limits the draw itself: a small budget makes a job slower and changes no step.
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -255,7 +255,7 @@ LEAST = 16 * 2**20  # smallest rest: with less, every step would wait for loader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A memory budget of one machine, divided into parts; all numbers are bytes except ``hosts``."""
+    """The memory budget of one machine and its parts, in bytes."""
 
     total: int
     processes: int  # subtracted first: workers without open files
@@ -321,9 +321,9 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
             else ""
         )
         raise ValueError(
-            f"expected at least {format_bytes(processes + windows + LEAST)}, got {format_bytes(total)}: "
-            f"{hosts}{loaders} loaders with a window each "
-            f"{format_bytes(windows)}, and {format_bytes(LEAST)} is the least to read ahead with"
+            f"expected at least {format_bytes(processes + windows + LEAST)}, got "
+            f"{format_bytes(total)}: {hosts}{loaders} loaders with a window each "
+            f"{format_bytes(windows)}, and reading ahead takes at least {format_bytes(LEAST)}"
         )
     return Budget(
         total=total,

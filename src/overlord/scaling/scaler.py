@@ -284,8 +284,8 @@ class Scaler:
         )
         waited = min(seconds, math.fsum(o.waited_s for o in self._paces))
         self.waited = waited / seconds if seconds else 0.0
-        # A trainer that only waits would have an infinite pace, so a trainer is assumed to compute for
-        # a twentieth of its time.
+        # A trainer that only waits would have an infinite pace, so it is assumed to compute for a
+        # twentieth of its time.
         self.pace = taken / max(seconds - waited, seconds / 20) if taken else 0.0
         self.rate = taken / seconds if seconds else 0.0
 
@@ -503,7 +503,8 @@ class Scaler:
             need, had = needs[s.name], len(s.hosts)
             hosts = need.fewest(self.limits.low)
             if hosts < had:
-                reason = f"its workers are {need.most / need.room:.0%} busy at {self._rate(s, need.most)}"
+                busy = f"{need.most / need.room:.0%}"
+                reason = f"its workers are {busy} busy at {self._rate(s, need.most)}"
                 downs.append(Scale(source=s.name, hosts=hosts, had=had, reason=reason))
                 break
         return [self._noted(down, now) for down in downs]

@@ -16,7 +16,7 @@ from overlord.errors import DataStall, JobError, JournalError, OverlordError, Pl
 from overlord.job.job import Source
 from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost
 from overlord.messages.data import checked_report
-from overlord.planning.mixture import Event, EventLog, promised, with_every_weight
+from overlord.planning.mixture import Event, EventLog, surely_in_time, with_every_weight
 from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
@@ -359,7 +359,7 @@ class UserEvents:
         return (
             target.learns
             and report.rank not in target.broadcast_ranks
-            and promised(report, next_step, lag, target.options.prefetch)
+            and surely_in_time(report, next_step, lag, target.options.prefetch)
         )
 
     def _apply_report(self, runtime: Runtime, events: EventLog, report: Report) -> None:
