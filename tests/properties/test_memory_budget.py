@@ -101,7 +101,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     with pytest.raises(
         JobError,
         match=r"memory: expected at least 40 MB, got 30 MB: 3 loaders with a window each 24 MB, "
-        r"and 16 MB is the least",
+        r"and reading ahead takes at least 16 MB",
     ):
         ov.launch(job, memory="30MB")
     with pytest.raises(JobError, match=r"memory: expected at least .*: . processes take"):

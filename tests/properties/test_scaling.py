@@ -99,7 +99,9 @@ def test_a_crowded_worker_has_half_as_many_shares_as_the_others() -> None:
 
 
 def test_shares_need_a_worker() -> None:
-    with pytest.raises(ValueError, match="expected at least one worker for the shards of a source"):
+    with pytest.raises(
+        ValueError, match="assign_shards: expected at least one worker for the shards, got none"
+    ):
         assign_shards([0, 1], [])
 
 

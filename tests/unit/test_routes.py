@@ -250,7 +250,7 @@ def test_what_does_not_fit_its_document_or_the_next_image_is_not_sent_and_is_cou
 def test_metadata_that_does_not_match_the_items_is_refused_by_the_name_of_the_sample() -> None:
     with pytest.raises(
         PlanError,
-        match="'image_tokens' of sample seen/e0/f0/r1: expected a list of 1 numbers .*, got 2;",
+        match=r"'image_tokens' of sample seen/e0/f0/r1: expected a list of 1 numbers .*, got 2;",
     ):
         ends(seen([9, 9], image_patches=[[1], [2]], image_tokens=[[1], [1, 1]]))
     with pytest.raises(
