@@ -38,7 +38,7 @@ from overlord.messages.control import (
 )
 from overlord.messages.data import Announce
 from overlord.sample import Content
-from overlord.scaling.loader_placement import kept, spread
+from overlord.scaling.loader_placement import assign_shards, workers_to_keep
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.transport.codec import encode_state
 
@@ -238,14 +238,14 @@ class Fleet:
             for k in range(sum(self.shares))
             if k not in self._numbers(source)
         )
-        hosts = kept(now, n, others, lambda h: h == 0)
+        hosts = workers_to_keep(now, n, others, lambda h: h == 0)
         for _ in range(n - len(now)):
             h = len(self.hosts)
             self.hosts[h] = Reading(self.blueprint)
             self.hosts[h].inbox.append(Rollback(0, self.planner.next_step - 1))
             hosts.append(h)
         where = [self.placement.worker(k) for k in self._numbers(source)]
-        to = spread(where, hosts, others)
+        to = assign_shards(where, hosts, others)
         moves = {
             k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was
         }
@@ -256,7 +256,7 @@ class Fleet:
         ):  # a worker that follows first; else they are opened there
             self.placement.follow(moves)
             for k, h in moves.items():
-                cursor, generation, refill = self.planner.opening(k)
+                cursor, generation, refill = self.planner.loader_position(k)
                 self.hosts[h].inbox += [FollowLoader(self._opening(k, cursor, generation)), refill]
 
     def _switch(self) -> None:

@@ -118,8 +118,8 @@ MUTATIONS = [
         ),
         (
             "loaders that only wait stay",
-            "return self._told(self._trimmed(best))",
-            "return self._told(best)",
+            "return self._partition(self._trimmed(best))",
+            "return self._partition(best)",
         ),
         (
             "trimmed though it breaks per_actor",
@@ -169,7 +169,7 @@ MUTATIONS = [
             "max(seconds - waited, seconds / 20)",
             "max(seconds - waited, 1e-9)",
         ),
-        ("more workers though no rank waits", "and self._is_missed(s, need, observed)", ""),
+        ("more workers though no rank waits", "and self._is_late(s, need, observed)", ""),
         (
             "full workers do not count before a rank waits",
             "or self.waited > 0.01 or self._is_busy(seen, need, observed)",
@@ -446,8 +446,12 @@ MUTATIONS = [
         "planning/mixture.py",
         ("mixed by the epoch: as the step says", 'if self._every != "epoch":', "if True:"),
         ("asked again when a draw is tried again", "if self._called == state.step:", "if False:"),
-        ("the epoch looked at twice", "state.mix_epoch if again and not joins else epoch", "epoch"),
-        ("what was learned is forgotten", '"schedule": self._learned()', '"schedule": None'),
+        (
+            "the epoch looked at twice",
+            "state.mix_epoch if repeated and not joins else epoch",
+            "epoch",
+        ),
+        ("what was learned is forgotten", '"schedule": self._schedule_state()', '"schedule": None'),
         ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
     ),
     *_at(

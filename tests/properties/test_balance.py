@@ -726,7 +726,7 @@ def test_a_step_too_full_for_one_way_is_packed_by_the_next_before_it_gets_anothe
             spare=False,
         )
     )
-    assert (found.n_microbatches, found.way) == (microbatches, way)
+    assert (found.n_microbatches, found.algorithm) == (microbatches, way)
 
 
 def test_a_step_so_full_that_ranks_come_out_uneven_gets_one_microbatch_more_if_it_gets_more_than_asked_for_anyway() -> (

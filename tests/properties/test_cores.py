@@ -47,7 +47,7 @@ from overlord.messages.data import (
     ReadFailed,
     Release,
 )
-from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
+from overlord.planning.draw import Drawer, Drawn, MissingSamples, draw_counts, whole_weights
 from overlord.planning.stream import SourceStream
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
@@ -688,7 +688,9 @@ def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks
         known = lasting.draw(step, weights, owed, active, [Finite(t, len(t)) for t in left])
         assert isinstance(known, Drawn)
         fronts = [Finite(t, 0) for t in left]
-        while isinstance(found := drawer().draw(step, weights, owed, active, fronts), Short):
+        while isinstance(
+            found := drawer().draw(step, weights, owed, active, fronts), MissingSamples
+        ):
             assert found.need
             for i, n in found.need.items():
                 assert fronts[i].ready < n, "it waits for what it has"

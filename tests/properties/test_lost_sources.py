@@ -281,7 +281,7 @@ def test_what_is_wrong_with_the_data_is_no_reason_to_leave() -> None:
     run = ov.simulate(replace(made, sources=[bad, made.sources[1]]))
     assert isinstance(run.error, ov.SourceError)
     assert not isinstance(run.error, StorageError)
-    assert "rows in a row could not be used" in str(run.error)
+    assert "consecutive rows could not be used" in str(run.error)
 
 
 def test_an_event_of_an_unknown_source_or_of_a_planned_step_is_refused() -> None:

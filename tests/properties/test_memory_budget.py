@@ -13,12 +13,12 @@ from overlord.errors import JobError
 from overlord.scaling import profile
 from overlord.scaling.profile import (
     BUILDER_BYTES,
-    HOST_BYTES,
     LEAST,
     WINDOW_BYTES,
+    WORKER_BYTES,
     Budget,
+    format_bytes,
     parse_bytes,
-    shown,
     split,
 )
 from overlord.session.runtime import with_memory_bounds
@@ -54,7 +54,7 @@ def test_the_parts_of_a_budget_never_exceed_it_and_a_larger_one_gives_no_part_le
 def test_processes_and_windows_are_set_aside_first() -> None:
     made = split(2**30, loaders=4, loader_hosts=2, constructor_hosts=3)
     assert (made.processes, made.windows, made.hosts) == (
-        2 * HOST_BYTES + 3 * BUILDER_BYTES,
+        2 * WORKER_BYTES + 3 * BUILDER_BYTES,
         4 * WINDOW_BYTES,
         5,
     )
@@ -65,7 +65,7 @@ def test_processes_and_windows_are_set_aside_first() -> None:
         int(0.4 * rest),
     )
     assert made.ring_bytes == made.shared_bytes // 5
-    assert shown(2**30 + 1) == "1.1 GB", "what is asked for is enough"
+    assert format_bytes(2**30 + 1) == "1.1 GB", "what is asked for is enough"
     assert str(split(2**30, loaders=4)).startswith("1 GB: windows 32 MB, samples ready"), (
         "what is nothing is not told"
     )
@@ -101,7 +101,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     with pytest.raises(
         JobError,
         match=r"memory: expected at least 40 MB, got 30 MB: 3 loaders with a window each 24 MB, "
-        r"and 16 MB is the least",
+        r"and reading ahead takes at least 16 MB",
     ):
         ov.launch(job, memory="30MB")
     with pytest.raises(JobError, match=r"memory: expected at least .*: . processes take"):

@@ -140,7 +140,7 @@ def test_failures_in_a_row_are_counted_across_announcements(pieces: int) -> None
         stream.add(Announce(0, 0, 0, 0, make_found([rows[i] for i in part])), 0)
     assert stream.ready == 1  # the sample before them can still be drawn
     assert isinstance(stream.error, SourceError)
-    assert "5 rows in a row" in str(stream.error)
+    assert "5 consecutive rows" in str(stream.error)
 
 
 def test_a_good_row_between_failures_starts_the_count_again() -> None:

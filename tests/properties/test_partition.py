@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from overlord.scaling.loader_placement import SourceLoad, place_loaders
 from overlord.scaling.partition import (
     HOST_BYTES,
-    Limits,
     Partition,
+    PartitionLimits,
     Resources,
     clusters_of,
     partition,
@@ -36,7 +36,7 @@ def load(
     )
 
 
-Question = tuple[list[SourceLoad], Resources, Limits]
+Question = tuple[list[SourceLoad], Resources, PartitionLimits]
 
 
 @st.composite
@@ -55,7 +55,7 @@ def questions(draw: st.DrawFn) -> Question:
     ]
     some = st.sampled_from((None, None, 1, 2, 5))
     named = {s.name: draw(st.integers(1, 6)) for s in loads if draw(st.integers(0, 9)) == 0}
-    limits = Limits(
+    limits = PartitionLimits(
         batch=draw(st.sampled_from((None, 1, 3, 512))),
         per_source=draw(some),
         per_actor=draw(some),
@@ -167,7 +167,7 @@ def test_loaders_of_a_source_share_hosts_where_memory_is_short_and_never_more_th
     room = Resources(cores=cores, memory_bytes=(10 + others) * MB + (hosts + 1) * (HOST_BYTES + MB))
     rates = []
     for most in (per_actor, per_actor + more, None):
-        made = partition(loads, room, Limits(per_actor=most))
+        made = partition(loads, room, PartitionLimits(per_actor=most))
         heavy = on_hosts(made)[0]
         assert made.fits
         assert made.hosting.n_hosts <= hosts + 1
@@ -175,7 +175,7 @@ def test_loaders_of_a_source_share_hosts_where_memory_is_short_and_never_more_th
         rates.append(made.rate)
     assert rates == sorted(rates), "a looser limit is never worse"
     if hosts + 1 < cores and per_actor + more > 1:
-        assert rates[1] >= partition(loads, room, Limits(per_actor=1)).rate * (1 - 1e-9)
+        assert rates[1] >= partition(loads, room, PartitionLimits(per_actor=1)).rate * (1 - 1e-9)
 
 
 @given(questions(), st.integers(1, 3))
@@ -212,7 +212,7 @@ def test_the_order_of_sources_does_not_matter(question: Question, salt: int) -> 
 def test_it_is_never_worse_than_every_source_by_its_own_share(question: Question) -> None:
     loads, resources, limits = question
     limits, resources = (
-        Limits(batch=None, loaders=limits.loaders),
+        PartitionLimits(batch=None, loaders=limits.loaders),
         replace(resources, memory_bytes=None),
     )
     made = partition(loads, resources, limits)
@@ -230,7 +230,7 @@ def test_it_is_never_worse_than_every_source_by_its_own_share(question: Question
     )
 
 
-def _own_shares(loads: list[SourceLoad], limits: Limits, cores: int) -> list[int]:
+def _own_shares(loads: list[SourceLoad], limits: PartitionLimits, cores: int) -> list[int]:
     """Enough loaders that none has more than the work of a core, if all cores have the same."""
     fair = sum(s.cost for s in loads) / cores
     return [
@@ -272,7 +272,7 @@ def test_levels_are_the_ratio_of_mean_costs_to_the_cheapest_cluster() -> None:
 def test_blocks_are_what_constructors_and_planner_leave_divided_by_all_workers() -> None:
     loads = [load("image", 30.0, max_loaders=64), load("code", 4.0), load("a"), load("b")]
     made = partition(
-        loads, Resources(cores=24, beside_s=12.0), Limits(batch=512)
+        loads, Resources(cores=24, beside_s=12.0), PartitionLimits(batch=512)
     )  # a quarter of all work is theirs
     assert made.loading_cores == 18
     assert made.block == 0.5
@@ -288,7 +288,7 @@ def test_a_light_source_beside_a_heavy_one_in_the_listing_is_not_levelled_with_i
     made = partition(
         [load("heavy", 300.0, max_loaders=64), *(load(f"l{i}") for i in range(3))],
         Resources(cores=32),
-        Limits(batch=512),
+        PartitionLimits(batch=512),
     )
     assert [s.loaders for s in made.shares] == [31, 1, 1, 1]  # and one host for the three
 
@@ -296,18 +296,22 @@ def test_a_light_source_beside_a_heavy_one_in_the_listing_is_not_levelled_with_i
 @pytest.mark.parametrize(
     ("limits", "most", "words"),
     [
-        (Limits(batch=512), 8, "8 loaders, as many as its open chunks allow (shuffle_chunks)"),
-        (Limits(batch=3), 3, "3 loaders, as many as a batch has samples"),
-        (Limits(batch=512, per_source=2), 2, "2 loaders, as many as per_source allows"),
-        (Limits(batch=512, loaders={"web": 5}), 5, "5 as loaders= says"),
         (
-            Limits(batch=512, sources_per_host=1),
+            PartitionLimits(batch=512),
+            8,
+            "8 loaders, as many as its open chunks allow (shuffle_chunks)",
+        ),
+        (PartitionLimits(batch=3), 3, "3 loaders, as many as a batch has samples"),
+        (PartitionLimits(batch=512, per_source=2), 2, "2 loaders, as many as per_source allows"),
+        (PartitionLimits(batch=512, loaders={"web": 5}), 5, "5, as loaders= sets"),
+        (
+            PartitionLimits(batch=512, sources_per_host=1),
             1,
             "1 loader, as many as sources_per_host=1 allows",
         ),
     ],
 )
-def test_what_holds_a_job_back_is_named(limits: Limits, most: int, words: str) -> None:
+def test_what_holds_a_job_back_is_named(limits: PartitionLimits, most: int, words: str) -> None:
     made = partition([load("web", 1e-3)], Resources(cores=64), limits)
     assert made.hosting.loaders == (most,)
     assert made.bound == f"source 'web', which has {words}"
@@ -315,14 +319,18 @@ def test_what_holds_a_job_back_is_named(limits: Limits, most: int, words: str) -
 
 
 def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
-    made = partition([load("web", 1e-3, max_loaders=64)], Resources(cores=4), Limits(batch=512))
+    made = partition(
+        [load("web", 1e-3, max_loaders=64)], Resources(cores=4), PartitionLimits(batch=512)
+    )
     assert made.rate == pytest.approx(4000)
     assert made.shortfall(4000) == ""
     said = made.shortfall(16_000)
     assert said.startswith(
         "75.0% of the demand are not met; it takes 16 cores in all; the bottleneck is "
     )
-    chunks = partition([load("web", 1e-3, max_loaders=2)], Resources(cores=4), Limits(batch=512))
+    chunks = partition(
+        [load("web", 1e-3, max_loaders=2)], Resources(cores=4), PartitionLimits(batch=512)
+    )
     assert (
         "more cores would not help; the bottleneck is source 'web', which has 2 "
         "loaders, as many as its open" in chunks.shortfall(3000)
@@ -333,20 +341,20 @@ def test_a_demand_that_no_number_of_cores_meets_is_said_to_be_one_with_the_loade
     None
 ):
     loads = [load("web", 1e-3, max_loaders=2), load("code", 1e-3, max_loaders=64)]
-    made = partition(loads, Resources(cores=2), Limits(batch=512))
+    made = partition(loads, Resources(cores=2), PartitionLimits(batch=512))
     assert "on any number" not in made.shortfall(2000), "four cores would do"
     assert made.shortfall(16_000).endswith(
         "; on any number of cores source 'web' would take 16 loaders and can have 2 "
         "loaders, as many as its open chunks allow "
         "(shuffle_chunks)"
     )
-    assert partition(loads, Resources(cores=4), Limits(batch=512)).shortfall(2000) == ""
+    assert partition(loads, Resources(cores=4), PartitionLimits(batch=512)).shortfall(2000) == ""
     many = partition(
         [load(f"s{k}", 1e-3, max_loaders=1) for k in range(5)],
         Resources(cores=2),
-        Limits(batch=512),
+        PartitionLimits(batch=512),
     ).shortfall(3000)
-    assert many.endswith("; 2 more are short of loaders too")
+    assert many.endswith("; 2 more sources lack loaders, too")
 
 
 def test_where_memory_is_short_loaders_of_a_source_share_hosts_as_many_as_per_actor_allows() -> (
@@ -357,26 +365,28 @@ def test_where_memory_is_short_loaders_of_a_source_share_hosts_as_many_as_per_ac
         [load("heavy", 1.0, max_loaders=8, state=20 * MB)],
         3 * MB + 4 * (HOST_BYTES + 20 * MB),
     )
-    plenty = partition(heavy, Resources(cores=8), Limits())
+    plenty = partition(heavy, Resources(cores=8), PartitionLimits())
     assert (plenty.hosting.loaders, plenty.hosting.n_hosts, plenty.rate) == (
         (8,),
         8,
         pytest.approx(8.0),
     )
-    little = partition(heavy, Resources(cores=8, memory_bytes=memory), Limits())
+    little = partition(heavy, Resources(cores=8, memory_bytes=memory), PartitionLimits())
     assert [sorted(on.values()) for on in on_hosts(little)] == [[2, 2, 2, 2]]
     assert little.rate == pytest.approx(4 * 1.9), (
         "a second thread is worth a bit less than a process"
     )
     assert little.bound == "memory: with 367 MB it would be 5% faster"
-    alone = partition(heavy, Resources(cores=8, memory_bytes=memory), Limits(per_actor=1))
+    alone = partition(heavy, Resources(cores=8, memory_bytes=memory), PartitionLimits(per_actor=1))
     assert (alone.hosting.loaders, alone.hosting.n_hosts, alone.rate) == (
         (4,),
         4,
         pytest.approx(4.0),
     )
     named = partition(
-        heavy, Resources(cores=8, memory_bytes=memory), Limits(per_actor=1, loaders={"heavy": 8})
+        heavy,
+        Resources(cores=8, memory_bytes=memory),
+        PartitionLimits(per_actor=1, loaders={"heavy": 8}),
     )
     assert [sorted(on.values()) for on in on_hosts(named)] == [[2, 2, 2, 2]], (
         "what the user said is kept as it is"
@@ -385,7 +395,9 @@ def test_where_memory_is_short_loaders_of_a_source_share_hosts_as_many_as_per_ac
 
 def test_loaders_that_only_wait_for_a_slower_source_are_taken_away() -> None:
     made = partition(
-        [load("slow", 1.0, max_loaders=1), load("quick", 1.0)], Resources(cores=3), Limits()
+        [load("slow", 1.0, max_loaders=1), load("quick", 1.0)],
+        Resources(cores=3),
+        PartitionLimits(),
     )
     assert made.hosting.loaders == (1, 1), "a second one of 'quick' would be there for nothing"
     assert made.rate == pytest.approx(1.0)
@@ -393,7 +405,7 @@ def test_loaders_that_only_wait_for_a_slower_source_are_taken_away() -> None:
     said = partition(
         [load("slow", 1.0, max_loaders=1), load("quick", 1.0)],
         Resources(cores=3),
-        Limits(loaders={"quick": 2}),
+        PartitionLimits(loaders={"quick": 2}),
     )
     assert said.hosting.loaders == (1, 2), "not those that the user asked for"
 
@@ -401,7 +413,7 @@ def test_loaders_that_only_wait_for_a_slower_source_are_taken_away() -> None:
 def test_but_not_where_the_job_would_be_slower_without_them() -> None:
     """Halves of the light ones fit beside the heavy one; whole ones do not."""
     loads = [load("a", 1.0), load("b", 1.0), load("c", 2.0)]
-    made = partition(loads, Resources(cores=4), Limits())
+    made = partition(loads, Resources(cores=4), PartitionLimits())
     assert (made.hosting.loaders, made.rate) == ((2, 2, 2), pytest.approx(1.0))
 
 
@@ -419,21 +431,23 @@ def test_nor_where_those_that_are_left_would_stand_closer_than_per_actor_allows(
         for n, (c, m, most) in costs.items()
     ]
     loads.append(load("s6", 1.0, 15 * MB, 12))
-    limits = Limits(per_source=5, per_actor=1, sources_per_host=3, loaders={"s3": 1})
+    limits = PartitionLimits(per_source=5, per_actor=1, sources_per_host=3, loaders={"s3": 1})
     made = partition(loads, Resources(cores=17, memory_bytes=400 * MB), limits)
     assert max(max(on.values()) for on in on_hosts(made)) == 1
     assert made.rate == pytest.approx(1 / 6)
 
 
 def test_a_source_that_its_cluster_hides_gets_loaders_by_its_own_share() -> None:
-    made = partition([load("a", 2.0), load("b", 1.0)], Resources(cores=5), Limits())
+    made = partition([load("a", 2.0), load("b", 1.0)], Resources(cores=5), PartitionLimits())
     assert (made.hosting.loaders, made.rate) == ((3, 2), pytest.approx(1.5)), (
         "by the mean of both it would be (2, 1), and 1.0"
     )
 
 
 def test_sources_of_a_cluster_get_the_same_number_where_that_is_better() -> None:
-    made = partition([load("a", 2.0), load("b", 7.0), load("c", 4.0)], Resources(cores=4), Limits())
+    made = partition(
+        [load("a", 2.0), load("b", 7.0), load("c", 4.0)], Resources(cores=4), PartitionLimits()
+    )
     assert (made.hosting.loaders, made.rate) == ((1, 2, 2), pytest.approx(2 / 7)), (
         "by shares alone (1, 2, 1), and 1/4"
     )
@@ -443,15 +457,19 @@ def test_a_hundred_threads_of_one_host_are_worth_no_more_than_eight() -> None:
     made = partition(
         [load(f"s{i}", 1.0) for i in range(20)],
         Resources(cores=100),
-        Limits(together=True, sources_per_host=20, per_actor=1),
+        PartitionLimits(together=True, sources_per_host=20, per_actor=1),
     )
     assert made.hosting.n_hosts == 20
-    one = partition([load("a", 1.0, max_loaders=64)], Resources(cores=100), Limits(together=True))
+    one = partition(
+        [load("a", 1.0, max_loaders=64)], Resources(cores=100), PartitionLimits(together=True)
+    )
     assert (one.hosting.n_hosts, one.rate) == (1, pytest.approx(1 + 0.9 * 7))
 
 
 def test_with_all_loaders_of_a_source_on_one_host_per_actor_bounds_them() -> None:
-    made = partition([load("a", 1.0)], Resources(cores=8), Limits(together=True, per_actor=3))
+    made = partition(
+        [load("a", 1.0)], Resources(cores=8), PartitionLimits(together=True, per_actor=3)
+    )
     assert (made.hosting.loaders, made.hosting.n_hosts) == ((3,), 1)
 
 
@@ -466,29 +484,31 @@ def test_equal_sources_are_clustered_by_name() -> None:
 
 
 def test_clusters_name_sources_in_the_order_they_were_given() -> None:
-    made = partition([load("z", 9.0), load("a", 1.0)], Resources(cores=2), Limits())
+    made = partition([load("z", 9.0), load("a", 1.0)], Resources(cores=2), PartitionLimits())
     assert [c.sources for c in made.clusters] == [(0,), (1,)]
 
 
 def test_memory_takes_hosts_away_and_where_that_is_not_enough_it_is_said() -> None:
     loads = [load(f"s{i}", 1.0, memory=10 * MB, max_loaders=1) for i in range(100)]
-    plenty = partition(loads, Resources(cores=4), Limits())
+    plenty = partition(loads, Resources(cores=4), PartitionLimits())
     assert plenty.hosting.n_hosts == 4
-    little = partition(loads, Resources(cores=4, memory_bytes=1000 * MB + 60 * MB), Limits())
+    little = partition(
+        loads, Resources(cores=4, memory_bytes=1000 * MB + 60 * MB), PartitionLimits()
+    )
     assert little.fits
     assert little.hosting.n_hosts == 2
     assert 0 < little.rate < plenty.rate
-    none = partition(loads, Resources(cores=4, memory_bytes=500 * MB), Limits())
+    none = partition(loads, Resources(cores=4, memory_bytes=500 * MB), PartitionLimits())
     assert not none.fits
-    assert none.shortfall(1.0) == "memory: 1,028 MB are needed at least, 528 MB more than there are"
+    assert none.shortfall(1.0) == "memory: at least 1,028 MB are needed, 528 MB more than available"
 
 
 def test_a_source_that_is_not_worth_it_is_not_split() -> None:
     assert partition(
-        [load("web", 1e-6)], Resources(cores=4), Limits(batch=100, worth_s=1e-3)
+        [load("web", 1e-6)], Resources(cores=4), PartitionLimits(batch=100, worth_s=1e-3)
     ).hosting.loaders == (1,)
     assert partition(
-        [load("web", 1e-4)], Resources(cores=4), Limits(batch=100, worth_s=1e-3)
+        [load("web", 1e-4)], Resources(cores=4), PartitionLimits(batch=100, worth_s=1e-3)
     ).hosting.loaders == (4,)
 
 
@@ -496,12 +516,12 @@ def test_a_source_that_is_not_worth_it_is_not_split() -> None:
     "wrong", [{"cores": 0}, {"cores": 1, "memory_bytes": 0}, {"cores": 1, "beside_s": math.nan}]
 )
 def test_wrong_resources_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected at least 1 core"):
+    with pytest.raises(ValueError, match="expected cores and memory_bytes of at least 1"):
         Resources(**wrong)
 
 
 def test_wrong_limits_and_no_sources_are_refused() -> None:
     with pytest.raises(ValueError, match="per_actor: expected at least 1, got 0"):
-        Limits(per_actor=0)
-    with pytest.raises(ValueError, match="sources: expected at least 1"):
+        PartitionLimits(per_actor=0)
+    with pytest.raises(ValueError, match="partition: expected at least 1 source"):
         partition([], Resources(cores=1))

@@ -307,10 +307,10 @@ def broken(**changes) -> LoadingPlan:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bucket": SMALL.main.bucket + 9}, "bucket outside"),
-        ({"microbatch": SMALL.main.microbatch - 9}, "microbatch outside"),
+        ({"bucket": SMALL.main.bucket + 9}, "expected bucket from 0 to"),
+        ({"microbatch": SMALL.main.microbatch - 9}, "expected microbatch from 0 to"),
         ({"sample": SMALL.main.sample * 0}, "exactly once"),
-        ({"sample": SMALL.main.sample + 1}, "sample outside"),
+        ({"sample": SMALL.main.sample + 1}, "expected sample from 0 to"),
         ({"slot": SMALL.main.slot * 0}, "share a slot"),
         ({"slot": SMALL.main.slot + 1}, "left empty"),
         ({"capacity": 40}, "more than its capacity of 40"),
@@ -352,8 +352,8 @@ def test_a_plan_that_breaks_a_rule_is_refused(changes, said: str) -> None:
         ({"tokens": SMALL.tokens * 1.0}, "expected whole numbers in tokens, got float64"),
         ({"row": SMALL.row.astype(np.uint64)}, "expected whole numbers in row, got uint64"),
         ({"source": np.full(5, np.nan)}, "expected whole numbers in source"),
-        ({"tokens": SMALL.tokens - 9}, "tokens has a number that is negative"),
-        ({"tokens": SMALL.tokens[:4]}, "differ in length"),
+        ({"tokens": SMALL.tokens - 9}, "tokens: expected numbers from 0 to"),
+        ({"tokens": SMALL.tokens[:4]}, "sample columns: expected 5 rows in each"),
     ],
 )
 def test_samples_that_break_a_rule_are_refused(changes, said: str) -> None:

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.scaling.core_demand import Demand, cores_used, needs_of
-from overlord.scaling.loader_placement import kept, measured_part, spread, useful, widened, worth
-from overlord.scaling.scaler import Limits, Observation, Scale, Scaler, SourceSample
+from overlord.scaling.loader_placement import (
+    assign_shards,
+    cores_of_threads,
+    measured_part,
+    usable_cores,
+    with_shards,
+    workers_to_keep,
+)
+from overlord.scaling.scaler import Observation, Scale, Scaler, ScalingLimits, SourceSample
 from tests.laws import examples
 
 HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
@@ -26,7 +33,7 @@ HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
 def test_every_share_has_one_of_the_workers_and_none_has_two_more_than_another(
     where: list[int], hosts: list[int]
 ) -> None:
-    to = spread(where, hosts)
+    to = assign_shards(where, hosts)
     counts = Counter(dict.fromkeys(hosts, 0) | Counter(to))
     assert len(to) == len(where)
     assert set(counts) == set(hosts)
@@ -37,12 +44,12 @@ def test_every_share_has_one_of_the_workers_and_none_has_two_more_than_another(
 @examples(200)
 def test_no_share_moves_without_need(where: list[int], hosts: list[int]) -> None:
     """As many stay as there is an even spread that leaves them."""
-    to = spread(where, hosts)
+    to = assign_shards(where, hosts)
     held = sorted((Counter(h for h in where if h in hosts)[h] for h in hosts), reverse=True)
     least, more = divmod(len(where), len(hosts))
     best = sum(min(n, least + (k < more)) for k, n in enumerate(held))
     assert sum(a == b for a, b in zip(where, to, strict=True)) == best
-    assert spread(to, hosts) == to
+    assert assign_shards(to, hosts) == to
 
 
 @given(HOSTS, st.integers(1, 8), st.dictionaries(st.integers(0, 12), st.integers(0, 3)))
@@ -51,7 +58,7 @@ def test_workers_that_are_needed_anyway_are_kept_first(
     hosts: list[int], n: int, others: dict[int, int]
 ) -> None:
     n = min(n, len(hosts))
-    stay = kept(hosts, n, others, lambda h: h < 6)
+    stay = workers_to_keep(hosts, n, others, lambda h: h < 6)
     assert len(stay) == n
     assert set(stay) <= set(hosts)
     busy = {h for h in hosts if others.get(h)}
@@ -65,7 +72,7 @@ def test_a_source_that_is_cut_into_more_shares_stays_on_its_workers(
 ) -> None:
     loaders = [n for n, _ in sources]
     host_of = [data.draw(st.integers(0, 5)) for _ in range(sum(loaders))]
-    counts, where = widened(loaders, host_of, [s for _, s in sources])
+    counts, where = with_shards(loaders, host_of, [s for _, s in sources])
     assert counts == tuple(max(n, s) for n, s in sources)
     assert len(where) == sum(counts)
     for i, (n, many) in enumerate(zip(loaders, counts, strict=True)):
@@ -79,7 +86,7 @@ def test_a_source_that_is_cut_into_more_shares_stays_on_its_workers(
 def test_a_worker_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
     where: list[int], hosts: list[int], crowded: set[int]
 ) -> None:
-    counts = Counter(spread(where, hosts, crowded))
+    counts = Counter(assign_shards(where, hosts, crowded))
     free = [counts[h] for h in hosts if h not in crowded]
     assert min(counts[h] for h in hosts) >= 1
     assert sum(counts.values()) == len(where)
@@ -87,24 +94,26 @@ def test_a_worker_that_reads_other_sources_too_has_no_more_than_one_that_does_no
 
 
 def test_a_crowded_worker_has_half_as_many_shares_as_the_others() -> None:
-    assert Counter(spread([0] * 6, [0, 1], crowded={0})) == {0: 2, 1: 4}
-    assert Counter(spread([0] * 6, [0, 1])) == {0: 3, 1: 3}
+    assert Counter(assign_shards([0] * 6, [0, 1], crowded={0})) == {0: 2, 1: 4}
+    assert Counter(assign_shards([0] * 6, [0, 1])) == {0: 3, 1: 3}
 
 
 def test_shares_need_a_worker() -> None:
-    with pytest.raises(ValueError, match="expected at least one worker for the shards of a source"):
-        spread([0, 1], [])
+    with pytest.raises(
+        ValueError, match="assign_shards: expected at least one worker for the shards, got none"
+    ):
+        assign_shards([0, 1], [])
 
 
 def test_workers_that_were_there_first_stay_before_those_that_were_added() -> None:
-    assert kept([2, 5, 7], 1, {}, lambda h: h == 5) == [5]
-    assert kept([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], (
+    assert workers_to_keep([2, 5, 7], 1, {}, lambda h: h == 5) == [5]
+    assert workers_to_keep([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], (
         "but those that read other sources stay anyway"
     )
 
 
 def test_shares_are_cut_over_all_workers_that_a_source_has() -> None:
-    assert widened([2, 1], [3, 4, 9], [5, 2]) == ((5, 2), (3, 4, 3, 4, 3, 9, 9))
+    assert with_shards([2, 1], [3, 4, 9], [5, 2]) == ((5, 2), (3, 4, 3, 4, 3, 9, 9))
 
 
 # a world: loaders that do what is asked of them as far as they can, trainers that take what there
@@ -119,7 +128,7 @@ class World:
         costs: list[float],
         weights: list[float],
         step_s: float,
-        limits: Limits,
+        limits: ScalingLimits,
         most: int,
         noise: float = 0.0,
         seed: int = 0,
@@ -204,7 +213,9 @@ class World:
         self.told.append(scale)
         if scale.hosts < scale.had:
             others = Counter(h for j, hosts in self.hosts.items() if j != i for h in hosts)
-            self.hosts[i] = set(kept(sorted(self.hosts[i]), scale.hosts, others, lambda h: h == 0))
+            self.hosts[i] = set(
+                workers_to_keep(sorted(self.hosts[i]), scale.hosts, others, lambda h: h == 0)
+            )
         else:
             new = scale.hosts - scale.had - len(scale.on)
             self.hosts[i] |= {*scale.on, *range(self.next, self.next + new)}
@@ -241,7 +252,7 @@ def test_a_mixture_that_stays_does_not_flap(
         costs,
         weights[: len(costs)],
         step_s,
-        Limits(cores=max(cores, first)),
+        ScalingLimits(cores=max(cores, first)),
         most,
         noise=0.05,
         seed=seed,
@@ -268,7 +279,12 @@ def test_cores_are_never_exceeded(
     costs: list[float], mixtures: list[list[float]], cores: int, most: int, lanes: float
 ) -> None:
     world = World(
-        costs, mixtures[0][: len(costs)], 0.1, Limits(cores=cores, lanes=lanes), most, noise=0.2
+        costs,
+        mixtures[0][: len(costs)],
+        0.1,
+        ScalingLimits(cores=cores, lanes=lanes),
+        most,
+        noise=0.2,
     )
     for weights in mixtures:
         world.weights = weights[: len(costs)]
@@ -283,7 +299,7 @@ def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: in
     """A source that gets what it needs keeps up; one that does not is named with what it would
     take.
     """
-    world = World([cost, 1e-5], [0.5, 0.5], 0.1, Limits(cores=6), most)
+    world = World([cost, 1e-5], [0.5, 0.5], 0.1, ScalingLimits(cores=6), most)
     short = [d for _ in range(60) for d in world.look() if not isinstance(d, Scale)]
     needed = 32 * cost / 0.1
     if needed < 0.85 * min(6, most) - 1e-9:
@@ -304,9 +320,14 @@ WORKER_RUNTIME = st.floats(0.0, 1.0)
 def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_its_code_is_locked(
     lanes: float, a: float, b: float
 ) -> None:
-    assert 1 - 1e-9 <= useful(lanes, max(a, b)) <= useful(lanes, min(a, b)) + 1e-9 <= lanes + 1e-6
-    assert useful(lanes, 1.0) == pytest.approx(1.0)
-    assert useful(lanes, 0.0) == lanes
+    assert (
+        1 - 1e-9
+        <= usable_cores(lanes, max(a, b))
+        <= usable_cores(lanes, min(a, b)) + 1e-9
+        <= lanes + 1e-6
+    )
+    assert usable_cores(lanes, 1.0) == pytest.approx(1.0)
+    assert usable_cores(lanes, 0.0) == lanes
 
 
 @given(st.floats(2.0, 16.0), st.floats(0.01, 1.0))
@@ -314,7 +335,7 @@ def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_
 def test_the_part_that_is_measured_is_the_one_that_amdahl_was_told(
     lanes: float, locked: float
 ) -> None:
-    assert measured_part(lanes, useful(lanes, locked)) == pytest.approx(locked)
+    assert measured_part(lanes, usable_cores(lanes, locked)) == pytest.approx(locked)
     assert measured_part(lanes, 2 * lanes) == 0.0, "work in other processes beside it"
     assert measured_part(lanes, 0.5) is measured_part(1.2, 1.0) is None
 
@@ -322,7 +343,13 @@ def test_the_part_that_is_measured_is_the_one_that_amdahl_was_told(
 @given(st.integers(1, 64))
 @examples(40)
 def test_more_threads_are_never_worth_less_and_one_is_worth_a_core(threads: int) -> None:
-    assert worth(1) == 1.0 <= worth(threads) <= worth(threads + 1) <= threads + 1
+    assert (
+        cores_of_threads(1)
+        == 1.0
+        <= cores_of_threads(threads)
+        <= cores_of_threads(threads + 1)
+        <= threads + 1
+    )
 
 
 DEMANDS = st.lists(
@@ -347,7 +374,7 @@ def test_no_worker_has_more_room_than_its_threads_and_its_lock(
     for d in demands:
         need = needs_of(demands, lanes)[d.name]
         assert len(need.rooms) == len(d.hosts)
-        assert all(0 < room <= useful(lanes, d.locked) + 1e-9 for room in need.rooms)
+        assert all(0 < room <= usable_cores(lanes, d.locked) + 1e-9 for room in need.rooms)
     hosts = len({h for d in demands for h in d.hosts})
     assert hosts <= cores_used(demands, lanes, hosts) + 1e-9 <= hosts * lanes + 1e-6
 

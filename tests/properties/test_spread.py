@@ -186,7 +186,7 @@ def test_no_microbatch_of_a_rank_is_empty_beside_one_that_could_give_a_sample(
     )
     limit = np.full(found.n_microbatches, np.inf)
     if level == "interleaved" or (
-        level == "both" and objective == "microbatch" and found.way != "two-level"
+        level == "both" and objective == "microbatch" and found.algorithm != "two-level"
     ):
         loads = np.bincount(
             bins_of(found),
@@ -342,7 +342,7 @@ def test_with_one_microbatch_both_objectives_give_the_same_plan() -> None:
         costs=costs, sizes=costs.astype(np.int64) // 8, n_buckets=8, capacity=1 << 30
     )
     once, often = place(problem), place(problem, objective="microbatch")
-    assert (once.way, bins_of(once).tolist()) == (often.way, bins_of(often).tolist())
+    assert (once.algorithm, bins_of(once).tolist()) == (often.algorithm, bins_of(often).tolist())
     assert placement.waited(problem, often) == pytest.approx(placement.heaviest(problem, once))
 
 

@@ -562,7 +562,7 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
                     .balance("none")
                 )
             ),
-            "has 1 images, and the plan's 'encoder' 0 of them",
+            "module 'encoder': expected the 1 images of sample",
         ),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
 def test_a_mixture_of_nothing_but_a_source_that_joins_later_is_refused() -> None:
     with launch(job()) as session:
         session.add_source(source("c"), at=9)
-        with pytest.raises(PlanError, match="got weights for c, which join later"):
+        with pytest.raises(PlanError, match="got weights for c, which are added later"):
             session.set_mixture({"c": 1.0}, at=8)
         assert session.set_mixture({"c": 1.0}, at=9) == 9
 

@@ -168,7 +168,7 @@ def test_a_slice_of_a_ragged_column_sends_its_rows_only():
     ids=lambda v: type(v).__name__,
 )
 def test_what_cannot_travel_is_refused_with_its_place(value: Any):
-    found = SampleBlock.nothing(0)
+    found = SampleBlock.empty(0)
     with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: expected ")):
         encode(
             [
@@ -324,7 +324,7 @@ STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
         (STATE, "weights", ("x",), "value.weights: expected tuple[float, ...]"),
         (STATE, "schedule", 3, "value.schedule: expected "),
         (
-            BlockReady(SampleBlock.nothing(0), 1, 2),
+            BlockReady(SampleBlock.empty(0), 1, 2),
             "seconds",
             True,
             "value.seconds: expected float, got True",

@@ -19,7 +19,7 @@ import torch
 import overlord as ov
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
 from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.mixture import EventLog, promised
+from overlord.planning.mixture import EventLog, surely_in_time
 from overlord.planning.schedule.base import learns
 from tests.internals import generation_of, loop_of, runtime_of
 from tests.processes import until
@@ -538,12 +538,10 @@ def test_a_report_is_promised_exactly_if_its_rank_has_not_asked_for_the_second_n
     prefetch: int,
 ) -> None:
     lag = prefetch + 2
-    assert [promised(Report(7, 0, {}), handed + 1, lag, prefetch) for handed in (7, 8, 9)] == [
-        True,
-        True,
-        False,
-    ]
-    assert promised(Report(7, 0, {}), 10, lag + 1, prefetch)
+    assert [
+        surely_in_time(Report(7, 0, {}), handed + 1, lag, prefetch) for handed in (7, 8, 9)
+    ] == [True, True, False]
+    assert surely_in_time(Report(7, 0, {}), 10, lag + 1, prefetch)
 
 
 def test_a_state_of_a_job_without_feedback_has_nothing_of_it() -> None:

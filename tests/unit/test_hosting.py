@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, place_loaders
-from overlord.scaling.partition import HOST_BYTES, Limits, Resources, partition
+from overlord.scaling.partition import HOST_BYTES, PartitionLimits, Resources, partition
 from overlord.setup.partition import load_of, loads_of
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
@@ -146,7 +146,7 @@ def test_a_heavy_source_gets_loaders_by_its_share_each_on_a_host_of_its_own() ->
 
 def test_chunks_and_the_user_bound_the_loaders_of_a_heavy_source() -> None:
     loads = [*equal(10), load("web", 100.0, max_loaders=3), load("code", 100.0)]
-    made = partition(loads, Resources(cores=8), Limits(loaders={"code": 4}))
+    made = partition(loads, Resources(cores=8), PartitionLimits(loaders={"code": 4}))
     assert made.hosting.loaders[10:] == (3, 4)
 
 
@@ -154,13 +154,13 @@ def test_a_lone_source_uses_the_cores_there_are() -> None:
     loads, cores = [load("web", max_loaders=4)], Resources(cores=16)
     made = partition(loads, cores).hosting
     assert (made.loaders, made.n_hosts, made.host_of) == ((4,), 4, (0, 1, 2, 3))
-    together = partition(loads, cores, Limits(together=True)).hosting
+    together = partition(loads, cores, PartitionLimits(together=True)).hosting
     assert (together.loaders, together.n_hosts, set(together.host_of)) == ((4,), 1, {0})
 
 
 def test_one_source_per_host_is_one_host_per_source_whatever_cores_there_are() -> None:
     loads = [*equal(40), load("web", 1000.0)]
-    made = partition(loads, Resources(cores=4), Limits(sources_per_host=1)).hosting
+    made = partition(loads, Resources(cores=4), PartitionLimits(sources_per_host=1)).hosting
     assert made.n_hosts == 41
     assert sorted(made.host_of) == list(range(41))
 
@@ -259,9 +259,9 @@ def _same(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_wrong_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="cores: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="expected cores of at least 1, got 0"):
         place_loaders(equal(2), [1, 1], cores=0)
-    with pytest.raises(ValueError, match="web: expected share, cost"):
+    with pytest.raises(ValueError, match="load of source 'web': expected finite share and cost"):
         load("web", float("nan"))
 
 

@@ -109,7 +109,7 @@ def test_a_file_that_lies_about_a_field_is_refused_though_its_sum_is_right() -> 
 
     plain = JobProfile.of([profile()]).to_plain()
     plain["sources"][0]["samples"] = -3
-    with pytest.raises(BadProfile, match="its checksum does not match"):
+    with pytest.raises(BadProfile, match="the checksum does not match"):
         JobProfile.from_plain(plain)
     plain["sum"] = _sum({k: v for k, v in plain.items() if k != "sum"})
     with pytest.raises(BadProfile, match="samples: expected a whole number"):

@@ -158,7 +158,7 @@ PLAN = by_hand(PHOTOS, TWO, ranks=[3, 1, 1])
         ),
         ({"offset": np.array([0, 3, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"sample": np.array([0, 0, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
-        ({"out": None}, "out and offset go together"),
+        ({"out": None}, "expected out and offset together, got one of them"),
         ({"out": np.array([4, 6])}, "different length"),
         ({"offset": np.array([0, -4, 0])}, "negative"),
     ],
@@ -249,10 +249,13 @@ def test_what_does_not_fit_its_document_or_the_next_image_is_not_sent_and_is_cou
 
 def test_metadata_that_does_not_match_the_items_is_refused_by_the_name_of_the_sample() -> None:
     with pytest.raises(
-        PlanError, match="sample seen/e0/f0/r1 has 1 items and 2 of metadata 'image_tokens'"
+        PlanError,
+        match=r"'image_tokens' of sample seen/e0/f0/r1: expected a list of 1 numbers .*, got 2;",
     ):
         ends(seen([9, 9], image_patches=[[1], [2]], image_tokens=[[1], [1, 1]]))
-    with pytest.raises(PlanError, match=r"r0 has 1 items and 1 of metadata 'image_offset'.*a list"):
+    with pytest.raises(
+        PlanError, match=r"'image_offset' of .*r0: expected a list of 1 numbers .*, got no list;"
+    ):
         ends(seen([9], image_patches=[[1]], image_offset=[1]))
 
 
@@ -326,7 +329,7 @@ def test_follow_refuses_what_it_cannot_follow() -> None:
         (lambda: images.follow(text), "a sample of these items was not placed"),
         (
             lambda: images.follow(samples, per="epoch"),
-            "unknown per='epoch'; known: iteration, microbatch",
+            "expected per as one of iteration, microbatch, got 'epoch'",
         ),
         (lambda: images.follow(samples, "best"), "unknown balance method 'best'"),
         (

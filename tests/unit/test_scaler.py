@@ -10,16 +10,16 @@ import pytest
 from overlord.scaling.scaler import (
     CannotKeepUp,
     Decision,
-    Limits,
     Observation,
     ReadAhead,
     Scale,
     Scaler,
+    ScalingLimits,
     SourceSample,
-    in_force,
+    current_shortages,
 )
 
-LIMITS = Limits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
+LIMITS = ScalingLimits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
 
 
 def seen(
@@ -123,8 +123,8 @@ def test_a_source_that_gets_no_more_is_named_once_with_what_it_would_take() -> N
         "it has 1 loader: more chunks open together (shuffle_chunks) or loaders= allow more"
         in str(named)
     )
-    assert in_force([named]) == [named]
-    assert in_force([named, Scale(source="photos", hosts=2, had=1, reason="")]) == []
+    assert current_shortages([named]) == [named]
+    assert current_shortages([named, Scale(source="photos", hosts=2, had=1, reason="")]) == []
 
 
 def test_who_holds_workers_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> (
@@ -150,7 +150,7 @@ def test_a_source_that_waits_for_its_storage_gets_no_workers_and_is_named() -> N
     [named] = told(Scaler(LIMITS), slow, 6)
     assert isinstance(named, CannotKeepUp)
     assert (named.what, named.wanted) == ("loaders", 2)
-    assert "a sample takes 2 ms, of a core 0.2 ms" in named.reason
+    assert "a sample takes 2 ms, of which 0.2 ms are CPU time" in named.reason
 
 
 def test_a_source_whose_reads_are_slow_now_and_then_is_read_further_ahead() -> None:
@@ -174,7 +174,7 @@ def test_where_nothing_is_moved_a_source_is_named_with_the_loaders_that_it_would
     assert str(named) == (
         "photos cannot keep up: it would take 2 loaders and has 1: 625 samples a second "
         "of 2 ms, trainers wait 20% of their time; loaders= "
-        "and autoscale=True give it more"
+        "and autoscale=True give it more loaders"
     )
     assert told(Scaler(LIMITS, fixed=True), look(mine), 9) == [], "nobody waits for it"
     assert (
@@ -187,7 +187,7 @@ def test_where_all_cores_are_taken_it_is_said_that_loaders_alone_are_not_enough(
     found = told(Scaler(replace(LIMITS, cores=2), fixed=True), look(*both, waited_s=0.2), 2)
     assert {d.source for d in found} == {"photos", "scenes"}
     assert all(
-        d.reason.endswith("; all sources together take 2.5 cores of 2, so that alone is not enough")
+        d.reason.endswith("; all sources together need 2.5 cores of 2, so that alone is not enough")
         for d in found
     )
 
@@ -206,7 +206,7 @@ def test_limits_that_cannot_be_are_told_together() -> None:
         ValueError,
         match="cores: expected at least 1, got 0; interval_s: expected a number above 0, got 0",
     ):
-        Limits(cores=0, interval_s=0)
+        ScalingLimits(cores=0, interval_s=0)
 
 
 def test_trainers_that_only_wait_are_taken_for_twenty_times_as_fast_and_no_more() -> None:
@@ -360,21 +360,21 @@ def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_doe
     assert isinstance(most, ReadAhead)
     assert most.steps == 32
     named = CannotKeepUp(source="photos", hosts=1, wanted=3, reason="")
-    assert in_force([named, ahead]) == [named], "it is no remedy"
+    assert current_shortages([named, ahead]) == [named], "it is no remedy"
 
 
 def test_thresholds_stand_in_order() -> None:
     with pytest.raises(
         ValueError, match=r"expected 0 < low < target < high <= 1, got 0\.8, 0\.7, 0\.85"
     ):
-        Limits(cores=1, low=0.8)
+        ScalingLimits(cores=1, low=0.8)
 
 
 def test_shares_are_shown_as_a_moving_average() -> None:
     scaler = Scaler(LIMITS)
     told(scaler, look(seen(share=0.5)), 1)
     told(scaler, look(seen(share=1.0)), 1, first=2)
-    assert scaler.figures()["photos"]["share"] == pytest.approx(0.7)
+    assert scaler.estimates()["photos"]["share"] == pytest.approx(0.7)
 
 
 # code that holds the interpreter lock
@@ -391,7 +391,7 @@ def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_t
     scaler = Scaler(THREADED)
     [scale] = told(scaler, look(seen(lanes=1.0, took_s=3.0, most=3), waited_s=0.5), 2)
     assert (scale.source, scale.hosts) == ("photos", 3), "one for each core"
-    assert scaler.figures()["photos"]["locked"] == 1.0
+    assert scaler.estimates()["photos"]["locked"] == 1.0
 
 
 def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anything_was_measured() -> (
@@ -407,7 +407,7 @@ def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anythi
 def test_threads_that_were_seen_side_by_side_count_as_cores_whatever_was_assumed() -> None:
     scaler = Scaler(replace(THREADED, cores=6))
     assert told(scaler, look(seen(lanes=2.0, took_s=2.1, free_s=0.0, most=3)), 6) == []
-    assert scaler.figures()["photos"]["locked"] == pytest.approx(0.045, abs=0.01)
+    assert scaler.estimates()["photos"]["locked"] == pytest.approx(0.045, abs=0.01)
 
 
 def test_no_process_is_added_where_threads_keep_all_cores_busy() -> None:
@@ -418,10 +418,10 @@ def test_no_process_is_added_where_threads_keep_all_cores_busy() -> None:
 def test_what_waits_for_storage_says_nothing_of_the_lock_and_what_was_measured_is_kept() -> None:
     scaler = Scaler(replace(THREADED, window=1))
     told(scaler, look(seen(lanes=0.3, took_s=3.0)), 4)
-    assert scaler.figures()["photos"]["locked"] == 0.0
+    assert scaler.estimates()["photos"]["locked"] == 0.0
     told(scaler, look(seen(lanes=1.0, took_s=3.0)), 4, first=5)
     told(scaler, look(seen(lanes=0.3, took_s=0.3)), 4, first=9)
-    assert scaler.figures()["photos"]["locked"] == 1.0
+    assert scaler.estimates()["photos"]["locked"] == 1.0
 
 
 def test_a_worker_whose_lock_one_source_holds_has_no_room_for_another_that_wants_it() -> None:
@@ -439,7 +439,7 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
     assert named.reason.endswith(
         "its code holds the interpreter lock: workers='processes', or runtime='process' "
         "with autoscale=True, "
-        "give it more"
+        "give it more cores"
     )
 
 

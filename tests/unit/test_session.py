@@ -953,7 +953,7 @@ def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: P
     )
     job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=2, context=8))
     with (
-        pytest.raises(ov.SourceError, match=r"a\.jsonl: 10 rows in a row could not be used"),
+        pytest.raises(ov.SourceError, match=r"a\.jsonl: 10 consecutive rows could not be used"),
         ov.launch(job) as session,
     ):
         next(session.client(0))

@@ -18,7 +18,7 @@ from overlord.cli.main import cli
 from overlord.cluster.autoscale import KEPT_DECISIONS, LoadObserver
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
-from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler
+from overlord.scaling.scaler import CannotKeepUp, ReadAhead, Scale, Scaler, ScalingLimits
 from overlord.serving.session_server import ServedAddress
 from tests.unit.test_cli import job_file
 
@@ -51,7 +51,7 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observer = LoadObserver(
-        Scaler(Limits(cores=4)),
+        Scaler(ScalingLimits(cores=4)),
         Planner,  # type: ignore[arg-type]
         Readers(),  # type: ignore[arg-type]
         set_read_ahead=lambda command: None,
@@ -99,7 +99,7 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
         "10.0% in place of 0.4%" in lines
     )
     assert (
-        "scaling: after step 85: web: 7 steps are read ahead: its slow reads take 0.5 "
+        "scaling: after step 85: web: read 7 steps ahead: its slow reads take 0.5 "
         "s, usual ones 0.01 s" in lines
     )
     assert ["loader-worker/0", "gpu-1", "1", "128", "2", "8", "new"] in [

@@ -17,7 +17,7 @@ from overlord.hashing import digest
 from overlord.observe.explain_text import time_over_mean
 from overlord.observe.progress import Meter, Taken, watch
 from overlord.observe.tables import run_view
-from overlord.planning.state_json import no_state
+from overlord.planning.state_json import state_problem
 from overlord.uris import is_uri
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def read_state(path: Path) -> dict[str, Any]:
         ) from fault
     # `launch` reports the state of a trainer, which holds "stream".
     of_trainer = isinstance(state, dict) and "stream" in state
-    if (problem := no_state(state)) and not of_trainer:
+    if (problem := state_problem(state)) and not of_trainer:
         raise StateMismatch(
             {},
             "give a file that `overlord run --save` wrote, or --resume auto",

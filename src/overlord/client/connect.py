@@ -274,11 +274,11 @@ class SessionConnection:
 
     def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Check the report here: scalars of any library become numbers, and errors are local."""
-        from overlord.messages.data import checked
+        from overlord.messages.data import checked_report
 
         rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation
         try:
-            report = checked(rank, step, metrics, next_step)
+            report = checked_report(rank, step, metrics, next_step)
         except JobError:
             with contextlib.suppress(OverlordError):
                 self._control.ask("refused", timeout_s=REASON_S)

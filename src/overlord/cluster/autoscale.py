@@ -20,17 +20,17 @@ from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
 from overlord.messages.data import LoaderWork
 from overlord.planning.planner import Planner
-from overlord.scaling.loader_placement import LoaderPlacement, worth
+from overlord.scaling.loader_placement import LoaderPlacement, cores_of_threads
 from overlord.scaling.scaler import (
     CannotKeepUp,
     Decision,
-    Limits,
     Observation,
     ReadAhead,
     Scale,
     Scaler,
+    ScalingLimits,
     SourceSample,
-    in_force,
+    current_shortages,
 )
 from overlord.setup.options import Options, n_cores
 from overlord.setup.partition import loads_of, scales
@@ -51,7 +51,7 @@ def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
     """Return the scaler of a runtime that moves no loaders, or None where nothing is polled."""
     if not options.watch_s:
         return None
-    limits = Limits(
+    limits = ScalingLimits(
         cores=options.hosts or n_cores(), interval_s=options.watch_s, patience=4, idle_patience=4
     )
     return Scaler(limits, read_ahead, fixed=True)
@@ -170,7 +170,7 @@ class LoadObserver:
             future = [
                 planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
             ]
-        samples, waited_for, readers = [], planner.waits_for(), self._readers
+        samples, waited_for, readers = [], planner.lacking_sources(), self._readers
         for i, name in enumerate(planner.spec.names):
             mine = [rows[k] for k in readers.loaders_of(i) if k in rows]
             samples.append(
@@ -219,7 +219,7 @@ class LoadObserver:
         scaler, names = self.scaler, self._planner().spec.names
         short = {
             d.source: {"needs": d.wanted, "has": d.hosts, "what": d.what, "reason": d.reason}
-            for d in in_force([d for _, _, d in self.decided])
+            for d in current_shortages([d for _, _, d in self.decided])
         }
         decisions = [
             {"what": type(d).__name__, "ago_s": now - t, "step": step, "words": str(d), **_plain(d)}
@@ -235,7 +235,7 @@ class LoadObserver:
             "cannot_keep_up": short,
             "sources": {
                 name: {where: places.get(name, 0), **known}
-                for name, known in scaler.figures().items()
+                for name, known in scaler.estimates().items()
             },
         }
 
@@ -258,8 +258,8 @@ def scaler_of(
         return observing_scaler(options, read_ahead)
     cores = max(loader_placement.n_hosts, options.hosts or n_cores())
     given = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-    limits = Limits(
-        **{"cores": cores, "lanes": worth(lanes_of(options, loader_placement)), **given}
+    limits = ScalingLimits(
+        **{"cores": cores, "lanes": cores_of_threads(lanes_of(options, loader_placement)), **given}
     )
     return Scaler(limits, options.read_ahead or 1)
 

@@ -310,7 +310,7 @@ class Coordinator:
                 [
                     Consumed(rank, step)
                     for rank in ranks
-                    if rank in self._ranks and self.planner.took(rank) < step
+                    if rank in self._ranks and self.planner.last_taken(rank) < step
                 ]
             )
 

@@ -41,7 +41,7 @@ from overlord.messages.launcher import (
     StepProgress,
     WorkerDisconnected,
 )
-from overlord.planning.mixture import lost
+from overlord.planning.mixture import lost_sources
 from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec, TokenLosses
 from overlord.process.resources import pss_bytes
 from overlord.rpc.actors import ActorHandle
@@ -235,7 +235,7 @@ class CoordinatorActor:
         state = self._coordinator.planner.state()
         if self._applied:
             self._events.put(EventsFound(list(self._applied)))
-        for event in lost(state.events) if self._config.incarnation else ():
+        for event in lost_sources(state.events) if self._config.incarnation else ():
             self._events.put(event)
         if self._takeover is None:
             return
@@ -304,7 +304,7 @@ class CoordinatorActor:
     def _planned(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
         # the launching process warns of lost tokens
-        if self._losses.found(stage.after.counts) or self._watched:
+        if self._losses.newly_exceeding(stage.after.counts) or self._watched:
             self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:

@@ -49,7 +49,7 @@ class LoaderStarts:
 
     def follow(self, loader: int, planner: Planner) -> list[Any]:
         """Return the messages to a worker that follows a loader from the next planned step on."""
-        cursor, generation, refill = planner.opening(loader)
+        cursor, generation, refill = planner.loader_position(loader)
         return [FollowLoader(self.of(loader, cursor, generation)), refill]
 
 

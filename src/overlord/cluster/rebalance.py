@@ -28,7 +28,7 @@ from overlord.messages.control import (
     Rollback,
     TakeOverLoader,
 )
-from overlord.scaling.loader_placement import kept, spread
+from overlord.scaling.loader_placement import assign_shards, workers_to_keep
 
 log = logging.getLogger("overlord")
 
@@ -110,7 +110,7 @@ class Rebalancer:
         ):
             return False
         if n < len(now):
-            stay = kept(now, n, self._others(source), lambda h: h < SCALED)
+            stay = workers_to_keep(now, n, self._others(source), lambda h: h < SCALED)
             self._hand_over(Migration(name, stay, 0, source))
             return True
         idle = self._idle_for(source)
@@ -262,7 +262,7 @@ class Rebalancer:
             new_of = migration.replaced
             to: Sequence[int] = [new_of[h] if new_of[h] in workers else h for h in where]
         else:
-            to = spread(where, workers, self._others(migration.source))
+            to = assign_shards(where, workers, self._others(migration.source))
         migration.moves = {
             loader: h for loader, was, h in zip(loaders, where, to, strict=True) if h != was
         }

@@ -28,7 +28,7 @@ from overlord.messages.control import (
     Skip,
     StreamState,
 )
-from overlord.messages.data import StepInfo, checked
+from overlord.messages.data import StepInfo, checked_report
 from overlord.planning.mixture import EventLog, with_every_weight
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import Options
@@ -276,7 +276,7 @@ class _Simulation:
         ):
             step = trainer.owes.pop(0)
             if (values := self._report(trainer.rank, step)) is not None:
-                report = checked(trainer.rank, step, values, self._runtime.planner.next_step)
+                report = checked_report(trainer.rank, step, values, self._runtime.planner.next_step)
                 if self._runtime.planner.in_time(report):
                     self._log.report(report, 0)
                 self._runtime.event(report)

@@ -169,7 +169,7 @@ class Loader:
         self._after = None
         if event.rows:
             return []
-        return self._announce(SampleBlock.nothing(event.dropped) if event.dropped else None)
+        return self._announce(SampleBlock.empty(event.dropped) if event.dropped else None)
 
     def _block_ready(self, event: BlockReady) -> list[Command]:
         self._busy = ""

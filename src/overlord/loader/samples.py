@@ -350,7 +350,7 @@ class ReplayBuffer:
                 continue
             if k == 0 and dropped and _window(announcement) == start.cursor[:3]:
                 # An announcement without a sample may have failures.
-                found = SampleBlock.nothing(0) if adapted.found is None else adapted.found
+                found = SampleBlock.empty(0) if adapted.found is None else adapted.found
                 adapted = replace(adapted, found=replace(found, dropped=found.dropped + dropped))
             repeated.append(adapted)
         # A standby may lag the released samples.

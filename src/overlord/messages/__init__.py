@@ -1,4 +1,7 @@
-"""Messages between the components of a job, one module per sender.
+"""Messages between the components and processes of a job, as frozen values.
 
-All are frozen values. They carry ids and metadata, and payload only where stated.
+``control.py`` has the messages of the planner and of workers. ``data.py`` has those of loaders,
+constructors and clients on the data path. ``launcher.py`` has those between coordinator, launcher
+and session. Only ``StepPayload`` and ``StepMessage`` carry payload; all others carry ids and
+metadata.
 """

@@ -1,27 +1,40 @@
-"""Messages of clients and of the planner, in the order of the paper's Figure 7.
+"""Messages of the planner and of workers: planning, plans and the control of workers.
 
-    Attach, Detach      client -> planner                 a rank takes part, or no longer
-    Consumed            client -> planner, constructors   a step was given to the trainer
-    Report              client -> planner                 metrics of a step, for the mixture
-    SetMixture, Skip    session -> planner                events of the user
-    AddSource           session -> planner                event: a source joins
-    SourceLost          planner -> session -> planner     event: a source leaves
-    Refill              planner -> loader                 number of samples to hold ready
-    SetReadAhead        coordinator -> planner            how far ahead a source is read
-    RestartSource       coordinator -> planner            read a source again from the draw's cursor
-    RestartLoader       planner -> loader                 start again at a cursor
-    DropHeldSamples     planner -> loaders                free payload held for later steps
-    PlannedStep         planner -> loaders, constructors  the plan of a step, in one process
-    LoaderPlan          coordinator -> loader worker      its routed share of a PlannedStep
-    ConstructorPlan     coordinator -> constructor worker its routed share of a PlannedStep
-    EndOfJob            planner -> constructors           no step from here on
-    Rollback            coordinator -> workers            plan again everything after a step
+Clients, session and coordinator to the planner:
 
-Messages that control workers and inform the session follow, in groups by sender and receiver.
+    Attach, Detach      client -> planner                   a rank takes part, or no longer
+    Consumed            client -> planner, constructors     a step was given to the trainer
+    Report              client -> planner                   metrics of a step, for the mixture
+    SetMixture, Skip    session -> planner                  events of the user
+    AddSource           session -> planner                  event: a source is added
+    SourceLost          planner -> session -> planner       event: a source is lost
+    SetReadAhead        coordinator -> planner              how far ahead a source is read
+    RestartSource       coordinator -> planner              read a source again from its cursor
+
+The planner to loaders and constructors:
+
+    Refill              planner -> loader                   number of samples to hold ready
+    RestartLoader       planner -> loader                   start again at a cursor
+    DropHeldSamples     planner -> loaders                  free payload held for later steps
+    PlannedStep         planner -> loaders, constructors    the plan of a step, in one process
+    EndOfJob            planner -> constructors             no step follows
+
+The coordinator to workers, and workers to the coordinator:
+
+    LoaderPlan          coordinator -> loader worker        its routed share of a PlannedStep
+    ConstructorPlan     coordinator -> constructor worker   its routed share of a PlannedStep
+    Rollback            coordinator -> workers              plan all steps after a step again
+    FollowLoader        coordinator -> loader worker        open a standby of a loader
+    TakeOverLoader      coordinator -> loader worker        read a loader from now on
+    DropLoader          coordinator -> loader worker        close a loader
+    ConnectConstructor  coordinator -> loader worker        address of a constructor worker
+    SetBufferBudget     coordinator -> loader worker        bytes that each loader may buffer
+    StepsAcked          constructor worker -> coordinator   the last steps that ranks took
+    ConnectionLost      loader worker -> coordinator        a constructor worker is unreachable
 
 Values inside messages: ``Cursor``, ``LoaderStart``, ``EncoderPlan``, ``StreamState`` and
-``EncodedState``. Messages of a loader are in ``loader``, those of a constructor in ``constructor``,
-those between constructors and clients in ``client``.
+``EncodedState``. ``messages/data.py`` has the messages of loaders, constructors and clients on the
+data path. ``messages/launcher.py`` has those between coordinator, launcher and session.
 """
 
 from __future__ import annotations
@@ -52,7 +65,7 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A rank gave a step, and all before it, to its trainer: the prefetch window moves on."""
+    """A rank gave a step and all steps before it to its trainer; the prefetch window advances."""
 
     rank: int
     step: int
@@ -60,7 +73,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class SetMixture:
-    """New weights from step ``at`` on. An event of the log: it changes the stream."""
+    """The mixture has new weights from step ``at`` on: an event of the log."""
 
     at: int
     weights: Mapping[str, float]
@@ -68,8 +81,9 @@ class SetMixture:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """These steps are drawn and listed, but not delivered. They are sorted and unique, since every
-    plan searches them and there may be very many.
+    """These steps are drawn and listed, but not delivered.
+
+    They are sorted and unique: every plan searches them, and there may be very many.
     """
 
     steps: tuple[int, ...]
@@ -84,12 +98,13 @@ class Skip:
 
     @property
     def last(self) -> int:
+        """The last skipped step; -1 if there is none."""
         return self.steps[-1] if self.steps else -1
 
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
-    """A source that joins at step ``at``: name and fingerprint only, since code is in the job."""
+    """A source is added at step ``at``: its name and fingerprint; its code is in the job."""
 
     at: int
     name: str
@@ -98,9 +113,10 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """The storage of a source failed for good: from step ``at`` on no sample of it is drawn. It is
-    an event of the log. So a run that is resumed or replayed drops the source at the same step,
-    whether its storage works then or not. The planner requests the event and receives it.
+    """The storage of a source failed permanently: no sample of it is drawn from step ``at`` on.
+
+    The planner requests this event and receives it from the log. So a resumed or replayed run drops
+    the source at the same step, whether its storage works then or not.
     """
 
     at: int
@@ -110,7 +126,7 @@ class SourceLost:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Metrics of one rank and step, an event of the log: ``step + feedback_lag`` may use it."""
+    """Metrics of one rank and step; the plan of step ``step + feedback_lag`` may use them."""
 
     step: int
     rank: int
@@ -119,11 +135,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """Hold at least ``must`` samples ready whatever the budget is, since the draw waits for them,
-    and ``level`` samples if the budget allows.
+    """Hold at least ``must`` samples ready, and ``level`` samples if the budget allows.
 
-    ``horizon`` is the last group (counted over epochs) that the loader may open. Without it, a
-    loader whose chunks give no samples would read ahead without end.
+    ``must`` ignores the budget, since the draw waits for these samples. ``horizon`` is the last
+    group (counted over epochs) that the loader may open; -1 leaves it unchanged. Without a horizon,
+    a loader whose chunks give no samples would read ahead without end.
     """
 
     loader: int
@@ -158,8 +174,9 @@ class LoaderStart:
 
 @dataclass(frozen=True, slots=True)
 class RestartSource:
-    """Read a source again from the cursor of the draw, as after a restart. The samples of its
-    loaders are lost, or another worker is to hold them.
+    """Read a source again from the cursor of the draw, as after a restart.
+
+    The samples of its loaders are lost, or other workers are to hold them.
     """
 
     source: int
@@ -167,8 +184,9 @@ class RestartSource:
 
 @dataclass(frozen=True, slots=True)
 class SetReadAhead:
-    """Hold samples of a source for ``steps`` steps beyond the draw, because its reads are slow now
-    and then. The stream does not change.
+    """Hold samples of a source for ``steps`` steps beyond the draw, since some reads are slow.
+
+    The stream does not change.
     """
 
     source: int
@@ -177,20 +195,22 @@ class SetReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class RestartLoader:
-    """Start a loader again at a cursor, with no samples. Its earlier announcements belong to an
-    older generation and are ignored.
+    """Start a loader again at a cursor, with no samples.
+
+    Its earlier announcements belong to an older generation and are ignored.
     """
 
     loader: int
     cursor: Cursor
     generation: int
-    step: int = -1  # the last one planned before
+    step: int = -1  # the last step planned before the restart
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Plan all steps after ``step`` again under a new generation: a worker was lost. Steps that are
-    complete stay complete. Messages of older generations are ignored.
+    """All steps after ``step`` are planned again in a new generation, since a worker was lost.
+
+    Complete steps stay complete. Messages of older generations are ignored.
     """
 
     generation: int
@@ -202,8 +222,9 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class DropHeldSamples:
-    """Free the payload that is held over from these loaders. The other held rows keep their order
-    and are numbered consecutively again.
+    """Free the payload of these loaders that is held for later steps.
+
+    The other held rows keep their order and are numbered consecutively again.
     """
 
     loaders: tuple[int, ...]
@@ -212,17 +233,17 @@ class DropHeldSamples:
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderPlan:
     """The images that some ranks encode in a step, and the routes of outputs to the backbone.
-    Columns, rank by rank, and exchange by exchange for each rank.
 
-    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``. Its items are rows ``bounds[g]`` to
-    ``bounds[g + 1]`` of the first columns. It receives rows ``recv_bounds[g]`` to ``recv_bounds[g +
-    1]`` of the last ones (``plan/routes.py``).
+    The columns list items by rank, and by exchange within each rank. Group ``g = i * n_slots + s``
+    is exchange s of ``ranks[i]``. It encodes rows ``bounds[g]`` to ``bounds[g + 1]`` of the columns
+    ``item`` to ``send_lens``. It receives rows ``recv_bounds[g]`` to ``recv_bounds[g + 1]`` of the
+    columns ``recv_perm`` to ``position`` (``plan/routes.py``).
     """
 
     ranks: np.ndarray  # int64
     n_slots: int  # exchanges in a step
     per: str  # "microbatch": exchange m belongs to microbatch m; else "iteration"
-    item: np.ndarray  # int64: number in the plan's module, in sending order of outputs
+    item: np.ndarray  # int64: item of the plan's module, in sending order of outputs
     at: np.ndarray  # int64: row of its bytes among the payload's items
     ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of its sample
     number: np.ndarray  # int32: number of the item in its sample
@@ -241,9 +262,10 @@ class EncoderPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
-    """The plan of a step. ``pops[l]`` samples leave the front of loader l. ``doc[i]`` is sample i's
-    number among all payload rows: first those held over from earlier steps, then the popped ones,
-    loader by loader.
+    """The plan of a step, its samples in the loaders, and the state after it.
+
+    ``pops[l]`` samples leave the front of loader l. ``doc[i]`` is the payload row of sample i. Rows
+    held from earlier steps come first, then the popped rows, loader by loader.
     """
 
     plan: LoadingPlan
@@ -256,33 +278,31 @@ class PlannedStep:
     kept: np.ndarray | None = None
     # int32: loader of each sample; for status and explanations, never for a strategy
     loader: np.ndarray | None = None
-    # tokens with a loss, over all ranks; a plan routed to some buckets cannot count them
+    # tokens with a loss, over all ranks; a plan of some buckets cannot count them
     valid_tokens: int = 0
-    # for the ranks of a constructor; None: the job has no images
+    # encoder plan for the ranks of a constructor; None: the job has no images
     encoding: EncoderPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoaderPlan:
-    """A loader worker's share of a PlannedStep: the samples that leave its loaders, and the
-    constructor worker that gets each.
+    """A loader worker's share of a PlannedStep: the samples that leave its loaders.
 
-    The worker's documents are numbered: first those held over from earlier steps, then the popped
-    ones, loader by loader. ``take[j]`` are those for constructor worker ``to[j]``, rising. Without
-    ``take``, all go to each of ``to``. ``items[j]`` are the
-    images for constructor worker ``to[j]``, which may belong to documents of others; without
-    ``take`` all go.
+    The documents of the worker are numbered: first those held from earlier steps, then the popped
+    ones, loader by loader. Constructor worker ``to[j]`` gets documents ``take[j]``, in rising
+    order, and the images ``items[j]``, which may belong to documents of others. Without ``take``,
+    every constructor worker of ``to`` gets all documents and images.
 
-    Standbys. ``FollowLoader`` makes a worker the standby of a loader on another worker.
-    It reads the same samples, gets the same Refills, and the same LoaderPlans pop it. Its loaders
-    are listed among the others, or in a LoaderPlan of their own without ``to``. Popped samples of a
-    standby are not sent and have no number. A standby that is late reads the samples it owes at
-    once. Its announcements are ignored.
+    Standbys: ``FollowLoader`` makes a worker the standby of a loader on another worker. The standby
+    reads the same samples, gets the same Refills, and is popped by the same LoaderPlans. Its
+    loaders are listed among the others, or in a LoaderPlan of their own without ``to``. Popped
+    samples of a standby are not sent and have no number. A late standby reads the missing samples
+    at once. Its announcements are ignored.
 
     A standby keeps popped samples until ``acked``, as its primary does. So a Rollback with its
-    LoaderStart makes it the primary, from memory. After a Rollback, standbys that stay standbys get
-    ``FollowLoader`` again, with their cursor and generation. Until then they are not
-    popped. The same holds when their source is restarted. ``DropLoader`` ends a standby.
+    LoaderStart makes it the primary, from memory. After a Rollback, or a restart of their source,
+    the remaining standbys get ``FollowLoader`` again, with cursor and generation. Until then they
+    are not popped. ``DropLoader`` ends a standby.
     """
 
     step: int
@@ -293,17 +313,18 @@ class LoaderPlan:
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
     # int64 [2, n]: document and number inside it; empty: no images in this step
     items: tuple[np.ndarray, ...] = ()
-    # for loader hooks: the samples of this worker; ``take`` then has rows of this plan
+    # for loader hooks: a plan of this worker's samples; ``take`` then has rows of this plan
     plan: LoadingPlan | None = None
     doc: np.ndarray | None = None  # document of each sample of ``plan``
     generation: int = 0  # of the plan
-    acked: int = -1  # every rank took the steps up to this one: their samples need not be kept
+    acked: int = -1  # last step that every rank took: samples up to it need not be kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstructorPlan:
-    """A constructor worker's share of a PlannedStep: the samples of its buckets. ``doc`` counts
-    over the payloads of ``origins``, in order.
+    """A constructor worker's share of a PlannedStep: the samples of its buckets.
+
+    ``stage.doc`` counts rows over the payloads of ``origins``, in that order.
     """
 
     stage: PlannedStep
@@ -313,7 +334,7 @@ class ConstructorPlan:
 
 @dataclass(frozen=True, slots=True)
 class EndOfJob:
-    """The job ends before step ``step``."""
+    """The job ends before step ``step``, with an error or without."""
 
     step: int
     error: Exception | None = None
@@ -321,7 +342,7 @@ class EndOfJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamState:
-    """The planner's state between two steps: small, the same on every rank, in a checkpoint."""
+    """The planner's state between two steps. It is small, equal on every rank, and checkpointed."""
 
     step: int  # the next step to draw
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
@@ -330,31 +351,31 @@ class StreamState:
     events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
-    # look-ahead: per source the ages of samples after the cursor; -1: drawn already
+    # look-ahead: per source, the age in steps of each sample after the cursor; -1: drawn already
     ahead: tuple[np.ndarray, ...] = ()
-    # per source: see ``planning.spec.COUNTS``
+    # running counts per source (``planning.spec.COUNTS``)
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
+    weights: tuple[float, ...] = ()  # weights in force; only with mix_every="epoch"
     schedule: Mapping[str, Any] | None = None  # state of a schedule that learns, plain JSON
-    reports: tuple[Report, ...] = ()  # that later plans will use, by step and rank
+    reports: tuple[Report, ...] = ()  # reports that later plans will use, by step and rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedState:
-    """A StreamState as bytes; a client decodes it only when it saves a state."""
+    """A StreamState as bytes, which a client decodes only when it saves a state."""
 
     step: int  # the next step to draw, as in the state
     data: np.ndarray  # uint8
 
 
-# groups a loader may open beyond the one of the planner's draw; the level bounds windows in memory
+# groups that a loader may open beyond the group of the draw; ``Refill.level`` bounds its samples
 GROUPS_AHEAD = 8
 
-# generations between two recoveries: as often may sources be restarted in between
+# generations that a recovery adds: sources may be restarted this often until the next recovery
 STRIDE = 2**20
 
 
-# from the coordinator to loader workers
+# Messages from the coordinator to loader workers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +387,7 @@ class FollowLoader:
 
 @dataclass(frozen=True, slots=True)
 class TakeOverLoader:
-    """Read a loader from ``step`` on with the samples that its standby holds, or open it."""
+    """Read a loader after ``step`` from the samples of this worker's standby, or open it."""
 
     step: int
     start: LoaderStart
@@ -395,7 +416,7 @@ class SetBufferBudget:
     nbytes: int
 
 
-# from workers to the coordinator
+# Messages from workers to the coordinator.
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,10 +434,3 @@ class ConnectionLost:
     worker: str
     reason: str
     address: str
-
-
-# From a coordinator in its own process to the launcher. ``lease_id`` is the lease id of the worker.
-
-
-# From a coordinator in its own process to the session, in addition to ``SourceLost``. The launcher
-# sends ``WorkerRecovered`` of the coordinator itself, and ``JobFailed``.

@@ -1,4 +1,7 @@
-"""Messages of the data path: loaders, constructors and clients. All are frozen values."""
+"""Messages of the data path, as frozen values: loaders, constructors and clients.
+
+The last section checks the metrics that a trainer reports.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,17 @@ from overlord.sample import Column, Ragged, SampleId
 # ``CompactLayout`` describes arrays that a StepMessage carries in compact form.
 
 
-def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
-    """Return the fields of StepInfo that map samples to ranks.
-
-    They are broadcast axes with more than one rank, the axis of the buckets, and the mesh where it
-    matters.
-    """
+def _rank_mapping(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
+    """Return the fields of StepInfo that map samples to ranks: broadcast, axis and place."""
     main, place = plan.main, plan.place
     if place is None:
         return (), main.axis, None
     broadcast = tuple(dim for dim in main.broadcast if getattr(place, dim.lower()) > 1)
-    return broadcast, main.axis, _needed(main.axis, broadcast, place)
+    return broadcast, main.axis, _place_if_needed(main.axis, broadcast, place)
 
 
-def _needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
+def _place_if_needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
+    """Return the mesh; None if every rank of a data-parallel group gets all its samples."""
     return None if axis == "DP" and not broadcast and place.cp == place.pp == 1 else place
 
 
@@ -73,7 +73,7 @@ class StepInfo:
             p.names,
             np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
             stage.after if after is None else after,
-            *_shares(p),
+            *_rank_mapping(p),
         )
 
     def without_broadcast(self) -> StepInfo:
@@ -81,11 +81,11 @@ class StepInfo:
         return replace(
             self,
             broadcast=(),
-            place=None if self.place is None else _needed(self.axis, (), self.place),
+            place=None if self.place is None else _place_if_needed(self.axis, (), self.place),
         )
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
-        """Return this StepInfo with some samples only, as the clients of one bucket need it."""
+        """Return this StepInfo with these rows of samples only, for the clients of one bucket."""
         return replace(self, table=self.table[rows])
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class StepInfo:
 
 
 class CompactLayout(NamedTuple):
-    """Description of compact microbatches, for expansion (``constructor/compact.py``)."""
+    """The layout of compact microbatches, for their expansion (``constructor/compact.py``)."""
 
     keys: tuple[str, ...]  # arrays to compute, each with an entry for every token
     labels: str  # label convention, as in Batch
@@ -120,9 +120,9 @@ class CompactLayout(NamedTuple):
 class StepMessage:
     """A step for the client of one rank.
 
-    Its microbatches are concatenated (``constructor/pack.py``), or separate if their arrays
-    do not fit together. Rows ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``info`` belong
-    to microbatch m.
+    Its microbatches are concatenated in ``wide`` (``constructor/pack.py``). If their arrays cannot
+    be concatenated, they are separate in ``microbatches``. Rows ``bounds[m]`` to ``bounds[m + 1]``
+    of the samples in ``info`` belong to microbatch m.
     """
 
     info: StepInfo
@@ -139,7 +139,7 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """The end of a rank's stream: no step follows those already sent."""
+    """The stream of a rank ends: no step follows those already sent."""
 
     error: Exception | None = None
 
@@ -155,17 +155,17 @@ class StepAck:
 
 
 # ----------------------------------------------------------------------------
-# Messages of a constructor core.
+# Messages of a constructor: between its state machine and its service, and to other components.
 #
-# PayloadReady    service -> core            the payload of a step is complete
-# Build           core -> service            build the arrays of a step
-# Built           service -> core            the arrays are built
-# Deliver         core -> service            send a step to the client of a rank
-# Release         core -> service            free the memory of a step
-# EndRank         core -> service            send the end of the stream to a rank
-# Unfinish        core -> service            withdraw an end that was sent
-# DecodeFailures  constructor -> planner     images that could not be decoded
-# RankWait        constructor -> coordinator seconds that a trainer has waited, when polled
+# PayloadReady    service -> state machine     the payload of a step is complete
+# Build           state machine -> service     build the arrays of a step
+# Built           service -> state machine     the arrays are built
+# Deliver         state machine -> service     send a step to the client of a rank
+# Release         state machine -> service     free the memory of a step
+# EndRank         state machine -> service     send the end of the stream to a rank
+# Unfinish        state machine -> service     withdraw an end that was sent
+# DecodeFailures  constructor -> planner       images that could not be decoded
+# RankWait        constructor -> coordinator   seconds that a trainer has waited, when polled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +212,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Free the memory of a step: every rank has received it."""
+    """Free the memory of a step for a bucket: every rank of the bucket has received it."""
 
     step: int
     bucket: int
@@ -241,15 +241,15 @@ class RankWait(NamedTuple):
 
 
 # ----------------------------------------------------------------------------
-# Messages of a loader.
+# Messages of a loader: between its state machine and its service, and to other components.
 #
-# Read            core -> service                read one window of a group
-# WindowReady     service -> core                the window is in memory
-# Evaluate        core -> service                turn the next rows into samples
-# BlockReady      service -> core                samples of these rows, as a SampleBlock
-# ReadFailed      service -> core                the loader cannot continue
+# Read            state machine -> service       read one window of a group
+# WindowReady     service -> state machine       the window is in memory
+# Evaluate        state machine -> service       turn the next rows into samples
+# BlockReady      service -> state machine       samples of these rows, as a SampleBlock
+# ReadFailed      service -> state machine       the loader cannot continue
 # Announce        loader -> planner              metadata of new samples, in stream order
-# Pop             service -> core                remove the samples of a planned step
+# Pop             service -> state machine       remove the samples of a planned step
 # StepPayload     loader worker -> constructor   tokens and images of a planned step
 # LoaderWork      loader worker -> coordinator   work and read latency so far, when polled
 
@@ -258,7 +258,7 @@ class RankWait(NamedTuple):
 class Read:
     """Read one window of a group: slice ``window`` of each of these chunks.
 
-    Rows up to ``after`` are drawn already.
+    Rows up to ``after`` were drawn before and give no samples.
     """
 
     loader: int
@@ -267,7 +267,7 @@ class Read:
     window: int
     chunks: tuple[int, ...]
     after: Cursor | None = None
-    urgent: bool = False  # the draw waits for it
+    urgent: bool = False  # the draw waits for this window
     generation: int = 0
 
 
@@ -304,7 +304,7 @@ class LongDocuments:
         return len(self.key)
 
     def take(self, rows: np.ndarray) -> LongDocuments | None:
-        """Return these documents; None if there are none."""
+        """Return the documents at ``rows``; None if there are none."""
         return (
             LongDocuments(self.key[rows], self.file[rows], self.row[rows], self.lost[rows])
             if len(rows)
@@ -314,7 +314,7 @@ class LongDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBlock:
-    """Samples in stream order as columns, and the quarantined, dropped and long rows."""
+    """Columns of samples in stream order, and the quarantined, dropped and long rows among them."""
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
@@ -332,7 +332,7 @@ class SampleBlock:
         return len(self.key)
 
     @staticmethod
-    def nothing(dropped: int) -> SampleBlock:
+    def empty(dropped: int) -> SampleBlock:
         """Return the block of a window whose rows were all dropped by filters."""
         none = np.zeros(0, np.int64)
         keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
@@ -346,14 +346,14 @@ class BlockReady:
     """Rows of the open window are evaluated."""
 
     found: SampleBlock
-    rows: int  # raw rows this took from the window
+    rows: int  # raw rows of the window that were evaluated
     nbytes: int
     seconds: float = 0.0  # duration; it determines the size of later blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """The loader cannot continue. The stream ends with this error when the draw reaches it."""
+    """The loader cannot continue; the stream ends with this error when the draw reaches it."""
 
     error: Exception
 
@@ -387,12 +387,12 @@ class StepPayload:
 
 @dataclass(frozen=True, slots=True)
 class LoaderWork:
-    """Totals of one loader since it was opened, and the seconds of its reads."""
+    """Totals of work of one loader since it was opened, and the seconds of usual and slow reads."""
 
     loader: int
     standby: bool
-    busy_s: float  # of cores
-    took_s: float
+    busy_s: float  # CPU seconds
+    took_s: float  # wall-clock seconds of work, with waiting
     samples: int
     usual_read_s: float
     slow_read_s: float
@@ -408,7 +408,7 @@ class Pop:
 
 
 # ----------------------------------------------------------------------------
-# Validation of the metrics that a trainer reports, for the client and the planner.
+# Check of the metrics that a trainer reports, before a client sends them to the planner.
 
 MAX_METRICS = 4096  # limit of one report: losses and tokens of two thousand sources
 MAX_NAME = 200  # characters of a metric name
@@ -416,11 +416,11 @@ LARGEST = 1e100  # limit of a value: a product of two values and a sum over all 
 SHOWN = 5  # problems that one error lists
 
 
-def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
-    """Return a valid report, or raise with every problem.
+def checked_report(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
+    """Return the report of a rank, or raise a ``JobError`` that lists its problems.
 
-    ``next_step``: the first step that the rank has not taken. A value that is infinite or NaN is
-    left out: a run that diverges must not end because of its report.
+    ``next_step``: the first step that the rank has not taken. Infinite values and NaN are left out:
+    a run that diverges must not end because of its report.
     """
     where = f"report of rank {rank}"
     try:
@@ -464,7 +464,7 @@ def _problems(name: Any, value: float | None, given: Any) -> list[str]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number or a scalar of any array library as a float; None if it is neither."""
+    """Return a number, or a scalar of any array library, as a float; None for other values."""
     try:
         value = value.item() if hasattr(value, "item") else value
         return (

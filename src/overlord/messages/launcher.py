@@ -1,4 +1,9 @@
-"""Messages between coordinator, launcher and session: starts, losses, and events of steps."""
+"""Messages from a coordinator in its own process to the launcher and to the session.
+
+The launcher starts, redirects and ends processes; ``lease_id`` identifies the lease of a worker.
+The session receives the ``SessionEvent`` messages. The launcher itself sends ``JobFailed``, and
+``WorkerRecovered`` for the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ class StartConstructorWorker:
 class StartLoaderWorker:
     """Start a loader worker and redirect it to the coordinator.
 
-    ``sources`` are the sources that it can open, ``constructors`` the addresses it connects to.
-    ``instead_of`` is the worker whose loaders it is to read.
+    ``sources``: the sources that it can open. ``constructors``: the addresses that it connects to,
+    by constructor worker. ``instead_of``: the worker whose loaders it takes over, if any.
     """
 
     lease_id: int
@@ -34,7 +39,7 @@ class StartLoaderWorker:
 
 @dataclass(frozen=True, slots=True)
 class RedirectWorker:
-    """Redirect a worker that lives to the coordinator."""
+    """Connect a running worker to the coordinator that takes over."""
 
     lease_id: int
     worker: str
@@ -42,7 +47,7 @@ class RedirectWorker:
 
 @dataclass(frozen=True, slots=True)
 class RetireWorker:
-    """End a loader worker that is not needed any more."""
+    """End a loader worker that is no longer needed."""
 
     number: int
 
@@ -66,14 +71,14 @@ class WorkerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class WaitingForWorkers:
-    """Living workers that have not answered a coordinator that takes over."""
+    """The coordinator that takes over waits for these running workers to answer."""
 
     workers: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGivenUp:
-    """A coordinator that takes over kills a living worker that does not answer."""
+    """The coordinator that takes over kills a running worker that does not answer."""
 
     worker: str
     reason: str
@@ -81,14 +86,14 @@ class WorkerGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PlacementChanged:
-    """The worker of every loader."""
+    """Loaders were moved: ``worker_of[k]`` is now the worker of loader k."""
 
     worker_of: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """The last step that every rank took, and the counts of this coordinator's journal."""
+    """Progress of a job: the last step that every rank took, and counts of journal writes."""
 
     acked: int
     written: list[float]
@@ -103,7 +108,7 @@ class CoordinatorFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanned:
-    """A step was planned, for the server of the session: the state after it."""
+    """A step was planned. ``after`` is the state after it, for clients of the session's server."""
 
     step: int
     after: StreamState
@@ -112,7 +117,7 @@ class StepPlanned:
 
 @dataclass(frozen=True, slots=True)
 class StepAcked:
-    """A rank took a step, as its constructor worker reports."""
+    """A rank took a step, according to its constructor worker."""
 
     rank: int
     step: int
@@ -120,7 +125,7 @@ class StepAcked:
 
 @dataclass(frozen=True, slots=True)
 class RowsQuarantined:
-    """New quarantined rows, and samples with images that could not be decoded."""
+    """Rows were quarantined, or images of samples could not be decoded."""
 
     rows: list[Any]
     undecodable: list[Any]
@@ -135,14 +140,14 @@ class EventApplied:
 
 @dataclass(frozen=True, slots=True)
 class EventsFound:
-    """The events in the journal, which an earlier coordinator may not have confirmed."""
+    """A coordinator that takes over found these events in the journal; some may be unconfirmed."""
 
     events: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportsRequested:
-    """Confirm by ``all_reported(mark)`` that all reports up to now were sent."""
+    """The session must confirm by ``all_reported(mark)`` that all reports up to now were sent."""
 
     mark: int
 
@@ -154,20 +159,20 @@ class WorkerRecovered:
     worker: str
     reason: str
     seconds: float
-    step: int  # the last step before those that were planned again
+    step: int  # the last step that was not planned again
     by_standbys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """The end of the job, as planned; None while the job continues."""
+    """The planned end of the job; None withdraws an end that was sent before."""
 
     end: EndOfJob | None
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The coordinator is lost and not restarted."""
+    """The coordinator is lost and is not restarted."""
 
     error: Exception
 

@@ -1,4 +1,4 @@
-"""Binary form of a plan: small, without pickle, and fully validated when read."""
+"""The binary encoding of a plan: small, without pickle, and validated when it is read."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read(data: bytes) -> LoadingPlan:
     except DAMAGE as e:
         raise PlanError(
             f"the bytes of a plan are damaged: {type(e).__name__}: {e}",
-            remedy="the file is truncated or damaged",
+            remedy="write the plan again with to_bytes()",
         ) from e
 
 

@@ -170,7 +170,7 @@ class LoadingPlan:
             if (column := getattr(self, label)) is not None
         }
         if any(column.shape != (n,) for column in columns.values()):
-            raise PlanError("the sample columns differ in length", self.step)
+            raise PlanError(f"sample columns: expected {n} rows in each, got others", self.step)
         if wrong := [
             f"{label}, got {column.dtype}"
             for label, column in columns.items()
@@ -178,11 +178,9 @@ class LoadingPlan:
         ]:
             raise PlanError(f"expected whole numbers in {wrong[0]}", self.step)
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
-            raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
+            raise PlanError(f"source: expected 0 to {len(self.names) - 1}, got others", self.step)
         if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
-            raise PlanError(
-                "tokens has a number that is negative or too large to be summed", self.step
-            )
+            raise PlanError(f"tokens: expected numbers from 0 to {MOST - 1}, got others", self.step)
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
@@ -249,7 +247,11 @@ class LoadingPlan:
             ("sample", a.sample, len(self)),
         ):
             if len(column) and (int(column.min()) < 0 or int(column.max()) >= bound):
-                raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
+                raise PlanError(
+                    f"module {name!r}: expected {label} from 0 to {bound - 1}, got "
+                    f"{int(column.min())} to {int(column.max())}",
+                    self.step,
+                )
 
     def _validate_served(self, name: str, a: Assignment) -> None:
         """Check that every rank has a bucket and a fetcher.
@@ -308,7 +310,9 @@ class LoadingPlan:
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
         """Check that an item's tokens are in its own document, and that no two items share one."""
         if (a.out is None) != (a.offset is None):
-            raise PlanError(f"module {name!r}: out and offset go together", self.step)
+            raise PlanError(
+                f"module {name!r}: expected out and offset together, got one of them", self.step
+            )
         if a.out is None or a.offset is None or not len(a.out):
             return
         end = a.offset + a.out
@@ -507,9 +511,8 @@ class LoadingPlan:
 
 
 # ----------------------------------------------------------------------------
-# Views: the arrays that a rank receives of its bucket's microbatches. Pure.
-#
-# They follow from mesh, axis and broadcasts.
+# Views: the arrays that a rank receives of its bucket's microbatches, given mesh, axis and
+# broadcasts.
 
 SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage

@@ -1,4 +1,4 @@
-"""Human-readable numbers of a plan, and the bytes that it delivers to each rank."""
+"""The summary of a plan in plain values, and the bytes that it delivers to each rank. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan, View, views_of
 
 # ----------------------------------------------------------------------------
-# Human-readable numbers of a plan: balance and its bound, time, peak memory, mixture.
+# The summary: balance and its lower bound, predicted time, peak memory, mixture.
 
 
 def bounds(a: Assignment) -> tuple[float, float]:
@@ -156,7 +156,7 @@ def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------
-# Delivery of a plan: fetching ranks, ranks served by a broadcast, and bytes for each. Pure.
+# The delivery: fetching ranks, ranks served by a broadcast, and bytes for each.
 
 TOKEN_BYTES = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4}
 DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}

@@ -1,9 +1,9 @@
 """The draw: the number of samples of each source in a step, in exact integers.
 
-``docs/stream.md``, "The draw", specifies it.
-
-Weights are integers that sum to 2^40, and accounts count in the same unit. So every machine draws
-the same step; floating point would drift. Work is per source, never per sample.
+The section "The draw" of ``docs/stream.md`` specifies it. Weights are integers that sum to 2^40,
+and accounts count in the same unit, so every machine draws the same step. The work is proportional
+to the number of sources, not of samples. ``RankProgress`` has the steps that ranks took, and
+``LoaderRequests`` the Refills of loaders.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
-    """The samples that a draw lacks: by source, the number that its stream must have ready.
+class MissingSamples:
+    """The draw lacks samples: ``need[i]`` samples of source i must be ready before it is repeated.
 
-    A stream that ends before that number suffices, too.
+    A stream that ends earlier suffices, too.
     """
 
     need: dict[int, int]
@@ -93,14 +93,14 @@ def owed_after(
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     """Return the number of samples of each source among n, and update ``owed``.
 
-    Earliest deadline first.
+    Samples with the earliest deadline are drawn first.
     """
     for i, w in enumerate(weights):
         owed[i] = owed[i] + n * w if w else 0
     counts = [max(0, o // UNIT) if w else 0 for o, w in zip(owed, weights, strict=True)]
     missing = n - sum(counts)
-    if missing < 0:  # only after weights changed: the latest deadlines wait
-        counts = _earliest(n, counts, weights, owed)
+    if missing < 0:  # only after weights changed: samples with the latest deadlines wait
+        counts = _earliest_due(n, counts, weights, owed)
     while missing > 0:
         # One more for each source whose target is above its count. Without that rule a heavy source
         # would run ahead. The key is a/w as an exact integer: unequal rationals differ by at least
@@ -116,7 +116,9 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     return counts
 
 
-def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]) -> list[int]:
+def _earliest_due(
+    n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]
+) -> list[int]:
     """Return the counts of the n earliest due samples.
 
     Sample k of source i is due at (k*U - owed_i)/w_i.
@@ -137,9 +139,9 @@ def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[i
 
 
 def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: int) -> list[int]:
-    """Return seeded multinomial counts.
+    """Return the number of samples of each source among n random picks.
 
-    Pick j of the step is a pure function of (seed, step, j).
+    Pick j of the step is a function of (seed, step, j); ``first`` is the number of the first pick.
     """
     h = keyed_hash(key64("draw", seed), np.full(n, step, np.int64), np.arange(first, first + n))
     picks = h >> np.uint64(24)  # (h * 2^40) >> 64
@@ -182,10 +184,7 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
 
 
 class Drawer:
-    """Draws steps from the fronts of the streams.
-
-    It holds rules, not state: accounts are arguments and results.
-    """
+    """The rules of a job's draw, without accounts: those are arguments and results of ``draw``."""
 
     def __init__(
         self,
@@ -212,7 +211,8 @@ class Drawer:
         owed: Sequence[int],
         active: Sequence[bool],
         fronts: Sequence[Front],
-    ) -> Drawn | Short:
+    ) -> Drawn | MissingSamples:
+        """Return the draw of a step, or the samples that it lacks."""
         run = _DrawAccounts(step, tuple(weights), list(owed), list(active), fronts)
         counts = []
         base, more = divmod(self._amount, self._draws)
@@ -223,7 +223,7 @@ class Drawer:
                 self._by_tokens(run, amount) if self._in_tokens else self._by_samples(run, amount)
             )
             if need:
-                return Short(need)
+                return MissingSamples(need)
             counts.append(tuple(b - a for a, b in zip(before, run.taken, strict=True)))
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
@@ -257,7 +257,7 @@ class Drawer:
                     continue
                 if count > have:
                     missing += count - have
-                    run.leave(i)
+                    run.deactivate(i)
                 run.taken[i] += min(count, have)
             if need:
                 return need
@@ -284,7 +284,7 @@ class Drawer:
                 run.owed[i] -= held * UNIT
                 if held < wanted:
                     amount += -(-run.owed[i] // UNIT)
-                    run.leave(i)
+                    run.deactivate(i)
             if need:
                 return need
             if not self._fill:
@@ -312,14 +312,14 @@ class _DrawAccounts:
         )
         self.taken, self.picks, self.short = [0] * len(weights), 0, False
 
-    def leave(self, i: int) -> None:
+    def deactivate(self, i: int) -> None:
+        """Remove an exhausted source from the draw."""
         self.owed[i], self.active[i], self.short = 0, False, True
 
 
 # ----------------------------------------------------------------------------
-# The progress of every rank, and the slowest rank without a search. Pure.
-#
-# Each of ten thousand ranks asks for the slowest one at every step.
+# The progress of every rank. Up to ten thousand ranks need the slowest one at every step, so it is
+# found without a search over ranks.
 
 
 class RankProgress(dict[int, int]):
@@ -338,7 +338,7 @@ class RankProgress(dict[int, int]):
         return min(self._at)
 
     def __setitem__(self, rank: int, step: int) -> None:
-        self._leave(rank)
+        self._discount(rank)
         super().__setitem__(rank, step)
         self._at[step] += 1
 
@@ -348,10 +348,11 @@ class RankProgress(dict[int, int]):
         return self[rank]
 
     def pop(self, rank: int, default: int | None = None) -> int | None:  # type: ignore[override]
-        self._leave(rank)
+        self._discount(rank)
         return super().pop(rank, default)
 
-    def _leave(self, rank: int) -> None:
+    def _discount(self, rank: int) -> None:
+        """Remove a rank from the count of its step."""
         if (step := self.get(rank)) is not None:
             self._at[step] -= 1
             if not self._at[step]:
@@ -359,7 +360,7 @@ class RankProgress(dict[int, int]):
 
 
 # ----------------------------------------------------------------------------
-# Requests to loaders: samples that a blocked draw lacks, and samples for the next steps. Pure.
+# Requests to loaders: samples that a blocked draw lacks, and samples for the next steps.
 #
 # Loaders of all sources are numbered consecutively; those of source i are ``first[i]`` to
 # ``first[i + 1] - 1``.
@@ -368,7 +369,7 @@ HORIZON_STRIDE = 4  # groups by which the horizon advances
 
 
 class LoaderRequests:
-    """Counts the samples that every loader holds and should hold, and returns Refills."""
+    """The samples that every loader holds and should hold; methods return the Refills to send."""
 
     def __init__(
         self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
@@ -421,6 +422,7 @@ class LoaderRequests:
         )
 
     def announced(self, loader: int, samples: int) -> None:
+        """Count new samples that a loader holds."""
         self._held[loader] += samples
 
     def popped(self, pops: np.ndarray) -> None:
@@ -429,8 +431,11 @@ class LoaderRequests:
         self._must = np.zeros_like(self._must)
 
     def request_more(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
-        """Send a request to the loaders that delay the source, unless one is still unfulfilled."""
-        # about equal shares; a loader that still delays the source gets another request
+        """Return Refills for the loaders ``behind``, which delay the source.
+
+        A loader that has not fulfilled its last request gets none.
+        """
+        # about equal shares; a loader that still delays the source gets another request later
         commands, lacking = ([], -(-lacking // self._loaders[i]))
         for loader in (int(self.first[i]) + k for k in behind):
             if self._held[loader] >= self._must[loader]:
@@ -439,7 +444,7 @@ class LoaderRequests:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """Let loaders open later groups: the stream has reached another group.
+        """Return Refills that let loaders open later groups, after the stream reached ``group``.
 
         The horizon advances by several groups at once, since each message wakes a process.
         """
@@ -449,9 +454,9 @@ class LoaderRequests:
         return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
-        """Keep loaders a few steps ahead.
+        """Return Refills that keep loaders some steps ahead of a draw of ``counts`` samples.
 
-        They refill by themselves; they get a Refill only for a level that changed.
+        Loaders refill by themselves; a Refill is needed only if the level changes.
         """
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
@@ -474,7 +479,9 @@ class LoaderRequests:
         return Refill(loader, 0, self._share(source), self._horizon[source])
 
     def of(self, i: int) -> range:
+        """Return the loaders of source i."""
         return range(int(self.first[i]), int(self.first[i + 1]))
 
     def _share(self, i: int) -> int:
+        """Return the samples that each loader of a source should hold."""
         return -(-self._level[i] // self._loaders[i])

@@ -1,4 +1,4 @@
-"""Images of a step: the rank that encodes each, and the part of the plan for each constructor."""
+"""Images of a step: the rank that encodes each, and the encoder plan of each constructor. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from overlord.planning.balance.placement import ItemPlacement, PackingProblem, n
 from overlord.sample import Buffer, Ragged
 
 # ----------------------------------------------------------------------------
-# Select the images that some ranks encode in a step, for their constructors. Pure.
-#
-# The planner selects them from the plan, once per step.
+# Encoder plans: the images that some ranks encode in a step, selected from the plan once per step.
 
 ENCODER = "encoder"  # the module whose items are images
 IMAGES = "image_patches"  # metadata column with the patches of each image of a sample
@@ -27,7 +25,7 @@ REMEDY = 'add .broadcast_at("CP"), or distribute samples over "CP", or set batch
 
 
 class Encodings:
-    """The routes of one step; ``of(ranks)`` selects those of some ranks."""
+    """The routes of all images of a step; ``of(ranks)`` returns the encoder plan of some ranks."""
 
     def __init__(self, plan: LoadingPlan, batch: Batch, multiple: int):
         self.plan, self.routes = plan, plan.routes(ENCODER)
@@ -126,11 +124,11 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
     wanted, found = column.lengths, np.bincount(plan.modules[ENCODER].sample, minlength=len(plan))
     if not np.array_equal(wanted, found):
         i = int(np.flatnonzero(wanted != found)[0])
-        words = (
-            f"sample {plan.sample_id(i)} has {wanted[i]} images, and the plan's {ENCODER!r} "
-            f"{found[i]} of them"
+        problem = (
+            f"module {ENCODER!r}: expected the {wanted[i]} images of sample {plan.sample_id(i)}, "
+            f"got {found[i]} of them"
         )
-        raise PlanError(words, plan.step, f"select them all: .select({IMAGES!r})")
+        raise PlanError(problem, plan.step, f"select them all: .select({IMAGES!r})")
     main, place = plan.main, plan.place
     if (
         place is not None
@@ -139,19 +137,17 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         and "CP" not in main.broadcast
     ):
         raise PlanError(
-            "no rank has a whole microbatch to put rows of images into: context "
-            "parallelism cuts it",
+            "context parallelism slices microbatches, so no rank can insert outputs of images",
             plan.step,
             REMEDY,
         )
-    # Rows go to one rank of a bucket, and only the group that encodes an image learns that it is
-    # broken.
+    # Rows go to one rank of a bucket, and only the group that encodes an image can find it broken.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
-        words = (
-            f"samples with images are distributed over {main.axis}, where several replicas "
-            "train on the same ones"
+        problem = (
+            'samples with images: expected a distribution over "DP", "CP" or "WORLD", got '
+            f"{main.axis}, where several replicas train on the same samples"
         )
-        raise PlanError(words, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
+        raise PlanError(problem, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
 
 
 def valid_tokens(plan: LoadingPlan, images: bool) -> int:
@@ -190,7 +186,7 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """Return the nodes of these sources: buffer row, columns, and whether they are items."""
+    """Return the nodes of these sources: their buffer rows, columns, and whether they are items."""
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
         return sample, columns, items
@@ -222,7 +218,7 @@ def _all_nodes(
         if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
             other = next(iter(ragged))
             raise PlanError(
-                f"metadata {name!r} has other item counts than {other!r}",
+                f"select: metadata {name!r} and {other!r} have different numbers of items",
                 buffer.step,
                 "select them in two graphs",
             )
@@ -266,7 +262,7 @@ def placeholders(
     out = _item_column(
         buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge)
     )
-    offset = _item_column(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
+    offset = _item_column(buffer, sample, f"{stem}_offset", _adjacent_offsets(sample, out))
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     offset = np.minimum(offset, tokens[sample])
@@ -291,10 +287,10 @@ def _item_column(
     if (lengths[has_column] != counts[has_column]).any():
         i = int(np.flatnonzero(has_column & (lengths != counts))[0])
         problem = (
-            f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of "
-            f"metadata {name!r}"
+            f"metadata {name!r} of sample {buffer[i]}: expected a list of {counts[i]} numbers (one "
+            f"for each item), got {lengths[i] if isinstance(found, Ragged) else 'no list'}"
         )
-        raise PlanError(problem, buffer.step, "a list with one number for each item is expected")
+        raise PlanError(problem, buffer.step, "correct the transform that gives this metadata")
     assert isinstance(found, Ragged) or not has_column.any()
     if not isinstance(found, Ragged) or not has_column.any():
         return otherwise
@@ -306,7 +302,7 @@ def _item_column(
     return otherwise
 
 
-def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _adjacent_offsets(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Return the first token of each item if the items of a sample are adjacent."""
     before, number = np.cumsum(out) - out, np.arange(len(sample))
     first = (
@@ -318,8 +314,8 @@ def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Samples:
-    """The placement of the sample of each item."""
+class ItemSamples:
+    """The bucket and microbatch of the sample of each item."""
 
     bucket: np.ndarray
     microbatch: np.ndarray
@@ -327,10 +323,10 @@ class Samples:
     axis: str  # axis of the buckets
 
 
-def follow(
+def place_by_samples(
     costs: np.ndarray,
     sizes: np.ndarray,
-    samples: Samples,
+    samples: ItemSamples,
     tree: Mesh,
     *,
     axis: str,
@@ -338,13 +334,13 @@ def follow(
     per: str,
     stay: bool,
 ) -> ItemPlacement:
-    """Balance items by the placement of their samples.
+    """Return a placement of items that depends on the placement of their samples.
 
     ``per="microbatch"``: items of a slot are balanced together and keep the slot. ``stay``: a rank
     of the sample's group encodes the item.
     """
     if per not in PER:
-        raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
+        raise PlanError(f"follow: expected per as one of {', '.join(PER)}, got {per!r}")
     if stay and axis != "WORLD":
         raise PlanError(
             f'follow(stay=True): expected items distributed over "WORLD", got {axis!r}; '
@@ -366,23 +362,24 @@ def follow(
     )
     if m > 1 and n_bins > 1 and method != "none":
         bins = _renumber_bins(costs, parent, bins, len(ranks), m, n_bins)
-    way = ("inside the groups" if stay else "over all ranks") + (
+    algorithm = ("inside the groups" if stay else "over all ranks") + (
         ", slot by slot" if per == "microbatch" else ""
     )
     return ItemPlacement(
         bucket=ranks[group, bins].astype(np.int32),
         microbatch=slot.astype(np.int32, copy=False),
         n_microbatches=m,
-        way=way,
+        algorithm=algorithm,
     )
 
 
 def _renumber_bins(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Renumber bins slot by slot, the heaviest to the rank with the least work so far.
+    """Renumber bins slot by slot: the rank with the least work so far gets the heaviest bin.
 
-    LPT gives bin 0 the most expensive item of every slot.
+    Otherwise bin 0 would get the most expensive item of every slot, as LPT (longest processing time
+    first) places it.
     """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(

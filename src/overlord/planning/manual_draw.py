@@ -1,4 +1,4 @@
-"""Draw one step from the candidates of a hand-made buffer, with empty accounts."""
+"""Draw one step from the candidates of a buffer that was made by hand, without a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draw_by_hand(
 ) -> Buffer:
     """Return the candidates of step ``buffer.step``, drawn with empty accounts.
 
-    The rule is the exact one of docs/stream.md.
+    ``docs/stream.md`` specifies the rule.
     """
     if (
         not isinstance(look_ahead, int)

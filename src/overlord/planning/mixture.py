@@ -1,4 +1,4 @@
-"""The weights in force: from the schedule, reports of trainers and events of users. Pure."""
+"""The weights of every step, from the schedule, reports of trainers and events of users. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from overlord.planning.schedule.base import follows_from_step, has_state
 # Reports of trainers, and the plans that use them.
 #
 # Plan t uses the reports of step t - ``feedback_lag`` alone, so that the prefetch window never
-# decides what a schedule receives. Values are stored by rank until then and joined whatever their
-# order of arrival: equal reports give equal streams.
+# decides what a schedule receives. Values are stored by rank until then. The order of their arrival
+# does not matter: equal reports give equal streams.
 
 COUNTS = ("received", "used", "late")
 
 
-def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Return whether no plan that uses the report can exist yet.
+def surely_in_time(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
+    """Return whether the plan that uses a report cannot exist yet, whatever the planner has done.
 
     The rank that sends it has not taken ``next_step``, and planning is at most ``prefetch`` steps
     ahead of that rank.
@@ -43,7 +43,7 @@ def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
     return report.step + lag >= next_step + prefetch
 
 
-def reduced(reports: Iterable[Report]) -> dict[str, float]:
+def reduce_reports(reports: Iterable[Report]) -> dict[str, float]:
     """Return one value for every metric of a step: the mean over the ranks that gave it.
 
     It is weighted by ``tokens/<source>`` if all gave those; token counts themselves are summed.
@@ -51,10 +51,14 @@ def reduced(reports: Iterable[Report]) -> dict[str, float]:
     """
     ranks = list(reports)
     names = sorted({name for r in ranks for name in r.metrics})
-    return {name: _joined(name, [r.metrics for r in ranks if name in r.metrics]) for name in names}
+    return {
+        name: _reduce_metric(name, [r.metrics for r in ranks if name in r.metrics])
+        for name in names
+    }
 
 
-def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
+def _reduce_metric(name: str, ranks: list[Mapping[str, float]]) -> float:
+    """Return the sum of token counts, or the mean of another metric over these ranks."""
     kind, _, source = name.partition("/")
     values = [r[name] for r in ranks]
     if kind == "tokens" and source:
@@ -68,7 +72,7 @@ def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
 
 
 class Feedback:
-    """Stores reports until the plans that use them."""
+    """Reports of trainers, stored until the plans that use them."""
 
     def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
         self._lag, self.takes, self._floor = lag, takes, floor
@@ -103,7 +107,7 @@ class Feedback:
             self._counts["late" if skipped else "used"] += len(reports)
         if skipped:
             return {}
-        return reduced(reports[rank] for rank in sorted(reports))
+        return reduce_reports(reports[rank] for rank in sorted(reports))
 
     def adopt(self, before: Feedback) -> None:
         """Continue the counts of the previous planner."""
@@ -163,24 +167,24 @@ def still_in_force(
         and last_step(e) + (lag if isinstance(e, Skip) else 0) > step
     )
     return (
-        *joined(events),
-        *lost(events),
+        *added_sources(events),
+        *lost_sources(events),
         *latest(events, -1, mix_step),
         *latest(events, mix_step, step),
         *coming,
     )
 
 
-def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
-    """Return added sources in their order; they are never dropped.
+def added_sources(events: Sequence[Event]) -> tuple[AddSource, ...]:
+    """Return the added sources in their order.
 
-    The job lists them, too, but not their steps.
+    A state keeps them for ever: the job lists the sources, too, but not their steps.
     """
     return tuple(e for e in events if isinstance(e, AddSource))
 
 
-def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
-    """Return lost sources; they are never dropped, because a state shows the reason only there."""
+def lost_sources(events: Sequence[Event]) -> tuple[SourceLost, ...]:
+    """Return the lost sources, which a state keeps for ever with their reasons."""
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
@@ -191,18 +195,15 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
     """
     every = tuple(events)
     return (
-        *joined(every),
-        *lost(every),
+        *added_sources(every),
+        *lost_sources(every),
         *(e for e in every if not isinstance(e, (AddSource, SourceLost))),
     )
 
 
-def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
-    """Return the sources that the plan of a step contains.
-
-    It must not depend on whether a source that joins later has been added already.
-    """
-    n, coming = len(names), {e.name for e in joined(events) if e.at > step}
+def sources_of_step(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
+    """Return the sources that the plan of a step lists, without those added at a later step."""
+    n, coming = len(names), {e.name for e in added_sources(events) if e.at > step}
     while coming and names[n - 1] in coming:
         n -= 1
     return tuple(names[:n])
@@ -224,7 +225,7 @@ def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
 
 
 def with_added_sources(state: StreamState, n: int) -> StreamState:
-    """Return a state with entries for sources added later: at their start, nothing owed."""
+    """Return a state with entries for n sources; new ones are at their start, with nothing owed."""
     more = n - len(state.owed)
     if more <= 0:
         return state
@@ -242,10 +243,7 @@ def with_added_sources(state: StreamState, n: int) -> StreamState:
 
 
 class EventLog:
-    """Recent events.
-
-    Prefetch runs ahead of events, so states of steps that are planned already do not contain them.
-    """
+    """Recent events and reports, which are added to the states of steps planned before them."""
 
     def __init__(self, lag: int):
         self._lag = lag
@@ -282,8 +280,8 @@ class EventLog:
         self._unheard[report.step, report.rank] = report
 
     def received(self, report: Report) -> None:
-        """Remove an expected report: the planner has received it and decided on it."""
-        # otherwise the rank has sent another report since
+        """Remove an expected report: the planner has received it."""
+        # if it is another object, the rank has sent a newer report
         if self._unheard.get((report.step, report.rank)) is report:
             del self._unheard[report.step, report.rank]
 
@@ -324,7 +322,7 @@ class EventLog:
 
 
 # ----------------------------------------------------------------------------
-# The weights in force at each step, from the schedule, trainers' reports and user's changes.
+# The weights in force at each step.
 #
 # The schedule is called once for every planned step, in step order, whether or not its weights
 # are used. Its learning must not depend on ``set_mixture`` or ``mix_every``, nor on how often a
@@ -334,7 +332,7 @@ Schedule = Callable[[int, Mapping[str, float]], Weights]
 
 
 class Mixture:
-    """Weights for one step after another. It owns its schedule: no other code may call it."""
+    """The weights of one step after another. It owns the schedule: no other code may call it."""
 
     def __init__(
         self,
@@ -366,13 +364,15 @@ class Mixture:
         return self._lag
 
     def report(self, report: Report) -> None:
+        """Store a report for the plan that uses it; a late report is only counted."""
         self.feedback.add(report, max(self._called, self._floor - 1))
 
     def in_time(self, report: Report) -> bool:
+        """Return whether a later plan will use a report."""
         return self.feedback.in_time(report, max(self._called, self._floor - 1))
 
-    def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
-        """Update the weights for the state's step.
+    def update(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
+        """Compute the weights for the state's step, and return the updated state.
 
         ``own``: every source's own weight, in source order.
         """
@@ -380,17 +380,19 @@ class Mixture:
         if self._every != "epoch":
             self.weights = self._weigh(state, own)
             return replace(state, mix_step=state.step)
-        joins = any(e.at == state.step for e in joined(state.events))
+        joins = any(e.at == state.step for e in added_sources(state.events))
         epoch = self._lowest_epoch(state)
         # a blocked draw is repeated: its epoch was checked already
-        again = state.mix_step == state.step
-        if self.weights and not again and not joins and epoch <= state.mix_epoch:
+        repeated = state.mix_step == state.step
+        if self.weights and not repeated and not joins and epoch <= state.mix_epoch:
             return state
         self.weights = self._weigh(state, own)
-        if joins:  # a source that joins starts with its own first epoch
+        if joins:  # an added source starts with its own first epoch
             epoch = self._lowest_epoch(state)
         return replace(
-            state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch
+            state,
+            mix_step=state.step,
+            mix_epoch=state.mix_epoch if repeated and not joins else epoch,
         )
 
     def _call_schedule(self, state: StreamState) -> None:
@@ -411,7 +413,7 @@ class Mixture:
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
         change = latest(state.events, -1, state.step)
         given = change[0].weights if change else self._scheduled
-        here = tuple(e.name for e in joined(state.events) if e.at <= state.step)
+        here = tuple(e.name for e in added_sources(state.events) if e.at <= state.step)
         if (
             self._known is not None
             and self._known[0] is given
@@ -423,7 +425,7 @@ class Mixture:
             weights = weights_of_all(
                 given,
                 own,
-                joined(state.events),
+                added_sources(state.events),
                 state.step,
                 as_shares=not change and not self._fixed,
             )
@@ -453,32 +455,37 @@ class Mixture:
                 else self._schedule(step, {})
             )
             return weights_of_all(
-                given, own, joined(state.events), step, as_shares=not change and not self._fixed
+                given,
+                own,
+                added_sources(state.events),
+                step,
+                as_shares=not change and not self._fixed,
             )
         except JobError:  # the error is raised when the step is planned
             return None
 
     def _lowest_epoch(self, state: StreamState) -> int:
-        """Return the lowest epoch of active sources with a weight.
-
-        An inactive source would keep it low for ever.
-        """
+        """Return the lowest epoch of active sources with a weight; 0 if there are none."""
         rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
     def grow(self, n: int) -> None:
-        """Add entries for sources that join: they have no weight until the next step."""
+        """Extend the weights to n sources; added sources have no weight until the next step."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
     def saved(self) -> dict[str, Any]:
         """Return the fields of a StreamState that the mixture determines, after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
-        return {"weights": weights, "schedule": self._learned(), "reports": self.feedback.pending()}
+        return {
+            "weights": weights,
+            "schedule": self._schedule_state(),
+            "reports": self.feedback.pending(),
+        }
 
-    def _learned(self) -> dict[str, Any] | None:
-        """Return the schedule's state in its JSON form.
+    def _schedule_state(self) -> dict[str, Any] | None:
+        """Return the schedule's state after a round trip through JSON; None if it has none.
 
-        It is then the same whether the state was saved meanwhile or not.
+        So it is the same whether or not the state was saved in between.
         """
         if not self._stateful:
             return None
@@ -486,9 +493,9 @@ class Mixture:
         try:
             made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError) as e:
-            what = f"the schedule's state_dict() is not plain JSON: {e}"
+            problem = f"the schedule's state_dict() is not plain JSON: {e}"
             raise PlanError(
-                what, self._called, "it must hold numbers, text, lists and dicts"
+                problem, self._called, "return only numbers, text, lists and dicts"
             ) from None
         return made or None
 
@@ -538,8 +545,8 @@ def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
     return scheduled / total if scheduled and (total := sum(own)) > 0 else 1.0
 
 
-def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
-    """Return the sources of a mixture, if all of them join after its step; else an empty list."""
-    coming = {e.name for e in joined(events) if e.at > step}
+def not_yet_added(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
+    """Return the sources of a mixture if all are added after its step; else an empty list."""
+    coming = {e.name for e in added_sources(events) if e.at > step}
     weighed = [name for name, weight in weights.items() if weight]
     return weighed if all(name in coming for name in weighed) else []

@@ -1,6 +1,4 @@
-"""The planner core: announcements and demand in, plans out.
-
-Pure: no clock, file, thread or runtime.
+"""The planner of a job, a pure state machine: announcements and demand in, plans out.
 
 A step is planned when the prefetch window is open and the draw's samples are known. It waits for
 the samples of the draw and for nothing else. Every input that changes the stream is an event with
@@ -38,14 +36,14 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.data import Announce, DecodeFailures
-from overlord.planning.draw import Drawer, LoaderRequests, RankProgress, Short
+from overlord.planning.draw import Drawer, LoaderRequests, MissingSamples, RankProgress
 from overlord.planning.images import valid_tokens
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
-    joined,
-    lost,
-    nothing_to_draw,
+    added_sources,
+    lost_sources,
+    not_yet_added,
     skipped,
     still_in_force,
     with_added_sources,
@@ -57,14 +55,12 @@ from overlord.planning.spec import (
     LostSources,
     NewSource,
     PlannerSpec,
-    SourceSpec,
     all_lost,
     initial_state,
     without_lost,
 )
 from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
 from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
-from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
@@ -81,7 +77,7 @@ class Handover(NamedTuple):
 
 
 class Planner:
-    """The planning core of a job: ``handle(event) -> commands``."""
+    """The planner of a job: it plans steps from events and returns commands for loaders."""
 
     def __init__(
         self,
@@ -93,16 +89,14 @@ class Planner:
     ):
         """Start from ``state``.
 
-        ``generation``: the first one of all loaders. ``floor``: the first step that was never
-        planned. Steps before it are planned again; new events cannot change them, so they come out
-        identical.
+        ``generation``: the first generation of all loaders. ``floor``: the first step that was
+        never planned. Steps before it are planned again, identically: no new event changes them.
         """
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
         self._state = state
         self._streams = [
-            _stream(s, Cursor(*c))
-            for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
+            s.stream(Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
         self._demand = LoaderRequests(
             [s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of
@@ -142,10 +136,10 @@ class Planner:
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Take over from a planner that was further on than this one's state.
+        """Take over from a planner that had planned further than this one's state.
 
-        Its ranks and their progress, its lists and counts, and the end it found are taken over.
-        Plans and later lists then come out as they did there.
+        The progress of its ranks, its lists and counts, and the end it found are taken over.
+        Plans and lists are then the same as before.
         """
         other = before.handover()
         self._stop, self._ended = other.stop, other.ended
@@ -162,7 +156,7 @@ class Planner:
             self._stop, self.ended, self.ledger, self._mixture.feedback, dict(self._consumed)
         )
 
-    # queries: they change nothing
+    # Queries: they change no plan.
 
     def state(self) -> StreamState:
         """Return the state after the last planned step."""
@@ -205,27 +199,27 @@ class Planner:
 
     @property
     def feedback(self) -> dict[str, int]:
-        """Counts of received, used, late and pending reports (``Feedback.counts``)."""
+        """Counts of received, used, late and pending reports."""
         return self._mixture.feedback.counts()
 
     @property
     def totals(self) -> Ledger:
-        """The ledger, with the rows that the streams have passed since the last step."""
-        self.ledger.see_passed([s.passed for s in self._streams])
+        """The ledger, updated with the rows that the draw has passed since the last step."""
+        self.ledger.update_passed([s.passed for s in self._streams])
         return self.ledger
 
-    def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
+    def loader_position(self, loader: int) -> tuple[Cursor, int, Refill]:
         """Return the position of a loader for its standby: cursor, generation, last Refill."""
         source = self._demand.source_of[loader]
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
 
-    def took(self, rank: int) -> int:
+    def last_taken(self, rank: int) -> int:
         """Return the last step that a rank has taken; -1 if none."""
         return self._consumed.get(rank, -1)
 
     def in_time(self, report: Report) -> bool:
-        """Return whether a plan will use a report. Late reports are dropped."""
+        """Return whether a plan will use a report; late reports are dropped."""
         return self._mixture.in_time(report)
 
     def refuse_planned(self, step: int) -> None:
@@ -251,8 +245,8 @@ class Planner:
         """Return all samples that are ready and not drawn (``status.ready_buffer``)."""
         return ready_buffer(self._streams, self._pool, self._context())
 
-    def waits_for(self) -> list[str]:
-        """Return the sources that the next step is waiting for."""
+    def lacking_sources(self) -> list[str]:
+        """Return the names of the sources whose samples the next step waits for."""
         return list(lacking(self._streams, self._waiting))
 
     def waiting_for(self) -> str:
@@ -316,7 +310,7 @@ class Planner:
             case NewSource():
                 self._add_source(event)
             case SourceLost():
-                self._lose(event)
+                self._apply_loss(event)
             case RestartSource(source=source):
                 return self._restart(source)
             case SetReadAhead(source=source, steps=steps):
@@ -330,21 +324,21 @@ class Planner:
                 self.ledger.add_decode_failures(event)
                 return []
             case _:
-                raise TypeError(f"the planner does not know {type(event).__name__}")
+                raise TypeError(f"planner: expected an event, got {type(event).__name__}")
         return self._plan_ahead()
 
     def _add_event(self, event: SetMixture | Skip) -> None:
-        """Add a user's event to the log."""
+        """Add an event of the user to the log, or raise ``PlanError``."""
         self.refuse_planned(
             event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step)
         )
         if isinstance(event, SetMixture):
             if problems := mixture_problems(event.weights, self.spec.names):
                 raise PlanError("; ".join(problems))
-            if names := nothing_to_draw(event.weights, self._state.events, event.at):
+            if names := not_yet_added(event.weights, self._state.events, event.at):
                 raise PlanError(
                     "set_mixture: expected a weight for a source of this step, got weights for "
-                    f"{', '.join(names)}, which join later",
+                    f"{', '.join(names)}, which are added later",
                     event.at,
                     "name a later step",
                 )
@@ -357,19 +351,21 @@ class Planner:
         at, state = new.event.at, self._state
         if ended := self.ended:
             raise PlanError(
-                f"the job ends before step {ended.step}",
-                remedy="there is no step left for a source to join",
+                f"the job ends before step {ended.step}", remedy="a source cannot be added any more"
             )
         self.refuse_planned(at)
         if new.source.name in self.spec.names:
-            raise PlanError(f"there is a source {new.source.name!r} already")
+            raise PlanError(
+                f"add_source: expected a new name, got {new.source.name!r} of an existing source",
+                remedy="choose another name",
+            )
         self.spec = replace(self.spec, sources=(*self.spec.sources, new.source))
         n = len(self.spec.sources)
         others = (e for e in state.events if not isinstance(e, AddSource))
         self._state = with_added_sources(
-            replace(state, events=(*joined(state.events), new.event, *others)), n
+            replace(state, events=(*added_sources(state.events), new.event, *others)), n
         )
-        self._streams.append(_stream(new.source, Cursor()))
+        self._streams.append(new.source.stream(Cursor()))
         self._demand.grow(new.source.loaders)
         self._generations.append(0)  # its loaders started before the step of the event was known
         if self._pool is not None:
@@ -378,14 +374,14 @@ class Planner:
         self._weights = self._mixture.weights
         self.ledger.grow()
 
-    def _lose(self, event: SourceLost) -> None:
+    def _apply_loss(self, event: SourceLost) -> None:
         """Apply a SourceLost event of the log, which this planner or a previous one requested."""
         if event.name not in self.spec.names:
             raise PlanError(
                 f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
             )
-        if any(e.name == event.name for e in lost(self._state.events)):
-            return  # requested twice: other events came in between
+        if any(e.name == event.name for e in lost_sources(self._state.events)):
+            return  # requested twice, since other events arrived in between
         if event.at != self._state.step or event.at < self.floor:
             self.refuse_planned(event.at)
         if self.ended is None:
@@ -393,15 +389,15 @@ class Planner:
             self._waiting = {}
 
     def _restart(self, i: int) -> list[Command]:
-        """Restart a source at its cursor, and pull again the samples that were pulled beyond it.
+        """Restart the loaders of a source at its cursor, and read the samples after it again.
 
-        Nothing is drawn, listed or counted, so the stream of steps does not change.
+        Nothing is drawn, listed or counted again, so the stream of steps does not change.
         """
         if self._finished:
-            return []  # loaders read nothing any more
+            return []  # the job has ended: loaders read nothing more
         cursor, commands = Cursor(*self._state.cursors[i].tolist()), list[Command]()
-        self.ledger.counted_before(i, self._streams[i].passed, -1)
-        self._streams[i] = _stream(self.spec.sources[i], cursor)
+        self.ledger.exclude_counts(i, self._streams[i].passed, -1)
+        self._streams[i] = self.spec.sources[i].stream(cursor)
         self._generations[i] += 1
         if self._pool is not None and self._pool.restart(i):
             commands.append(DropHeldSamples(tuple(self._demand.of(i))))
@@ -421,11 +417,11 @@ class Planner:
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            # a trainer's loop would take these for the end of the data
+            # the loop of a trainer would treat these as the end of the data
             except (StopIteration, SystemExit, GeneratorExit) as error:
                 what = f"the strategy or the schedule raised {describe_error(error)}"
                 planned = self._finish(
-                    PlanError(what, self._state.step, "it must end neither the program nor a loop")
+                    PlanError(what, self._state.step, "raise another exception there")
                 )
             # user code: any error ends the job at this step, unchanged
             except Exception as error:
@@ -441,6 +437,7 @@ class Planner:
         return commands
 
     def _window_is_open(self) -> bool:
+        """Return whether the next step can be planned now."""
         if self._finished or not self._consumed or (self._waiting and not self._satisfied()):
             return False
         self._outstanding = [s for s in self._outstanding if s > self._consumed.slowest]
@@ -469,13 +466,12 @@ class Planner:
         while True:
             fronts = self._pool.fronts(self._streams) if self._pool else self._streams
             drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
-            if isinstance(drawn, Short):
+            if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
             if any(map(sum, drawn.counts)):
                 break
-            # Nothing drawn: the end, or a step of few tokens whose accounts still pay for long
-            # samples of steps before.
+            # Nothing was drawn: the job ends, or earlier long samples have used up the tokens.
             self._list_last_failures(drawn.active)
             self._lost.begin(state)
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
@@ -506,8 +502,8 @@ class Planner:
     def _wait(self, need: dict[int, int]) -> list[Command]:
         """Request the samples that the draw lacks, or end the job at a failed stream.
 
-        Of several failed streams the first source's error counts. So all are waited for: the result
-        must not depend on the order in which loaders read.
+        All lacking streams are waited for before the job ends, with the error of the first failed
+        source. So the result does not depend on the order in which loaders read.
         """
         self._waiting = need
         if self._satisfied():
@@ -520,12 +516,12 @@ class Planner:
         return [command for i in sorted(need) for command in self._request_more(i)]
 
     def _request_more(self, i: int) -> list[Command]:
-        """Request samples from the loaders of a source that the blocked draw waits for."""
+        """Request the samples that the blocked draw lacks from the loaders of a source."""
         stream = self._streams[i]
         missing = self._waiting[i] - stream.ready
         if missing <= 0 or stream.ended or stream.error:
             return []
-        return [*self._demand.request_more(i, missing, stream.behind())]
+        return [*self._demand.request_more(i, missing, stream.delaying_loaders())]
 
     def _end_here(self, finish: EndOfJob) -> list[Command]:
         self._finished = self._stop = finish
@@ -541,9 +537,9 @@ class Planner:
         return [self._finished]
 
     def _list_last_failures(self, active: Sequence[bool]) -> None:
-        """List the failures after the last samples of sources that leave.
+        """List the failed rows after the last samples of sources that become inactive.
 
-        Nothing of these sources is read again, neither now nor after a restart.
+        These sources are never read again, not even after a restart.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
@@ -551,7 +547,9 @@ class Planner:
 
     def _mix(self) -> None:
         """Update the weights in force."""
-        self._state = self._mixture.at(self._state, {s.name: s.weight for s in self.spec.sources})
+        self._state = self._mixture.update(
+            self._state, {s.name: s.weight for s in self.spec.sources}
+        )
         self._weights = self._mixture.weights
 
     def _context(self) -> StepContext:
@@ -563,7 +561,7 @@ class Planner:
         self._demand.popped(step.pops)
         self.ledger.count(plan, self._weights, state.active)
         self._list_last_failures(step.active)
-        self.ledger.see_passed([s.passed for s in self._streams])
+        self.ledger.update_passed([s.passed for s in self._streams])
         self._state = replace(
             state,
             step=state.step + 1,
@@ -589,15 +587,3 @@ class Planner:
             step.loader.astype(np.int32),
             valid_tokens(step.plan, self.spec.images),
         )
-
-
-def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:
-    return SourceStream(
-        s.name,
-        loaders=s.loaders,
-        n_groups=s.n_groups,
-        epochs=s.epochs,
-        max_bad=s.max_bad,
-        cursor=cursor,
-        files=s.files,
-    )

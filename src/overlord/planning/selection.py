@@ -1,6 +1,6 @@
-"""Choose the samples of a step among look-ahead candidates.
+"""Choose the samples of a step among look-ahead candidates. Pure.
 
-The n samples of a source are among its first ``look_ahead * n``.
+The n samples of a source are chosen among its first ``look_ahead * n``.
 
 The draw determines how many samples each source gives. A score for each candidate may determine
 which ones. Candidates passed over for ``max_age`` steps come first, then the lowest scores, ties in
@@ -32,7 +32,7 @@ IDENTITY = ("source", "epoch", "file", "row", "part")
 
 def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
     """Return the step's samples, chosen from candidates in stream order, source by source."""
-    rows = _picked(candidates, None if scores is None else checked_scores(scores, candidates))
+    rows = _chosen_rows(candidates, None if scores is None else checked_scores(scores, candidates))
     order, substep = step_positions(candidates.wanted)
     return replace(
         candidates.take(rows[order]), drawn=True, substep=substep, wanted=(), age=None, scores=None
@@ -40,6 +40,7 @@ def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
 
 
 def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
+    """Return scores as float64; raise ``PlanError`` unless there is a number for each candidate."""
     try:
         found = np.asarray(scores, np.float64)
     except (TypeError, ValueError):
@@ -74,7 +75,7 @@ def overdue(candidates: Buffer) -> np.ndarray:
     )
 
 
-def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
+def _chosen_rows(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
     """Return the rows of the chosen candidates, source by source, in stream order."""
     wanted = np.sum(candidates.wanted, axis=0)
     counts = np.bincount(candidates.source, minlength=len(wanted))
@@ -116,7 +117,7 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
     """Return the buffer row of each sample of a plan.
 
-    Raise for a plan with a sample of its own, or with one twice.
+    Raise ``PlanError`` if a sample is not in the buffer, or is in the plan twice.
     """
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
@@ -217,6 +218,7 @@ class HoldLong:
 
 
 def hold_long(cost: CostFn | str) -> HoldLong:
+    """Return a ``prefer`` function that holds back very expensive samples (``HoldLong``)."""
     return HoldLong(cost)
 
 

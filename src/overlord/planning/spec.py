@@ -1,4 +1,4 @@
-"""The planner's view of the job, and its records: counts, losses, recent plans."""
+"""The fields of a job that the planner needs, and its records: counts, losses, recent plans."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
-from overlord.planning.mixture import Schedule, in_order, lost, with_added_sources
-from overlord.planning.stream import BadRow
+from overlord.planning.mixture import Schedule, in_order, lost_sources, with_added_sources
+from overlord.planning.stream import BadRow, SourceStream
 from overlord.sample import Buffer
 
 # ----------------------------------------------------------------------------
-# The job as the planner sees it.
+# The fields of a job that the planner needs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,22 @@ class SourceSpec:
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of its own metadata
-    # if its storage fails for good, it leaves the mixture and the job continues
+    # whether the job continues without the source if its storage fails permanently
     leaves: bool = False
     # used if the source was added in mid-run and the mixture does not name it
     weight: float = 0.0
+
+    def stream(self, cursor: Cursor) -> SourceStream:
+        """Return the front of the source's stream, at a cursor."""
+        return SourceStream(
+            self.name,
+            loaders=self.loaders,
+            n_groups=self.n_groups,
+            epochs=self.epochs,
+            max_bad=self.max_bad,
+            cursor=cursor,
+            files=self.files,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +73,9 @@ class PlannerSpec:
     ahead_of: Mapping[int, int] = field(default_factory=dict)
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
-    # the schedule's choice among candidates
+    # scores of the schedule for look-ahead candidates
     prefer: Callable[[int, Buffer], np.ndarray] | None = None
-    # "defer": what does not fit a step's microbatches is left for a later one
+    # "defer": samples that do not fit into the microbatches of a step wait for a later step
     overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other
     images: bool = False  # some source has images: every plan must assign them to encoders
@@ -87,13 +99,14 @@ class PlannerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSource:
-    """A source that joins: the event of the log, and the source's fields for the planner."""
+    """An added source: the event of the log, and the fields that the planner needs."""
 
     event: AddSource
     source: SourceSpec
 
 
 def initial_state(spec: PlannerSpec) -> StreamState:
+    """Return the state before step 0."""
     n = len(spec.sources)
     return StreamState(
         step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n
@@ -141,7 +154,7 @@ PASSED = ("dropped", "long", "lost_tokens")
 class Ledger:
     """Running counts per source, the last mixtures and the failed rows.
 
-    The counts are in the state, so that they survive a restart.
+    A state contains the counts, so that they survive a restart.
     """
 
     def __init__(self, state: StreamState, n_sources: int):
@@ -163,6 +176,7 @@ class Ledger:
         self._before = np.append(self._before, np.zeros((1, len(PASSED)), np.int64), axis=0)
 
     def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
+        """Count the samples and tokens of a planned step, and record its mixture."""
         n = len(self.samples)
         samples, tokens = (
             np.bincount(plan.source, minlength=n),
@@ -177,7 +191,7 @@ class Ledger:
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
         """List failed rows, in the order of planning.
 
-        When steps are planned again, the same rows come again and are not listed twice.
+        Rows of steps that are planned again are not listed twice.
         """
         known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
@@ -187,8 +201,7 @@ class Ledger:
     def add_decode_failures(self, event: DecodeFailures) -> None:
         """Record samples that were delivered with a missing image.
 
-        They never count for ``max_bad``: the time of building must not decide where the stream
-        ends.
+        They do not count for ``max_bad``: otherwise the stream would depend on timing.
         """
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
@@ -199,7 +212,7 @@ class Ledger:
             del self.spoiled[next(iter(self.spoiled))]
 
     def adopt(self, before: Ledger) -> None:
-        """Take over the lists of a ledger that was further on, so that no row is listed twice."""
+        """Take over the lists of the previous planner's ledger, so that no row is listed twice."""
         self.quarantine, self.listed = before.quarantine, before.listed
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
@@ -222,14 +235,14 @@ class Ledger:
         )
         return [*self.quarantine, *(bad for _, bad in late)]
 
-    def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
-        """Exclude the counts of a source's stream so far: they were counted before the restart.
+    def exclude_counts(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
+        """Exclude the present counts of a source's stream, which were counted before a restart.
 
-        ``sign=-1``: include them, since a new stream replaces this one and counts from 0.
+        ``sign=-1`` includes them for ever, since a new stream replaces this one and counts from 0.
         """
         self._before[i] -= sign * np.array(passed, np.int64)
 
-    def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
+    def update_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
         """Update the counts of ``PASSED`` from the streams of all sources."""
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
@@ -241,7 +254,7 @@ class Ledger:
 
 
 # ----------------------------------------------------------------------------
-# Removal of sources whose storage failed for good (``Source(on_lost="leave")``). Pure.
+# Removal of sources whose storage failed permanently (``Source(on_lost="leave")``).
 #
 # The planner requests a ``SourceLost`` event. The first step after the event is in the log is
 # planned without the source. When storage fails depends on timing; the stream depends on the log
@@ -249,14 +262,14 @@ class Ledger:
 
 
 class LostSources:
-    """Decides whether a source leaves the job, and restarts a step that has begun with it.
+    """Decides whether a lost source leaves the job, and restarts a step that began with it.
 
     A step begins with the first draw that charges the accounts and gives no sample. The state
     before that draw is kept.
     """
 
     def __init__(self, floor: int):
-        """Protect steps before ``floor``: they were planned before, with their sources."""
+        """Start without losses; steps before ``floor`` are planned again with their sources."""
         self._floor = floor
         self._before: StreamState | None = None
 
@@ -282,7 +295,7 @@ class LostSources:
         source has a weight. A step that was planned before, or that comes before the step of an
         event in the log, has samples of the source. It is planned identically or not at all.
         """
-        known = {event.name for event in lost(state.events)}
+        known = {event.name for event in lost_sources(state.events)}
         may_leave = all(
             sources[i].leaves and sources[i].name not in known and isinstance(error, StorageError)
             for i, error in broken.items()
@@ -306,8 +319,7 @@ class LostSources:
     def apply(self, event: SourceLost, state: StreamState) -> StreamState:
         """Return the state with the event in its log.
 
-        A step that has begun begins again, without the source, as it does when it is planned again
-        later.
+        A step that has begun is restarted without the source, as when it is planned again later.
         """
         if self.has_begun(state.step) and event.at == state.step:
             assert self._before is not None
@@ -325,7 +337,7 @@ def without_lost(
     A lost source is inactive from its step on. Its samples that were pulled and not drawn are
     dropped.
     """
-    gone = {event.name for event in lost(state.events) if event.at <= state.step}
+    gone = {event.name for event in lost_sources(state.events) if event.at <= state.step}
     leaving = tuple(i for i, s in enumerate(sources) if s.name in gone and state.active[i])
     if not leaving:
         return state, ()
@@ -340,13 +352,12 @@ def all_lost(
     state: StreamState, weights: Sequence[float], sources: Sequence[SourceSpec]
 ) -> StorageError | None:
     """Return the error of a job all of whose weighted sources were lost; None if one was not."""
-    reasons = {event.name: event.reason for event in lost(state.events)}
+    reasons = {event.name: event.reason for event in lost_sources(state.events)}
     weighed = [s.name for s, weight in zip(sources, weights, strict=True) if weight]
     if not weighed or any(name not in reasons for name in weighed):
         return None
     return StorageError(
-        weighed[0],
-        f"it was given up, and the mixture weighs no other source: {reasons[weighed[0]]}",
+        weighed[0], f"the source was lost, and no other source has a weight: {reasons[weighed[0]]}"
     )
 
 
@@ -356,25 +367,25 @@ def _reason(error: Exception) -> str:
 
 
 # ----------------------------------------------------------------------------
-# Warn of sources that lose more than a small share of their tokens to ``Job.on_long``. Pure.
+# Warnings of sources that lose more than a small share of their tokens to ``Job.on_long``.
 
 
-SHARE = 0.01  # of a source's tokens so far, delivered and lost
+SHARE = 0.01  # share of a source's tokens that may be lost without a warning
 
 
 class TokenLosses:
-    """Finds sources whose losses exceed ``SHARE``.
+    """Detects sources that lose more than ``SHARE`` of their tokens.
 
-    Each source is found once, also when steps are planned again after a fault.
+    Each source is reported once, also when steps are planned again after a fault.
     """
 
     def __init__(self) -> None:
         self._found: set[int] = set()
 
-    def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
+    def newly_exceeding(self, counts: Mapping[str, np.ndarray]) -> list[int]:
         """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
 
-        ``counts``: of a ``StreamState``.
+        ``counts``: ``StreamState.counts``.
         """
         if (lost := counts.get("lost_tokens")) is None or not lost.any():
             return []
@@ -386,12 +397,12 @@ class TokenLosses:
     def warnings(
         self, counts: Mapping[str, np.ndarray], names: Sequence[str], on_long: str, context: int
     ) -> list[str]:
-        """Return a sentence for each source that ``found`` returns."""
+        """Return a warning for each source that ``newly_exceeding`` returns."""
         return [
-            _words(
+            _warning(
                 names[i], int(counts["tokens"][i]), int(counts["lost_tokens"][i]), on_long, context
             )
-            for i in self.found(counts)
+            for i in self.newly_exceeding(counts)
         ]
 
 
@@ -400,7 +411,7 @@ def share(tokens: int, lost: int) -> float:
     return lost / (tokens + lost) if lost else 0.0
 
 
-def _words(name: str, tokens: int, lost: int, on_long: str, context: int) -> str:
+def _warning(name: str, tokens: int, lost: int, on_long: str, context: int) -> str:
     what = "cut" if on_long == "truncate" else "dropped"
     return (
         f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} "
@@ -410,7 +421,7 @@ def _words(name: str, tokens: int, lost: int, on_long: str, context: int) -> str
 
 
 # ----------------------------------------------------------------------------
-# The plans of the last steps, for status queries. Pure.
+# The plans of the last steps, for status queries.
 
 
 KEPT_PLANS = 256
@@ -426,6 +437,7 @@ class RecentPlans(deque[PlannedStep]):
         super().__init__(maxlen=KEPT_PLANS)
 
     def of(self, step: int) -> list[PlannedStep]:
+        """Return the plan of a step in a list, which is empty if it is no longer kept."""
         return [stage for stage in self if stage.plan.step == step]
 
     def steps(self) -> list[int]:

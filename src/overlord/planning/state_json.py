@@ -19,7 +19,7 @@ KEYS = ("version", "job", "fingerprint", "step", "cursors")
 EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
 
 
-def no_state(saved: Any) -> str:
+def state_problem(saved: Any) -> str:
     """Return why a value is not a state of an Overlord job; "" if it has the form of one."""
     wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
     if not isinstance(saved, Mapping):
@@ -31,6 +31,7 @@ def no_state(saved: Any) -> str:
 
 
 def event_out(event: Event) -> dict[str, Any]:
+    """Return an event as plain JSON."""
     if isinstance(event, SetMixture):
         return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
     if isinstance(event, AddSource):
@@ -46,6 +47,7 @@ def event_out(event: Event) -> dict[str, Any]:
 
 
 def event_in(saved: Mapping[str, Any]) -> Event:
+    """Return the event that ``event_out`` made plain."""
     if saved["event"] == "set_mixture":
         return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
     if saved["event"] == "add_source":
@@ -56,7 +58,7 @@ def event_in(saved: Mapping[str, Any]) -> Event:
 
 
 def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return metrics by step, rank and metric name; keys of JSON are text."""
+    """Return reports as plain JSON: metrics by step, rank and metric name."""
     out: dict[str, dict[str, dict[str, float]]] = {}
     for report in reports:
         out.setdefault(str(report.step), {})[str(report.rank)] = dict(report.metrics)
@@ -64,6 +66,7 @@ def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, floa
 
 
 def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[Report, ...]:
+    """Return the reports that ``reports_out`` made plain, by step and rank."""
     return tuple(
         Report(int(step), int(rank), {str(name): float(value) for name, value in metrics.items()})
         for step, ranks in sorted(saved.items(), key=lambda item: int(item[0]))
@@ -74,7 +77,7 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
 def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return the parts of a fingerprint, with values that most sources share stored once.
 
-    Hundreds of sources mostly differ in their files alone.
+    With hundreds of sources, mostly only their files differ.
     """
     out = dict(parts)
     for part in EACH:
@@ -90,7 +93,7 @@ def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str,
 
 
 def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return all parts, with a value for each source."""
+    """Return all parts of a fingerprint that ``fingerprint_out`` shortened."""
     out = {
         part: value
         for part, value in saved.items()

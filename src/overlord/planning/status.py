@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.messages.control import EndOfJob, StreamState
 from overlord.planning.spec import PlannerSpec
-from overlord.planning.step import Joined, LookAheadPool, StepContext, gather
+from overlord.planning.step import LookAheadPool, PieceColumns, StepContext, gather
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
 
@@ -45,7 +45,7 @@ class PlannerStatus:
 
 
 def lacking(streams: Sequence[SourceStream], waiting: Mapping[int, int]) -> dict[str, int]:
-    """Return source -> samples that are missing for a draw that waits for ``waiting``."""
+    """Return the number of samples that each source lacks for a draw that needs ``waiting``."""
     return {
         streams[i].name: n - streams[i].ready
         for i, n in sorted(waiting.items())
@@ -74,15 +74,15 @@ def ready_buffer(
         [held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))]
     )
     order = rows[np.argsort(source[rows], kind="stable")]
-    buffer = gather(Joined(pieces), order, None, context)
+    buffer = gather(PieceColumns(pieces), order, None, context)
     return replace(buffer, drawn=False)
 
 
 def check_accounts(spec: PlannerSpec, state: StreamState) -> None:
-    """Assert that constant weights leave no account a whole sample off.
+    """Assert that every account is within one sample, if the weights are constant.
 
-    Deferred samples are owed, and weights that change leave more than a sample open.
+    Changing weights and deferred samples leave larger accounts, so they are not checked.
     """
     constant = isinstance(spec.schedule, Mapping) and not state.events and spec.overflow == "grow"
     if spec.batch.samples and spec.draw == "exact" and constant and all(state.active):
-        assert all(abs(o) < 2**40 for o in state.owed), "an account is a whole sample off"
+        assert all(abs(o) < 2**40 for o in state.owed), "expected every account within one sample"

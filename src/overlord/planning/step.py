@@ -14,7 +14,7 @@ from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
-from overlord.planning.mixture import present
+from overlord.planning.mixture import sources_of_step
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
@@ -27,8 +27,8 @@ from overlord.sample import Buffer, Ragged, take_rows
 Pieces = Sequence[tuple[int, StreamPiece]]
 
 
-class Joined:
-    """Stream pieces as columns, one row per sample."""
+class PieceColumns:
+    """The samples of stream pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
         self.parts = [p for _, p in pieces]
@@ -42,7 +42,7 @@ class Joined:
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
     def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
-        """Return the cursors after all samples: a source's last piece ends at its cursor."""
+        """Return the cursor of each source after all samples of the pieces."""
         last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
         source, end, moved = self.where[last], end[last], cursors.copy()
         moved[source, :3] = self.at[last]
@@ -73,14 +73,14 @@ class StepContext(NamedTuple):
 
 
 def gather(
-    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
+    pieces: PieceColumns, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
     """Return the samples of the pieces in the given order.
 
-    The arrays are read-only: the plan is compared with them.
+    The arrays are read-only, since the plan of the strategy is compared with them.
     """
     spec, state, weights = context
-    names = present(spec.names, state.events, state.step)
+    names = sources_of_step(spec.names, state.events, state.step)
     meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
     own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)
     had = {name for p in pieces.parts for name in p.found.meta} if own else ()
@@ -111,6 +111,7 @@ def gather(
 
 
 def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
+    """Raise ``PlanError`` unless a strategy returned a plan with the buckets of the mesh."""
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
             f"strategy: expected a LoadingPlan, got {type(plan).__name__}",
@@ -121,25 +122,27 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
         axis = plan.main.axis
         if axis not in BUCKET_AXES:
             raise PlanError(
-                f"expected buckets along one of {', '.join(BUCKET_AXES)}, got {axis!r}",
+                f"strategy: expected buckets along one of {', '.join(BUCKET_AXES)}, got {axis!r}",
                 buffer.step,
                 'call .distribute("DP")',
             )
         # more buckets would never be delivered
         if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
-                f"expected {wanted} buckets along {axis} of {place}, got {plan.main.n_buckets}"
+                f"strategy: expected {wanted} buckets along {axis} of {place}, got "
+                f"{plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
     if plan.place is not None and plan.place != place:  # the fetchers would be wrong
         raise PlanError(
-            f"expected a plan for {place}, got one for {plan.place}",
+            f"strategy: expected a plan for {place}, got one for {plan.place}",
             buffer.step,
-            "use the place the strategy is given",
+            "use the place that the strategy receives",
         )
 
 
 def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
+    """Raise ``PlanError`` unless a plan has exactly the drawn samples, in their order."""
     same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
     columns = (
         (getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part")
@@ -155,15 +158,13 @@ def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
 
 
 # ----------------------------------------------------------------------------
-# Samples that the planner has pulled from the streams and not drawn yet.
+# The look-ahead pool: samples that the planner has pulled from the streams and not drawn yet.
 #
-# Look-ahead has passed them over, or a step has left them for a later one.
-#
-# Streams are read front to back whatever a strategy chooses, so loaders and merging do not depend
-# on this module. A step *pulls* prefixes of the streams and *takes* some of the samples. The rest
-# stays here with an age. A state keeps the cursor before the first sample left. It also keeps one
-# age for every sample after the cursor up to the last one pulled; -1 marks a sample that was
-# taken. Restoring the state pulls these samples again.
+# Streams are read in order whatever a strategy chooses, so loaders do not depend on the pool. A
+# step *pulls* prefixes of the streams and *takes* some of the samples. The rest stays in the pool
+# with an age. A state keeps the cursor before the first sample left. It also keeps one age for
+# every sample after the cursor up to the last one pulled; -1 marks a sample that was taken.
+# Restoring the state pulls these samples again.
 
 TAKEN = -1
 PENDING = -1  # number of a payload row that no step has popped yet
@@ -180,6 +181,7 @@ class _PulledSamples:
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def open(self) -> int:
+        """Return the number of samples that no step has taken."""
         return int((self.age != TAKEN).sum())
 
 
@@ -202,7 +204,7 @@ class LookAheadPool:
         self._open.append(0)
 
     def open(self, i: int) -> int:
-        """Return the number of samples of a source that can be drawn from the pool."""
+        """Return the number of pulled samples of a source that no step has taken."""
         return self._open[i]
 
     def fronts(self, streams: Sequence[SourceStream]) -> list[ExtendedFront]:
@@ -222,7 +224,7 @@ class LookAheadPool:
             # the failures among these samples are listed already
             pieces, _ = streams[i].take(min(len(ages), streams[i].ready))
             self._pull(i, pieces, first_loader, ages)
-            ledger.counted_before(i, streams[i].passed)
+            ledger.exclude_counts(i, streams[i].passed)
         self._replay = {}
         return {}
 
@@ -254,7 +256,7 @@ class LookAheadPool:
         age: np.ndarray | None = None,
     ) -> None:
         """Append samples from the front of a stream; with ``age`` some of them were taken."""
-        loader = Joined([(i, p) for p in pieces]).holders(first_loader)
+        loader = PieceColumns([(i, p) for p in pieces]).holders(first_loader)
         record, n = self._records[i], len(loader)
         record.pieces += pieces
         record.age = np.concatenate(
@@ -275,7 +277,7 @@ class LookAheadPool:
         return held > 0
 
     def drop(self, i: int) -> bool:
-        """Release the samples of a source for good. Return whether loaders held payload of them."""
+        """Release the samples of a lost source; return whether loaders held payload of them."""
         self._replay.pop(i, None)
         return self._release(i)[1] > 0
 
@@ -330,7 +332,7 @@ class LookAheadPool:
             first=first,
         )
 
-    def settle(
+    def close_step(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
         """Close a step: age the candidates that were left, and move the cursors.
@@ -427,7 +429,7 @@ def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[i
 
 
 # ----------------------------------------------------------------------------
-# Plan one drawn step: its samples, the strategy's plan, and the accounts after it. Pure.
+# Plan one drawn step: its samples, the strategy's plan, and the accounts after it.
 
 
 class PlacedStep(NamedTuple):
@@ -459,7 +461,7 @@ def place_drawn(
             if bad:
                 ledger.list_bad(i, bad)
     order, substep = step_positions(drawn.counts)
-    joint = Joined(pieces)
+    joint = PieceColumns(pieces)
     buffer = gather(joint, order, substep, context)
     loader = joint.holders(demand.first)[order]
     plan = spec.strategy(buffer, spec.place)
@@ -486,7 +488,7 @@ def place_chosen(
     candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))
     order, substep = step_positions(drawn.counts)
     shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
-    pieces = Joined(candidates.pieces)
+    pieces = PieceColumns(candidates.pieces)
     buffer = gather(
         pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None, context
     )
@@ -509,7 +511,7 @@ def place_chosen(
     taken = np.zeros(len(candidates.rows), bool)
     taken[shown[rows]] = True
     doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
-    kept = pool.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
+    kept = pool.close_step(candidates, taken, cursors, left=spec.look_ahead == 1)
     left = (
         np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))
     ).tolist()

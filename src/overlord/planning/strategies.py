@@ -57,7 +57,10 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
         by_count=False,
     )
     found = ItemPlacement(
-        bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts"
+        bucket=bins % np.int32(n),
+        microbatch=bins // np.int32(n),
+        n_microbatches=m,
+        algorithm="even cuts",
     )
     return _plan(graph.placed(found, "pack", context))
 
@@ -266,7 +269,7 @@ class RawPlan:
             bucket=result["bucket"],
             microbatch=result["microbatch"],
             n_microbatches=microbatches,
-            way="raw",
+            algorithm="raw",
         )
         plan = (
             graph.placed(found, self.__name__, buffer.batch.context)

@@ -20,7 +20,7 @@ from overlord.messages.data import Announce, LongDocuments, SampleBlock
 from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items, take_rows
 
 # ----------------------------------------------------------------------------
-# Select, concatenate, split and rank announced samples. Pure.
+# Operations on announced samples: sort, select, concatenate, split and rank.
 
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -123,7 +123,7 @@ def split(
             rest.append(part)
         else:
             a, b, c = cuts
-            before, behind = (
+            before, after = (
                 None if part.long is None else part.long.take(rows)
                 for rows in (np.arange(c), np.arange(c, len(keys[2])))
             )
@@ -132,7 +132,7 @@ def split(
                 replace(
                     take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))),
                     dropped=0,
-                    long=behind,
+                    long=after,
                 )
             )
     return final, rest
@@ -224,7 +224,7 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
-    """The front of one source's stream: announcements in, samples out. Pure."""
+    """The front of one source's stream, a pure object: announcements in, samples out."""
 
     def __init__(
         self,
@@ -422,7 +422,7 @@ class SourceStream:
                 file, row = int(found.bad_file[j]), int(found.bad_row[j])
                 self.error = SourceError(
                     self.name,
-                    f"{self._bad_run} rows in a row could not be used; the last: row "
+                    f"{self._bad_run} consecutive rows could not be used; the last: row "
                     f"{row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
                     remedy="correct the source (overlord inspect shows it), filter these rows, or "
@@ -449,6 +449,7 @@ class SourceStream:
         self._exhausted = self._epochs is not None and self._at.epoch >= self._epochs
 
     def _no_sample(self, epoch: int) -> SourceError:
+        """Return the error of an epoch without a sample."""
         lost = f"epoch {epoch} gave no sample: every row was quarantined or dropped by a filter"
         remedy = (
             f"look at session.quarantine() and at the source's filters{_tokenize(self._last_bad)}"
@@ -460,7 +461,7 @@ class SourceStream:
             remedy = "raise the context, or let on_long split long documents; " + remedy
         return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
-    def behind(self) -> list[int]:
+    def delaying_loaders(self) -> list[int]:
         """Return the loaders whose announcements delay the next samples, including failed ones."""
         at = (self._at.epoch, self._at.group, self._at.window)
         announced, lasts = (
@@ -547,7 +548,7 @@ class SourceStream:
 
 
 def _tokenize(reason: str) -> str:
-    """Return a hint to tokenize if the token ids are missing, else an empty text."""
+    """Return a hint to use ``Tokenize`` if the token ids are missing, else an empty text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
         if reason.endswith(": tokens is null or missing")

@@ -1,3 +1,4 @@
-"""Profiles of sources, the number of their loaders, the worker of each, and changes of both. Pure:
-this package starts no process.
+"""Decide the loaders of every source, the worker of each loader, and changes of both.
+
+The decisions use measured profiles of sources. All modules are pure: they start no process.
 """

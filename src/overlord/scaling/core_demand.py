@@ -1,7 +1,7 @@
-"""Needs of sources and room of their loader workers (hosts), in cores. Pure.
+"""CPU cores that sources need, and cores that their loader workers (``hosts``) have for them. Pure.
 
-A worker has two resources: its threads, and one interpreter lock. A source needs both, the lock for
-its locked part alone.
+A worker has two resources: its threads and one interpreter lock. A source uses both; it uses the
+lock only for its locked part (``loader_placement.py``).
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from overlord.scaling.loader_placement import useful
+from overlord.scaling.loader_placement import usable_cores
 
-# share of a worker's capacity for a source alone that it is assumed to have at least, however
-# crowded it is
+# least room for a source on a worker that reads it, however many other sources it reads: share of
+# the room that the source would have alone
 LEAST_ROOM = 0.1
-# the same for a worker that does not read it yet: with less, reading it there is not worth the
-# change
+# the same for a worker that does not read the source yet: with less, a move does not pay off
 WORTH = 0.3
 CLOSE = 1e-9  # cores that count as zero
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source: cores that it needs now and soon, and its locked part. ``hosts`` read it in
-    ``processes`` processes; ``able`` are other workers that could.
+    """The CPU cores that one source needs, and the workers that read it or could read it.
+
+    ``now`` and ``later``: cores needed now and soon. ``locked``: its locked part. ``hosts``: the
+    workers that read it, in ``processes`` processes. ``able``: other workers that could read it.
     """
 
     name: str
@@ -37,32 +38,35 @@ class Demand:
 
     @property
     def each(self) -> float:
-        """The cores that it needs of each of its workers."""
+        """The cores that the source needs on each of its workers."""
         return self.now / len(self.hosts) if self.hosts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The cores that a source needs and has."""
+    """The CPU cores that a source needs, and the cores that workers have for it."""
 
     now: float
     later: float
-    rooms: tuple[float, ...]  # that each of its workers has for it, the least first
-    per_host: float
-    # room on other workers that could read it, the most first, and their numbers
+    rooms: tuple[float, ...]  # cores of each of its workers for this source, the least first
+    per_host: float  # cores of a worker that reads only this source
+    # (cores, number) of other workers that could read it, the most cores first
     beside: tuple[tuple[float, int], ...] = ()
 
     @property
     def most(self) -> float:
+        """The larger of the cores needed now and later."""
         return max(self.now, self.later)
 
     @property
     def room(self) -> float:
+        """The cores that all workers of the source have for it."""
         return math.fsum(self.rooms)
 
     def fewest(self, busy: float) -> int:
-        """Return the number of workers that suffices if none is to be busier than ``busy``,
-        whichever workers are removed.
+        """Return the least number of workers whose utilization stays at most ``busy``.
+
+        It suffices whichever of the other workers are removed.
         """
         return next(
             (n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])),
@@ -70,8 +74,9 @@ class Need:
         )
 
     def grant(self, target: float, free: int, most: int) -> Grant:
-        """Return the workers that bring it to ``target``: up to ``free`` new ones, then existing
-        ones with room, ``most`` in total.
+        """Return the workers that lower the utilization of the source's workers to ``target``.
+
+        Up to ``free`` new workers come first, then existing ones with room, ``most`` in total.
         """
         missing = self.most / target - self.room
         new = min(free, most, max(1, math.ceil(missing / self.per_host - CLOSE)))
@@ -85,29 +90,28 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Workers for a source: the number to start, existing ones to use, and the number that is still
-    missing.
-    """
+    """Additional workers for a source."""
 
-    new: int
-    on: tuple[int, ...]
-    short: int
+    new: int  # workers to start
+    on: tuple[int, ...]  # existing workers to use
+    short: int  # workers that are still missing
 
 
 def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
-    """Return the needs and room of every source, if workers have ``lanes`` threads each and may
-    read several sources.
+    """Return the cores that every source needs and has, by name.
+
+    Every worker can use ``lanes`` cores, and may read several sources.
     """
     threads, lock = dict[int, float](), dict[int, float]()
     for d in demands:
         for h in d.hosts:
-            threads[h] = threads.get(h, 0.0) + min(d.each, useful(lanes, d.locked))
+            threads[h] = threads.get(h, 0.0) + min(d.each, usable_cores(lanes, d.locked))
             lock[h] = lock.get(h, 0.0) + min(d.locked * d.each, 1.0)
     return {d.name: _need(d, lanes, threads, lock) for d in demands}
 
 
 def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[int, float]) -> Need:
-    alone = useful(lanes, d.locked)
+    alone = usable_cores(lanes, d.locked)
     others = sorted(
         (
             (min(lanes - threads.get(h, 0.0), (1 - lock.get(h, 0.0)) / (d.locked or 1.0), alone), h)
@@ -115,7 +119,7 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
         ),
         reverse=True,
     )
-    # several workers share a lock
+    # fewer processes than workers: several workers share a lock
     apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
 
     def room(h: int) -> float:
@@ -129,8 +133,9 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
 
 
 def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:
-    """Return the cores that ``hosts`` loader workers keep busy: at least one each, one in total for
-    holders of a lock, at most ``lanes`` each.
+    """Return the CPU cores that ``hosts`` loader workers keep busy.
+
+    Each worker keeps 1 to ``lanes`` cores busy; its sources hold the lock on at most one of them.
     """
     free, held = dict[int, float](), dict[int, float]()
     for d in demands:

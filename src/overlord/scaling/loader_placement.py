@@ -1,9 +1,10 @@
-"""Placement of loaders on loader workers (processes). Pure, and without effect on the stream.
+"""Placement of loaders on loader workers (``hosts``). Pure, and without effect on the stream.
 
-The number of processes follows cores, not sources. A process costs memory and start-up, a logical
-loader costs next to nothing, and reading and tokenizing release the interpreter lock. So light
-sources share workers, and loaders of one source run in different workers. User code is assumed to
-hold the lock: sources that run it share a worker only as far as one core does their work.
+The number of workers follows the CPU cores, not the sources. A worker is a process, which costs
+memory and start-up time. A loader costs almost nothing, and reading and tokenizing release the
+interpreter lock. So light sources share workers, and the loaders of a heavy source are on different
+workers. User code is assumed to hold the lock: its sources share a worker only while one core
+suffices for them.
 
 ``scaling.partition`` decides how many loaders each source has.
 """
@@ -17,8 +18,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 # ----------------------------------------------------------------------------
-# Threads of one process, in cores: code that holds the interpreter lock (GIL) uses one core per
-# process. Pure.
+# CPU cores that the threads of one process can use, given the interpreter lock (GIL).
 #
 # Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies
 # release it. The *locked part* of a source is the share of its CPU time under the lock: 1 for
@@ -26,68 +26,68 @@ from dataclasses import dataclass
 # can use in one process. Before a source runs, the part is an assumption; afterwards it is
 # measured. Decision record 0022 has the reasons.
 
-# threads of a process that are busy at a time; more of them wait for the lock between two calls
-# that release it
+# threads of a process that can be busy concurrently; more only wait for the lock
 THREADS = 8
 SECOND = 0.9  # share of a core that the second thread of a process adds, and each after it
-# work items in progress per process: with fewer, threads do not compete and nothing can be measured
-SIDE_BY_SIDE = 1.5
-# cores per process: with fewer, threads wait for storage or other programs and not for the lock
+# least work items in progress per process: with fewer, threads do not compete for the lock
+LEAST_IN_PROGRESS = 1.5
+# least busy cores per process: with fewer, threads wait for storage or other programs
 SATURATED = 0.75
 
 
-def worth(threads: float) -> float:
-    """Return the cores that threads of one process use if their code releases the lock."""
+def cores_of_threads(threads: float) -> float:
+    """Return the CPU cores that threads of one process use if their code releases the lock."""
     return 1 + SECOND * (min(threads, THREADS) - 1)
 
 
 def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, of which
-    ``free_s`` are in code known to release the lock.
+    """Return the assumed locked part of a source, from the CPU seconds of a sample.
+
+    ``cost_s``: all CPU seconds. ``free_s``: those in code that is known to release the lock.
     """
     return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
 
 
 def measured_part(in_progress: float, cores: float) -> float | None:
-    """Return the locked part by the Karp-Flatt metric; None if too little work is in progress, or
-    it waits for something else.
+    """Return the locked part by the Karp-Flatt metric; None if the lock did not limit the work.
 
-    ``in_progress``: work items that one process has started, on average. ``cores``: cores that they
-    kept busy. A machine without idle cores looks the same as a lock: the result is then too high.
+    ``in_progress``: mean number of work items in progress in one process. ``cores``: mean number of
+    cores that they kept busy. On a machine without idle cores the result is too high.
     """
-    if in_progress < SIDE_BY_SIDE or cores < SATURATED:
+    if in_progress < LEAST_IN_PROGRESS or cores < SATURATED:
         return None
     return min(1.0, max(0.0, (in_progress / cores - 1) / (in_progress - 1)))
 
 
-def useful(lanes: float, locked: float) -> float:
-    """Return the cores that one process can use for a source: Amdahl's law for ``lanes``
-    threads.
+def usable_cores(lanes: float, locked: float) -> float:
+    """Return the CPU cores that one process can use for a source, by Amdahl's law.
+
+    ``lanes``: cores that its threads could use without a lock. ``locked``: the locked part.
     """
     return lanes / (1 + locked * (lanes - 1))
 
 
-# 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each, and started 25 times
-# faster
+# Measured: 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each; 12 processes
+# started 25 times faster.
 SOURCES_PER_HOST = 25
-NAMED = 4  # sources that the reason of a worker names
-CLOSE = 1e-9  # cores: less is rounding
+NAMED = 4  # sources that the text of a worker names
+CLOSE = 1e-9  # smaller differences, in cores, are rounding errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLoad:
-    """The cost of reading one source, as far as it is known in advance."""
+    """The expected work and memory of one source, before the job starts."""
 
     name: str
     share: float  # of the mixture
     # seconds of reading and transforming per step, in any unit that is the same for all sources
     cost: float
     memory: int  # bytes of file state and buffers
-    max_loaders: int = 1  # more would have no work
+    max_loaders: int = 1  # more loaders would have no work
     state: int = 0  # file state in ``memory``; every worker with a loader of the source holds it
-    # number of shards if it may be scaled: a row may be expensive, whatever its weight now
+    # number of shards if the source may be scaled later
     shares: int = 1
-    # seconds of a core per sample that are known to release the interpreter lock; the rest is
+    # CPU seconds per sample in code that is known to release the interpreter lock; the rest is
     # assumed to hold it
     free_s: float = math.inf
 
@@ -101,31 +101,31 @@ class SourceLoad:
             and self.free_s >= 0
         ):
             raise ValueError(
-                f"{self.name}: expected share, cost and memory finite and at least 0, "
-                f"max_loaders at least 1, got {self}"
+                f"load of source {self.name!r}: expected finite share and cost, max_loaders of at "
+                f"least 1, and no negative number, got {self}; "
+                "profile the source again (overlord profile)"
             )
 
     @property
     def locked(self) -> float:
-        """Share of its cost that is assumed to hold the interpreter lock: one core per process does
-        it.
-        """
+        """The locked part: the share of its cost that is assumed to hold the interpreter lock."""
         return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlacement:
-    """Loaders per source, and the worker (host) of each loader; loaders are numbered source by
-    source.
+    """The number of loaders of every source, and the worker (host) of every loader.
+
+    Loaders are numbered consecutively, source by source.
     """
 
-    loaders: tuple[int, ...]
-    host_of: tuple[int, ...]
-    n_hosts: int
+    loaders: tuple[int, ...]  # number of loaders, by source
+    host_of: tuple[int, ...]  # number of the worker, by loader
+    n_hosts: int  # number of workers
     costs: tuple[float, ...]  # predicted, per worker, as shares of all work
     memory: tuple[int, ...]  # bytes per worker
     reasons: tuple[str, ...]  # one line per worker
-    threads: int = 0  # of every worker; 0: an equal share of the cores
+    threads: int = 0  # threads of every worker; 0: an equal share of the CPU cores
 
     @property
     def slowest(self) -> float:
@@ -141,7 +141,7 @@ class _LoaderGroup:
     loaders: tuple[int, ...]
     cost: float
     memory: float
-    split: bool  # one of several
+    split: bool  # the source has several groups
 
 
 def place_loaders(
@@ -153,15 +153,15 @@ def place_loaders(
     named: Collection[str] = (),
     together: bool = False,
 ) -> LoaderPlacement:
-    """Return a worker for each of the ``counts`` loaders of these sources, on ``cores`` cores.
+    """Return the placement of ``counts[i]`` loaders of each source i, on ``cores`` CPU cores.
 
-    There are ``min(cores, sources / 25)`` workers. Sources of more than a core's fair share of the
-    work add one for each of their loaders. Light sources whose code holds the interpreter lock get
-    a worker for every core of their locked work.
+    Light sources share workers, 25 per worker. If their code holds the interpreter lock, they get a
+    worker for every core of their locked work. Every group of a split source, or of a source with
+    more than a core's fair share of the work, adds a worker. There are at most ``cores`` workers.
 
-    ``sources_per_host`` is kept even if that takes more workers than cores; 1 gives every source a
-    process of its own. ``named``: sources whose number the user gave, for the reasons. ``together``
-    keeps all loaders of a source on one worker.
+    ``sources_per_host`` bounds the sources of a worker, even if that takes more workers than cores.
+    ``named``: sources whose number of loaders the user gave, for the reasons. ``together`` keeps
+    all loaders of a source on one worker.
     """
     for name, value in (
         ("cores", cores),
@@ -169,19 +169,20 @@ def place_loaders(
         ("sources", len(loads)),
     ):
         if value is not None and value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+            raise ValueError(f"place_loaders: expected {name} of at least 1, got {value}")
     groups = _groups(loads, counts, together)
-    n_hosts = _n_hosts(loads, groups, cores, sources_per_host)
+    n_hosts = _worker_count(loads, groups, cores, sources_per_host)
     limit = sources_per_host or max(SOURCES_PER_HOST, -(-len(groups) // n_hosts))
-    hosts = _placed(groups, n_hosts, limit)
-    return _explained(loads, counts, groups, hosts, n_hosts, named)
+    hosts = _place_groups(groups, n_hosts, limit)
+    return _with_reasons(loads, counts, groups, hosts, n_hosts, named)
 
 
 def _groups(
     loads: Sequence[SourceLoad], counts: Sequence[int], together: bool
 ) -> list[_LoaderGroup]:
-    """Return the groups in the order of placement: split sources while every worker has room, then
-    the heaviest first.
+    """Return the loader groups in the order of placement.
+
+    Groups of split sources come first, while every worker has room; then the heaviest come first.
     """
     made, first = list[_LoaderGroup](), 0
     for i, (load, n) in enumerate(zip(loads, counts, strict=True)):
@@ -201,17 +202,17 @@ def _groups(
     return sorted(made, key=lambda g: (not g.split, -g.cost, -g.memory, g.source))
 
 
-def _n_hosts(
+def _worker_count(
     loads: Sequence[SourceLoad],
     groups: Sequence[_LoaderGroup],
     cores: int,
     sources_per_host: int | None,
 ) -> int:
     total, per_host = math.fsum(load.cost for load in loads), sources_per_host or SOURCES_PER_HOST
-    # of every source, in units of a core's fair share
+    # work of every source, in units of a core's fair share
     work = [load.cost * cores / total - CLOSE if total else 0.0 for load in loads]
     light = [g.source for g in groups if not g.split and work[g.source] <= 1]
-    # number of locks that are always held
+    # number of interpreter locks that these sources would hold all the time
     held = math.ceil(math.fsum(loads[i].locked * max(0.0, work[i]) for i in light))
     n = max(1, min(cores, len(groups) - len(light) + max(held, -(-len(light) // per_host))))
     if sources_per_host is not None:
@@ -219,8 +220,8 @@ def _n_hosts(
     return min(n, len(groups))
 
 
-def _placed(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> list[int]:
-    """Return a worker for every group, each time the one with the least work.
+def _place_groups(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> list[int]:
+    """Return the worker of every group: the one with the least work when the group is placed.
 
     ``limit``: the greatest number of sources per worker.
     """
@@ -231,8 +232,7 @@ def _placed(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> list[in
         passed = []
         while heap and (group.source in sources[heap[0][2]] or len(sources[heap[0][2]]) >= limit):
             passed.append(heapq.heappop(heap))
-        # Every worker has a loader of this source, or no room: then a second loader goes to one
-        # that has one.
+        # If every worker reads this source or is full, one of its workers gets a second loader.
         found = (
             heapq.heappop(heap) if heap else min(p for p in passed if group.source in sources[p[2]])
         )
@@ -246,7 +246,7 @@ def _placed(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> list[in
     return where
 
 
-def _explained(
+def _with_reasons(
     loads: Sequence[SourceLoad],
     counts: Sequence[int],
     groups: Sequence[_LoaderGroup],
@@ -254,6 +254,7 @@ def _explained(
     n_hosts: int,
     named: Collection[str],
 ) -> LoaderPlacement:
+    """Return the placement of the groups, with costs, memory and a reason for every worker."""
     total = math.fsum(load.cost for load in loads) or 1.0
     host_of, on = [0] * sum(counts), [list[_LoaderGroup]() for _ in range(n_hosts)]
     for group, h in zip(groups, hosts, strict=True):
@@ -286,41 +287,42 @@ def _reason(
     why: Sequence[str],
     amount: str,
 ) -> str:
-    """Return the work of a worker as text: its heavy sources first, and why they are split."""
+    """Describe the work of a worker: its heaviest sources, and why each has several loaders."""
     here = Counter[int]()
     for group in groups:
         here[group.source] += len(group.loaders)
     mine = sorted(here, key=lambda i: (-loads[i].cost / counts[i], i))
-    told = [
+    names = [
         loads[i].name
         + (f" ({here[i]} of its {counts[i]} loaders; {why[i]})" if counts[i] > 1 else "")
         for i in mine[:NAMED]
     ]
     more = f" and {len(mine) - NAMED} more" if len(mine) > NAMED else ""
-    return f"{amount}, {len(mine)} source{'s' * (len(mine) != 1)}: {', '.join(told)}{more}"
+    return f"{amount}, {len(mine)} source{'s' * (len(mine) != 1)}: {', '.join(names)}{more}"
 
 
 # ----------------------------------------------------------------------------
-# Assignment of a source's shards to loader workers (hosts). Pure, and without effect on the
-# stream.
+# Assignment of a source's shards to loader workers, when the source is scaled.
 #
-# A source that may become heavy is divided into as many *shards* (logical loaders) as it could
-# ever use when the job is launched: they cost next to nothing. Scaling assigns its shards to more
-# workers, or to fewer. The chunks of a shard never change.
+# A source that may become heavy is divided into many *shards* (loaders) when the job is launched;
+# a shard costs almost nothing. Scaling assigns its shards to more workers, or to fewer. The chunks
+# of a shard never change.
 
 
-def spread(
+def assign_shards(
     where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()
 ) -> tuple[int, ...]:
-    """Return a worker for every shard, among these workers only; few shards move. Each worker has
-    at least one if there are enough. ``crowded`` workers, which also read other sources, have half
-    as many as the others, and these differ by one at most.
+    """Return the worker of every shard, among ``hosts``, such that few shards move.
 
-    ``where``: the current worker of each shard.
+    ``where``: the current worker of each shard. Every worker gets at least one shard if there are
+    enough. ``crowded`` workers, which also read other sources, get half as many as the others.
+    Counts of equally crowded workers differ by one at most.
     """
     if not hosts:
-        raise ValueError("expected at least one worker for the shards of a source, got none")
-    room = _allotted(Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded)
+        raise ValueError("assign_shards: expected at least one worker for the shards, got none")
+    room = _shards_by_worker(
+        Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded
+    )
     found: list[int | None] = []
     for h in where:
         stays = room.get(h, 0) > 0
@@ -331,11 +333,13 @@ def spread(
     return tuple(free.pop(0) if h is None else h for h in found)
 
 
-def _allotted(
+def _shards_by_worker(
     held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
 ) -> dict[int, int]:
-    """Return the number of shards of each worker. Of workers with equal claims, the one with the
-    most shards now gets one more, so that fewer shards move.
+    """Return the number of shards of each worker.
+
+    ``held``: current numbers. Of equal workers, those that hold the most get one more, so that
+    fewer shards move.
     """
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
@@ -346,21 +350,23 @@ def _allotted(
     return counts
 
 
-def kept(
+def workers_to_keep(
     hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]
 ) -> list[int]:
-    """Return the n workers of a source that continue to read it when it needs no more. Workers that
-    read other sources stay, since those keep them, then those that were there ``first``. The others
-    have no work and can be stopped. ``others``: loaders of other sources by worker.
+    """Return the n workers of a source that continue to read it when it needs fewer.
+
+    Workers that read other sources come first, since they run anyway; ``others`` has their loaders
+    of other sources. Workers of the launched job (``first``) come next. The rest can be stopped.
     """
     return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
 
 
-def widened(
+def with_shards(
     loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return loaders per source and the worker of each, with every source divided into at least
-    ``shares`` shards: on the same workers, in turn.
+    """Return ``loaders`` and ``host_of`` with at least ``shares[i]`` loaders of each source i.
+
+    Additional loaders are placed on the workers of their source, in turn.
     """
     counts, where, first = [], list[int](), 0
     for n, wanted in zip(loaders, shares, strict=True):

@@ -1,18 +1,18 @@
-"""Offline auto-partitioning: loaders for every source, and the worker of each, from the costs of
-sources and the available resources.
+"""Offline auto-partitioning: the loaders of every source, and the worker of every loader.
 
-The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered.
-Clusters get resource levels by the ratio of their means. The cores that constructors and planner do
-not need are divided by the workers of all levels into blocks. Limits by source, by actor and of
-memory are kept.
+The inputs are the costs of sources and the available resources. The algorithm is that of the
+Overlord paper (arXiv 2504.09844), section 5.1. Sources are sorted by cost and clustered. The level
+of a cluster is the ratio of its mean cost to that of the cheapest cluster. The cores that
+constructors and planner do not need are divided into equal blocks, and a source gets as many blocks
+as its level. Limits per source, per actor and of memory hold.
 
-Terms of the paper and ours: a paper's *worker* is a logical loader, which does one thing at a time
-on one core. An *actor* of a source is a loader worker (host) that has loaders of it. Several
-loaders on a worker are its worker parallelism, several workers its data parallelism, and sources on
-different workers source parallelism. Decision record 0019 lists the differences from the paper.
+Terms: a *worker* of the paper is a loader here, which does one thing at a time on one core. An
+*actor* of a source is a loader worker (host) that has loaders of it. Several loaders on one worker
+are the paper's worker parallelism, several workers its data parallelism. Sources on different
+workers are its source parallelism. Decision record 0019 lists the differences from the paper.
 
-Configurations for fewer cores are tried, too, and the best predicted rate wins. So more resources
-never do worse.
+Configurations for fewer cores are tried, too, and the one with the best predicted rate is returned.
+So more resources never give a lower rate.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, place_loaders, worth
+from overlord.scaling.loader_placement import (
+    LoaderPlacement,
+    SourceLoad,
+    cores_of_threads,
+    place_loaders,
+)
 
 # ----------------------------------------------------------------------------
 # Clusters of sources of similar cost, and the resource level of each: stages 1 and 2 of the
 # partition algorithm of the Overlord paper (arXiv 2504.09844), section 5.1.
 
-CLUSTER = 4  # greatest number of sources in a cluster; the paper's number
-# greatest ratio of costs in a cluster: otherwise three light sources would get the level of a heavy
-# one
-SPREAD = 2.0
+CLUSTER = 4  # greatest number of sources in a cluster, as in the paper
+# greatest ratio of costs in a cluster, so that light sources do not get the level of a heavy one
+MAX_RATIO = 2.0
 SMALLEST = 1e-3  # share of the mean cost below which a cluster cannot be the unit of levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCluster:
-    """Sources that get the same number of workers. ``level``: their mean cost, in units of the
-    cheapest cluster.
-    """
+    """Sources of similar cost, which get the same number of loaders."""
 
     sources: tuple[int, ...]
-    mean: float
-    level: float
+    mean: float  # mean cost of its sources
+    level: float  # mean cost, in units of the cheapest cluster
 
 
 def clusters_of(
     costs: Sequence[float], names: Sequence[str], size: int = CLUSTER
 ) -> tuple[SourceCluster, ...]:
-    """Return the sources from the most expensive to the cheapest (ties: by name), divided after
-    ``size`` sources and where the cost falls to less than half.
+    """Return clusters of sources, from the most expensive to the cheapest (ties: by name).
+
+    A cluster has at most ``size`` sources, and its costs differ by a factor of at most two.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], names[i]))
     groups: list[list[int]] = []
     for i in order:
-        if groups and len(groups[-1]) < size and costs[groups[-1][0]] <= SPREAD * costs[i]:
+        if groups and len(groups[-1]) < size and costs[groups[-1][0]] <= MAX_RATIO * costs[i]:
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -67,23 +70,24 @@ def clusters_of(
 
 
 def _unit(means: Sequence[float], mean: float) -> float:
-    """Return the mean of the cheapest cluster. A cluster of almost no cost is ignored, or all other
-    levels would be huge.
+    """Return the mean cost of the cheapest cluster, the unit of levels.
+
+    Clusters of almost no cost are ignored: they would make all other levels huge.
     """
     return min((m for m in means if m > SMALLEST * mean), default=0.0)
 
 
-def total_workers(clusters: Sequence[SourceCluster]) -> float:
-    """Return the number of workers of all sources by their levels; resources are divided by it."""
+def total_blocks(clusters: Sequence[SourceCluster]) -> float:
+    """Return the sum of the levels of all sources: the number of blocks of cores."""
     return math.fsum(c.level * len(c.sources) for c in clusters)
 
 
-HOST_BYTES = 28 * 2**20  # of a worker before it reads anything
-# up to these numbers of cores every one is tried, and every eighth; beyond, every 64th
+HOST_BYTES = 28 * 2**20  # memory of a loader worker without open files
+# numbers of cores that are tried: all up to EVERY, multiples of 8 up to BY_EIGHT, then of 64
 EVERY, BY_EIGHT = 64, 512
-TOLD = 3  # sources that one text names
+NAMED = 3  # sources that one text names
 CLOSE = 1e-9  # rates that differ by less are equal
-LOCK_BOUND = "a worker whose code holds the interpreter lock, which one thread at a time has"
+LOCK_BOUND = "a worker whose code holds the interpreter lock, so that one thread runs at a time"
 
 
 # ----------------------------------------------------------------------------
@@ -91,10 +95,12 @@ LOCK_BOUND = "a worker whose code holds the interpreter lock, which one thread a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of a partition. ``batch`` and ``per_source`` bound the loaders of a source (the
-    paper's w_src), ``per_actor`` those of one source on one worker (w_actor). Numbers that the user
-    gave in ``loaders`` are kept as they are.
+class PartitionLimits:
+    """Limits of a partition.
+
+    ``batch`` and ``per_source`` bound the loaders of a source (the paper's w_src). ``per_actor``
+    bounds the loaders of one source on one worker (w_actor). Sources in ``loaders`` get exactly the
+    number that the user gave.
     """
 
     batch: int | None = None  # samples of a step: more loaders would have none to read
@@ -102,9 +108,9 @@ class Limits:
     per_actor: int | None = None
     loaders: Mapping[str, int] = field(default_factory=dict)
     sources_per_host: int | None = None
-    together: bool = False
-    cluster: int = CLUSTER
-    worth_s: float = 0.0  # cost per step below which a source is not split
+    together: bool = False  # all loaders of a source are on one worker
+    cluster: int = CLUSTER  # greatest number of sources in a cluster
+    worth_s: float = 0.0  # seconds per step below which a source gets one loader
 
     def __post_init__(self) -> None:
         numbers = {
@@ -116,7 +122,7 @@ class Limits:
             for n, v in numbers.items()
             if v is not None and v < 1
         ]:
-            raise ValueError("; ".join(wrong))
+            raise ValueError(f"limits of a partition: {'; '.join(wrong)}")
 
     def most(self, load: SourceLoad) -> int:
         """Return the greatest number of loaders of a source."""
@@ -131,13 +137,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Available resources: cores for loading, constructors and planner together, and memory for
-    loader workers; None: enough.
-    """
+    """The CPU cores and the memory that a job may use."""
 
-    cores: int
-    memory_bytes: int | None = None
-    beside_s: float = 0.0  # seconds of constructors, planner and transfer for every drawn sample
+    cores: int  # for loaders, constructors and planner together
+    memory_bytes: int | None = None  # for loader workers; None: unlimited
+    beside_s: float = 0.0  # CPU seconds of constructors, planner and transfer per drawn sample
 
     def __post_init__(self) -> None:
         if (
@@ -146,11 +150,15 @@ class Resources:
             or not 0 <= self.beside_s < math.inf
         ):
             raise ValueError(
-                f"expected at least 1 core and 1 byte, and beside_s of at least 0, got {self}"
+                "resources: expected cores and memory_bytes of at least 1, and a finite beside_s "
+                f"of at least 0, got {self}"
             )
 
     def for_loading(self, work_s: float) -> int:
-        """Return the cores for loaders if constructors and planner keep up with them."""
+        """Return the cores that remain for loaders if constructors and planner keep up.
+
+        ``work_s``: CPU seconds of loading per drawn sample.
+        """
         return (
             max(1, round(self.cores * work_s / (work_s + self.beside_s))) if work_s else self.cores
         )
@@ -158,41 +166,40 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceAllocation:
-    """The loaders and cores of one source, and the reason."""
+    """The number of loaders and the cores of one source, and the reason for them."""
 
     source: str
     cluster: int
     level: float
-    cores: float  # its worker resource blocks
+    cores: float  # cores of its blocks
     loaders: int
-    actors: int
+    actors: int  # workers that have loaders of it
     work: float  # share of all work
     reason: str
-    cost: float  # seconds of one core for every drawn sample
+    cost: float  # CPU seconds for every sample that the mixture draws
     most: int  # greatest number of loaders, on any number of cores
     why_not_more: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A configuration and its prediction. ``rate``: drawn samples per second; 0 if it does not fit
-    into memory.
-    """
+    """The loaders and workers of a job, and the predicted rate."""
 
     hosting: LoaderPlacement
     shares: tuple[SourceAllocation, ...]  # in the order of the sources
     clusters: tuple[SourceCluster, ...]
     resources: Resources
     loading_cores: int
-    block: float  # cores of a worker of level 1
-    rate: float
-    # of one core, for every drawn sample: loading, constructors, planner and transfer
+    block: float  # cores of a loader of level 1
+    rate: float  # drawn samples per second; 0 if the configuration does not fit into memory
+    # CPU seconds for every drawn sample: loading, constructors, planner and transfer
     sample_s: float
-    memory: int
+    memory: int  # bytes of all loader workers
     bound: str  # the bottleneck
 
     @property
     def fits(self) -> bool:
+        """Whether the loader workers fit into memory."""
         return self.resources.memory_bytes is None or self.memory <= self.resources.memory_bytes
 
     def tokens_per_s(self, tokens: float) -> float:
@@ -200,15 +207,16 @@ class Partition:
         return self.rate * tokens
 
     def shortfall(self, demand: float) -> str:
-        """Return by how much a demand of samples per second cannot be met, and what would be
-        needed, as text; "" if it is met.
+        """Describe how far the rate is below ``demand`` samples per second, and the remedy.
+
+        The text is empty if the demand is met.
         """
         if not self.fits:
             assert self.resources.memory_bytes is not None
             short = self.memory - self.resources.memory_bytes
             return (
-                f"memory: {self.memory / 2**20:,.0f} MB are needed at least, "
-                f"{short / 2**20:,.0f} MB more than there are"
+                f"memory: at least {self.memory / 2**20:,.0f} MB are needed, "
+                f"{short / 2**20:,.0f} MB more than available"
             )
         if demand <= self.rate * (1 + CLOSE):
             return ""
@@ -218,39 +226,43 @@ class Partition:
             if cores > self.resources.cores
             else "more cores would not help"
         )
-        said = (
+        missing = (
             f"{1 - self.rate / demand:.1%} of the demand are not met; {more}; the bottleneck is "
             f"{self.bound}"
         )
-        return "; ".join([said, *self._short_of_loaders(demand)])
+        return "; ".join([missing, *self._short_of_loaders(demand)])
 
     def _short_of_loaders(self, demand: float) -> list[str]:
-        """Return the sources that could not keep up on any number of cores, the most distant ones
-        first.
+        """Describe the sources that cannot have enough loaders on any number of cores.
+
+        The source that lacks the largest factor comes first.
         """
         wanted = [(math.ceil(demand * s.cost - CLOSE), s) for s in self.shares]
         short = sorted(
             ((n, s) for n, s in wanted if n > s.most),
             key=lambda found: (-found[0] / found[1].most, found[1].source),
         )
-        said = [
+        texts = [
             f"on any number of cores source {s.source!r} would take {n} loaders and can "
             f"have {s.why_not_more}"
-            for n, s in short[:TOLD]
+            for n, s in short[:NAMED]
         ]
-        return said + [f"{len(short) - TOLD} more are short of loaders too"] * (len(short) > TOLD)
+        return texts + [f"{len(short) - NAMED} more sources lack loaders, too"] * (
+            len(short) > NAMED
+        )
 
 
 def partition(
-    loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None
+    loads: Sequence[SourceLoad], resources: Resources, limits: PartitionLimits | None = None
 ) -> Partition:
-    """Return loaders and workers for these sources. ``cost`` of a load is in seconds of one core
-    for every sample that the mixture draws. The order of the sources does not matter: they are
-    placed in the order of their names.
+    """Return the best partition of these sources for the given resources.
+
+    ``cost`` of a load is in CPU seconds for every sample that the mixture draws. The order of the
+    sources does not matter: they are placed in the order of their names.
     """
     if not loads:
-        raise ValueError("sources: expected at least 1, got none")
-    limits = limits or Limits()
+        raise ValueError("partition: expected at least 1 source, got none")
+    limits = limits or PartitionLimits()
     order = sorted(range(len(loads)), key=lambda i: loads[i].name)
     named = [loads[i] for i in order]
     made = _Search(named, resources, limits).best()
@@ -262,32 +274,32 @@ def partition(
                 bound=f"memory: with {free.memory / 2**20:,.0f} MB it would be "
                 f"{free.rate / made.rate - 1:.0%} faster",
             )
-    return _in_order(made, order)
+    return _in_job_order(made, order)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """One configuration and its quality. ``cores``: number for which the levels were computed;
-    ``room``: number of workers for which it was placed.
-    """
+class _Candidate:
+    """One configuration with its predicted time and memory."""
 
     hosting: LoaderPlacement
-    cores: int
-    room: int
-    seconds: float  # per drawn sample, of the bottleneck
-    memory: int
+    cores: int  # number of cores for which the loaders were counted
+    room: int  # number of workers for which they were placed
+    seconds: float  # seconds of the bottleneck per drawn sample
+    memory: int  # bytes
 
     @property
-    def small(self) -> tuple[int, int, int]:
+    def footprint(self) -> tuple[int, int, int]:
+        """Loaders, workers and memory, to compare candidates of equal rate."""
         return sum(self.hosting.loaders), self.hosting.n_hosts, self.memory
 
 
 class _Search:
-    """Tries all configurations for up to the available cores, the largest first, until no other can
-    be better.
+    """A search over configurations for up to the available cores.
+
+    The largest configurations come first; the search stops when no other can be better.
     """
 
-    def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: Limits):
+    def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: PartitionLimits):
         self.loads, self.resources, self.limits = loads, resources, limits
         self.work = math.fsum(load.cost for load in loads)
         self.cores = resources.for_loading(self.work)
@@ -295,27 +307,28 @@ class _Search:
             [load.cost for load in loads], [load.name for load in loads], limits.cluster
         )
         self.level = {i: c for c in self.clusters for i in c.sources}
-        self.workers = total_workers(self.clusters)
+        self.workers = total_blocks(self.clusters)
 
     def best(self) -> Partition:
-        best: _Tried | None = None
+        """Return the partition of the best configuration."""
+        best: _Candidate | None = None
         seen: set[tuple[tuple[int, ...], int]] = set()
-        for cores, room, least in self._ways():
+        for cores, room, least in self._sizes():
             if best is not None and self._fits(best) and least >= best.seconds * (1 - CLOSE):
                 break
             for counts in self._counts(cores):
                 hosting = self._placed(counts, room)
                 if (counts, hosting.n_hosts) not in seen and self._allowed(hosting):
                     seen.add((counts, hosting.n_hosts))
-                    best = self._better(best, self._judged(hosting, cores, room))
-        assert best is not None, "one core and one loader a source are always allowed"
-        return self._told(self._trimmed(best))
+                    best = self._better(best, self._evaluated(hosting, cores, room))
+        assert best is not None, "one core with one loader per source is always allowed"
+        return self._partition(self._trimmed(best))
 
-    def _ways(self) -> Iterator[tuple[int, int, float]]:
-        """Yield numbers of cores for the levels, numbers of workers for their loaders, and the
-        least possible seconds. The number of workers is one for each core; if memory is bounded
-        also half as many, and so on. Loaders of a source that share a worker, which holds its files
-        once, are the paper's worker parallelism.
+    def _sizes(self) -> Iterator[tuple[int, int, float]]:
+        """Yield (cores, workers, lower bound of the seconds per sample) to try.
+
+        There is a worker for each core. If memory is limited, half as many are tried, too, and so
+        on: loaders of a source that share a worker hold its files once.
         """
         for cores in _tried_cores(self.cores):
             least, room = self._least(cores), cores
@@ -334,9 +347,10 @@ class _Search:
             together=self.limits.together,
         )
 
-    def _trimmed(self, best: _Tried) -> _Tried:
-        """Return the same rate with fewer loaders, if one source delays all and the others need not
-        be ready before it.
+    def _trimmed(self, best: _Candidate) -> _Candidate:
+        """Return a configuration of the same rate with fewer loaders, if there is one.
+
+        If one source limits the rate, the others need only as many loaders as keep up with it.
         """
         if not best.seconds:
             return best
@@ -347,13 +361,14 @@ class _Search:
             for load, n in zip(self.loads, best.hosting.loaders, strict=True)
         ]
         hosting = self._placed(counts, best.room)
-        new = self._judged(hosting, best.cores, best.room)
+        new = self._evaluated(hosting, best.cores, best.room)
         as_good = new.seconds <= best.seconds * (1 + CLOSE) and self._fits(new) >= self._fits(best)
         return new if as_good and self._allowed(hosting) else best
 
     def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
-        """Yield loaders of every source, by its cluster's level, and by its own share: the mean may
-        hide a source that delays all.
+        """Yield numbers of loaders by source: by the level of its cluster, then by its own cost.
+
+        The mean cost of a cluster may hide one source that limits the rate.
         """
         for wanted in (self._by_level, self._by_share):
             yield tuple(
@@ -365,12 +380,11 @@ class _Search:
             )
 
     def _by_level(self, i: int, cores: int) -> float:
-        """Return the worker resource blocks of a source, in cores: its level times the cores per
-        worker of all levels.
-        """
+        """Return the cores of a source's blocks: its level times the cores of one block."""
         return self.level[i].level * cores / self.workers if self.workers else 0.0
 
     def _by_share(self, i: int, cores: int) -> float:
+        """Return the cores of a source by its own share of the work."""
         return self.loads[i].cost * cores / self.work if self.work else 0.0
 
     def _least(self, cores: int) -> float:
@@ -380,34 +394,37 @@ class _Search:
         return max((self.work + self.resources.beside_s) / self.resources.cores, slowest)
 
     def _allowed(self, hosting: LoaderPlacement) -> bool:
+        """Return whether no worker has more than ``per_actor`` loaders of a source."""
         most = self.limits.per_actor
         if most is None:
             return True
         return all(
             n <= most
-            for load, on in zip(self.loads, _on_hosts(hosting), strict=True)
+            for load, on in zip(self.loads, _loaders_by_worker(hosting), strict=True)
             if load.name not in self.limits.loaders
             for n in on.values()
         )
 
-    def _judged(self, hosting: LoaderPlacement, cores: int, room: int) -> _Tried:
+    def _evaluated(self, hosting: LoaderPlacement, cores: int, room: int) -> _Candidate:
+        """Return a placement with its predicted time and memory."""
         threads = -(-self.cores // hosting.n_hosts)
         memory = hosting.n_hosts * HOST_BYTES + sum(load.memory for load in self.loads)
         memory += sum(
             load.state * (len(on) - 1)
-            for load, on in zip(self.loads, _on_hosts(hosting), strict=True)
+            for load, on in zip(self.loads, _loaders_by_worker(hosting), strict=True)
         )
-        return _Tried(
+        return _Candidate(
             replace(hosting, threads=threads),
             cores,
             room,
-            max(self._parts(hosting, threads).values()),
+            max(self._bottlenecks(hosting, threads).values()),
             memory,
         )
 
-    def _parts(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
-        """Return the seconds per drawn sample of every possible bottleneck: all cores together, a
-        worker, its interpreter lock, a loader.
+    def _bottlenecks(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
+        """Return the seconds per drawn sample of every possible bottleneck, by its description.
+
+        They are all cores together, the slowest source, the busiest worker, and a worker's lock.
         """
         slowest = max(
             range(len(self.loads)),
@@ -420,26 +437,28 @@ class _Search:
                 self.work + self.resources.beside_s
             )
             / self.resources.cores,
-            f"source {load.name!r}, which has {self._why(load, n)}": load.cost / n,
+            f"source {load.name!r}, which has {self._count_reason(load, n)}": load.cost / n,
             f"a worker that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest
             * self.work
-            / worth(threads),
+            / cores_of_threads(threads),
             LOCK_BOUND: self._locked(hosting),
         }
 
     def _locked(self, hosting: LoaderPlacement) -> float:
         """Return the seconds per drawn sample for which the busiest worker's lock is held."""
         held: dict[int, float] = {}
-        for load, n, on in zip(self.loads, hosting.loaders, _on_hosts(hosting), strict=True):
+        for load, n, on in zip(
+            self.loads, hosting.loaders, _loaders_by_worker(hosting), strict=True
+        ):
             for host, mine in on.items() if load.locked else ():
                 held[host] = held.get(host, 0.0) + load.locked * load.cost * mine / n
         return max(held.values(), default=0.0)
 
-    def _why(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
-        """Return why a source has no more loaders."""
+    def _count_reason(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
+        """Describe why a source has n loaders and no more."""
         limits = self.limits
         if load.name in limits.loaders:
-            return f"{n} as loaders= says"
+            return f"{n}, as loaders= sets"
         known = {
             "its open chunks allow (shuffle_chunks)": load.max_loaders,
             "a batch has samples": limits.batch,
@@ -449,12 +468,17 @@ class _Search:
         by = next((words for words, most in known.items() if most is not None and n >= most), "")
         return f"{n} loader{'s' * (n != 1)}" + (f", as many as {by}" if by else f", {else_}")
 
-    def _fits(self, tried: _Tried) -> bool:
-        return self.resources.memory_bytes is None or tried.memory <= self.resources.memory_bytes
+    def _fits(self, candidate: _Candidate) -> bool:
+        """Return whether a configuration fits into memory."""
+        return (
+            self.resources.memory_bytes is None or candidate.memory <= self.resources.memory_bytes
+        )
 
-    def _better(self, best: _Tried | None, new: _Tried) -> _Tried:
-        """Return the better one: a configuration that fits before one that does not, then the
-        faster; of two that do not fit, the one with less memory.
+    def _better(self, best: _Candidate | None, new: _Candidate) -> _Candidate:
+        """Return the better of two configurations.
+
+        One that fits into memory is better than one that does not. Of two that fit, the faster is
+        better; of two that do not, the one with less memory.
         """
         if best is None or self._fits(new) > self._fits(best):
             return new
@@ -464,17 +488,18 @@ class _Search:
             return min(best, new, key=lambda t: (t.memory, t.seconds))
         if abs(new.seconds - best.seconds) > CLOSE * best.seconds:
             return min(best, new, key=lambda t: t.seconds)
-        # Of equal ones for as many cores, the smaller. But processes are not saved for their own
-        # sake: threads of one process share a lock.
-        return min(best, new, key=lambda t: (-t.cores, -t.room, t.small))
+        # At equal rates more workers are better, since threads of one worker share a lock.
+        # Of equal numbers the smaller footprint is better.
+        return min(best, new, key=lambda t: (-t.cores, -t.room, t.footprint))
 
-    def _told(self, best: _Tried) -> Partition:
+    def _partition(self, best: _Candidate) -> Partition:
+        """Return a configuration as a partition with its reasons."""
         hosting, fits = best.hosting, self._fits(best)
-        parts = self._parts(hosting, hosting.threads)
-        on = _on_hosts(hosting)
+        parts = self._bottlenecks(hosting, hosting.threads)
+        on = _loaders_by_worker(hosting)
         return Partition(
             hosting=hosting,
-            shares=tuple(self._share(i, best, len(on[i])) for i in range(len(self.loads))),
+            shares=tuple(self._allocation(i, best, len(on[i])) for i in range(len(self.loads))),
             clusters=self.clusters,
             resources=self.resources,
             loading_cores=self.cores,
@@ -485,19 +510,20 @@ class _Search:
             bound=max(parts, key=lambda words: parts[words]) if fits else "memory",
         )
 
-    def _share(self, i: int, best: _Tried, actors: int) -> SourceAllocation:
+    def _allocation(self, i: int, best: _Candidate, actors: int) -> SourceAllocation:
+        """Return the loaders and cores of source i, with the reason."""
         load, n = self.loads[i], best.hosting.loaders[i]
         cores, cluster = self._by_level(i, best.cores), self.clusters.index(self.level[i])
         work = load.cost / self.work if self.work else 0.0
         wanted = max(cores, self._by_share(i, best.cores))
         keeps_up = n < min(self.limits.most(load), math.ceil(wanted - CLOSE))
-        why = self._why(
+        why = self._count_reason(
             load,
             n,
             "as many as keep up with the slowest source" if keeps_up else "its share of the cores",
         )
         if load.name in self.limits.loaders:
-            reason = "as loaders= says"
+            reason = "as loaders= sets"
         elif n == 1:
             reason = "light: shares a worker" if wanted <= 1 else why
         else:
@@ -514,21 +540,22 @@ class _Search:
             reason=reason,
             cost=load.cost,
             most=most,
-            why_not_more=self._why(load, most),
+            why_not_more=self._count_reason(load, most),
         )
 
 
 def _tried_cores(most: int) -> Iterator[int]:
-    """Yield numbers of cores, the largest first. Numbers for fewer cores are among those for more,
-    or more cores could do worse.
+    """Yield the numbers of cores to try, the largest first.
+
+    The numbers up to some m are among those up to any larger one. So more cores never do worse.
     """
     for c in range(most, 0, -1):
         if c <= EVERY or (c <= BY_EIGHT and c % 8 == 0) or c % 64 == 0:
             yield c
 
 
-def _on_hosts(hosting: LoaderPlacement) -> list[dict[int, int]]:
-    """Return the loaders of every source by worker."""
+def _loaders_by_worker(hosting: LoaderPlacement) -> list[dict[int, int]]:
+    """Return the number of loaders of every source on each of its workers."""
     found, first = [], 0
     for n in hosting.loaders:
         mine: dict[int, int] = {}
@@ -539,9 +566,10 @@ def _on_hosts(hosting: LoaderPlacement) -> list[dict[int, int]]:
     return found
 
 
-def _in_order(made: Partition, order: Sequence[int]) -> Partition:
-    """Return the partition for sources in the given order: ``order[k]`` is the position of the k-th
-    by name.
+def _in_job_order(made: Partition, order: Sequence[int]) -> Partition:
+    """Return a partition of sources in name order as one in the order of the job.
+
+    ``order[k]`` is the number in the job of the k-th source by name.
     """
     hosting, place = made.hosting, {i: k for k, i in enumerate(order)}
     firsts = [0]

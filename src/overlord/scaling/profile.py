@@ -1,4 +1,4 @@
-"""Profiles of sources (the measured cost of a sample), and the memory budget of a job. Pure."""
+"""Profiles of sources, with the measured cost of a sample, and the memory budget of a job. Pure."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from overlord.hashing import digest
 # Profiles of sources: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1,
 # for each source of a job.
 #
-# P is the time to read and transform one sample, in seconds, and the core time of it. T is the
-# time to send it. M is memory: M_b of buffers, M_d of file access state. Other modules measure;
-# this one stores, checks and averages the values.
+# P is the time to read and transform one sample, in seconds. T is the time to send it. M is memory:
+# M_b of buffers, M_d of file access state. ``core_s`` is the CPU time of P. ``setup/measure.py``
+# measures the values; this module stores, checks and averages them.
 
 VERSION = 2
-# weight of the last measurement: an outlier fades in ten refreshes, a real change is half visible
-# after two
+# weight of the last measurement: an outlier fades after ten measurements, and a real change is half
+# visible after two
 NEW = 0.3
 MOST = 2**62  # samples and bytes must fit 64-bit integers
 
 
 class BadProfile(ValueError):
-    """A value that is not a profile: the field, what was expected, what was given."""
+    """A stored value is not a valid profile; the text names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """The cost of one source. Seconds are wall-clock time per sample; ``core_s`` is the core time
-    of it. 0 bytes: not measured.
+    """The measured cost of one source.
+
+    Seconds are wall-clock time per sample, except ``core_s``, which is CPU time. 0 bytes means not
+    measured.
     """
 
     name: str
     fingerprint: str  # of its files and transforms: others have another cost
-    samples: int  # measured
+    samples: int  # number of measured samples
     read_s: float
     transform_s: float
-    tokens: float  # of a sample, on average
-    transfer_s: float = 0.0  # T
+    tokens: float  # mean tokens of a sample
+    transfer_s: float = 0.0  # T: time to send a sample
     buffer_bytes: int = 0  # M_b: an open window, and the samples made of it
-    # core time of read_s + transform_s; the rest is waiting for storage, a core or the interpreter
-    # lock; 0: not separated
+    # CPU time of read_s + transform_s; the rest is waiting for storage, a core or the interpreter
+    # lock; 0: not measured separately
     core_s: float = 0.0
     file_bytes: int = 0  # M_d: memory while files are open: footers, handles, decompressors
 
@@ -67,32 +69,34 @@ class SourceProfile:
 
     @property
     def sample_s(self) -> float:
-        """P, per sample."""
+        """P: seconds to read and transform a sample."""
         return self.read_s + self.transform_s
 
     @property
     def cost_s(self) -> float:
-        """Core time per sample, which is divided among sources; all of P if it is not separated."""
+        """CPU seconds per sample; all of P if CPU time was not measured separately."""
         return self.core_s or self.sample_s
 
     @property
     def waited_s(self) -> float:
-        """Part of ``sample_s`` without a busy core; 0 if not known."""
+        """Seconds of ``sample_s`` spent waiting, without a busy core; 0 if not known."""
         return max(0.0, self.sample_s - self.core_s) if self.core_s else 0.0
 
     @property
     def token_s(self) -> float:
-        """P, per output token: it determines the work of a step in tokens."""
+        """Seconds to read and transform one output token, for batches in tokens."""
         return self.sample_s / self.tokens if self.tokens else 0.0
 
     @property
     def memory(self) -> int:
-        """M."""
+        """M: bytes of buffers and of file access state."""
         return self.buffer_bytes + self.file_bytes
 
     def merged(self, new: SourceProfile, weight: float = NEW) -> SourceProfile:
-        """Return a moving average. A profile of other files or transforms replaces this one, and
-        values without a measurement change nothing.
+        """Return the moving average of this profile and a newer one.
+
+        A profile of other files or transforms replaces this one. Values that were not measured
+        change nothing.
         """
         if new.fingerprint != self.fingerprint or not self.samples:
             return new
@@ -114,7 +118,7 @@ _NAMES = tuple(f.name for f in fields(SourceProfile))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProfile:
-    """Profiles by source. ``machine``: where they were measured, since cores differ."""
+    """The profiles of a job's sources by name, and the machine that measured them."""
 
     machine: str = ""
     sources: Mapping[str, SourceProfile] = field(default_factory=dict)
@@ -124,8 +128,9 @@ class JobProfile:
         return JobProfile(machine=machine, sources={p.name: p for p in profiles})
 
     def merge(self, new: JobProfile, weight: float = NEW) -> JobProfile:
-        """Return this profile updated by a newer one. Measurements of another machine are replaced,
-        not averaged.
+        """Return this profile updated by a newer one.
+
+        Measurements of another machine are replaced, not averaged.
         """
         if new.machine != self.machine:
             return replace(new, sources={**self.sources, **new.sources})
@@ -136,7 +141,7 @@ class JobProfile:
         return replace(self, sources={**self.sources, **both})
 
     def known(self, fingerprints: Mapping[str, str]) -> JobProfile:
-        """Return only the profiles of these sources in their current form."""
+        """Return the profiles whose fingerprint is current; ``fingerprints`` is by source."""
         fits = {
             n: p
             for n, p in self.sources.items()
@@ -145,15 +150,16 @@ class JobProfile:
         return replace(self, sources=fits)
 
     def file_share(self) -> float:
-        """Return the share of file access state in all memory (Fig. 4 of the paper); 0 if nothing
-        was measured.
+        """Return the share of file access state in all memory, as in Fig. 4 of the paper.
+
+        It is 0 if nothing was measured.
         """
         file, both = (
             sum(getattr(p, n) for p in self.sources.values()) for n in ("file_bytes", "memory")
         )
         return file / both if both else 0.0
 
-    # plain JSON with a checksum: a truncated or edited file must not decide anything
+    # Plain JSON with a checksum: a truncated or edited file must not influence a decision.
 
     def to_plain(self) -> dict[str, Any]:
         body = {
@@ -167,33 +173,42 @@ class JobProfile:
     def from_plain(value: Any) -> JobProfile:
         """Return the profile of plain JSON. Raise ``BadProfile`` for every invalid value."""
         if not isinstance(value, Mapping):
-            raise BadProfile(f"expected an object, got {type(value).__name__}")
+            raise BadProfile(f"profile: expected a JSON object, got {type(value).__name__}")
         if value.get("version") != VERSION:
-            raise BadProfile(f"version: expected {VERSION}, got {value.get('version')!r:.40}")
+            raise BadProfile(
+                f"profile: expected version {VERSION}, got {value.get('version')!r:.40}"
+            )
         body = {k: v for k, v in value.items() if k != "sum"}
         if not isinstance(body.get("machine"), str) or not isinstance(body.get("sources"), list):
-            raise BadProfile("expected 'machine', a text, and 'sources', a list")
+            raise BadProfile(
+                "profile: expected 'machine' as text and 'sources' as a list, got other values"
+            )
         if value.get("sum") != _sum(body):
-            raise BadProfile("its checksum does not match: it was truncated or edited")
-        return JobProfile.of((_source_in(v) for v in body["sources"]), body["machine"])
+            raise BadProfile(
+                "profile: the checksum does not match: the file was truncated or edited"
+            )
+        return JobProfile.of((_source_from_plain(v) for v in body["sources"]), body["machine"])
 
 
 def cdf(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values in rising order, and the share of values that are at most each (Fig. 5 of
-    the paper).
+    """Return the cumulative distribution of values, as in Fig. 5 of the paper.
+
+    The first array has the values in rising order, the second the share of values up to each.
     """
     x = np.sort(np.asarray(values, float))
     return x, np.arange(1, len(x) + 1) / max(1, len(x))
 
 
-def _source_in(value: Any) -> SourceProfile:
+def _source_from_plain(value: Any) -> SourceProfile:
     if not isinstance(value, Mapping) or sorted(map(str, value)) != sorted(_NAMES):
         found = (
             ", ".join(sorted(map(str, value)))
             if isinstance(value, Mapping)
             else type(value).__name__
         )
-        raise BadProfile(f"a source: expected {', '.join(_NAMES)}, got {found:.200}")
+        raise BadProfile(
+            f"profile of a source: expected the keys {', '.join(_NAMES)}, got {found:.200}"
+        )
     return SourceProfile(**{str(k): v for k, v in value.items()})
 
 
@@ -201,7 +216,7 @@ def _sum(body: Mapping[str, Any]) -> str:
     try:
         return digest(json.dumps(body, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise BadProfile(f"it holds a value that is not JSON: {error}") from None
+        raise BadProfile(f"profile: a value is not JSON: {error}") from None
 
 
 def _between(a: float, b: float, weight: float) -> float:
@@ -216,38 +231,38 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-PROFILE = "profile.json"  # file in the journal with the job's profile
+PROFILE = "profile.json"  # name of the profile's file in a journal
 
 
 # ----------------------------------------------------------------------------
-# One memory budget for a machine, divided among the buffers of loading. Pure.
+# The memory budget of a machine, divided among the buffers of loading.
 #
-# Some memory is needed whatever the budget: processes, the open window of every loader, the
-# samples of the draw. It is set aside first, by estimate. The rest bounds what is held *ahead*. A
-# budget bounds reading ahead, never the draw: a small one makes a job slower, never wrong.
+# Processes and the open window of every loader need memory whatever the budget is. An estimate of
+# it is subtracted first. The rest bounds samples, files and steps that are held ahead of the draw.
+# The budget never limits the draw itself: a small budget makes a job slower and changes no step.
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-# a loader worker with its libraries, nothing opened: 86 to 130 MB as measured
-HOST_BYTES = 110 * 2**20
+# a loader worker with its libraries and no open file: 86 to 130 MB as measured
+WORKER_BYTES = 110 * 2**20
 BUILDER_BYTES = 60 * 2**20  # a constructor worker
-# of a loader: files and the open window. 3 to 5 MB if rows are text; images hold more
+# open files and the open window of a loader: 3 to 5 MB for text, more for images
 WINDOW_BYTES = 8 * 2**20
-# shares of the rest: samples held ready, files being read, payload and assembled steps
+# shares of the rest: samples held ready, files being read, payload and built steps
 READY, OPEN, BUILT = (0.4, 0.2, 0.4)
-LEAST = 16 * 2**20  # least rest: with less, loaders would wait for each other at every step
+LEAST = 16 * 2**20  # smallest rest: with less, every step would wait for loaders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bytes of one machine."""
+    """The memory budget of one machine and its parts, in bytes."""
 
     total: int
-    processes: int  # set aside: workers with nothing open
-    windows: int  # set aside: the open windows of all loaders
+    processes: int  # subtracted first: workers without open files
+    windows: int  # subtracted first: the open windows of all loaders
     buffer_bytes: int  # samples ready beyond the draw, over all sources
     open_bytes: int  # files being read
-    shared_bytes: int  # payload in transit and assembled steps, over all workers
+    shared_bytes: int  # payload in transit and built steps, over all workers
     hosts: int  # workers that share ``shared_bytes``; 0: everything is in one process
 
     @property
@@ -263,14 +278,15 @@ class Budget:
             "open files": self.open_bytes,
             "steps": self.shared_bytes,
         }
-        return f"{shown(self.total)}: " + ", ".join(
-            f"{name} {shown(n)}" for name, n in parts.items() if n
+        return f"{format_bytes(self.total)}: " + ", ".join(
+            f"{name} {format_bytes(n)}" for name, n in parts.items() if n
         )
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return the bytes of ``"64GB"``, ``"512 MiB"`` or ``2**30``. Units are powers of 1024, with or
-    without an i.
+    """Return the number of bytes of a size such as ``"64GB"``, ``"512 MiB"`` or ``2**30``.
+
+    Units are powers of 1024, with or without an i.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         found = value
@@ -291,22 +307,23 @@ def parse_bytes(value: int | str) -> int:
 
 
 def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts: int = 0) -> Budget:
-    """Return the divided budget. Raise a ``ValueError`` that names the least budget if it is too
-    small.
+    """Divide a memory budget of ``total`` bytes; raise ``ValueError`` if it is too small.
+
+    The error names the smallest budget that suffices.
     """
-    processes = loader_hosts * HOST_BYTES + constructor_hosts * BUILDER_BYTES
+    processes = loader_hosts * WORKER_BYTES + constructor_hosts * BUILDER_BYTES
     windows = loaders * WINDOW_BYTES
     rest = total - processes - windows
     if rest < LEAST:
         hosts = (
-            f"{loader_hosts + constructor_hosts} processes take {shown(processes)}, "
+            f"{loader_hosts + constructor_hosts} processes take {format_bytes(processes)}, "
             if processes
             else ""
         )
         raise ValueError(
-            f"expected at least {shown(processes + windows + LEAST)}, got {shown(total)}: "
-            f"{hosts}{loaders} loaders with a window each "
-            f"{shown(windows)}, and {shown(LEAST)} is the least to read ahead with"
+            f"expected at least {format_bytes(processes + windows + LEAST)}, got "
+            f"{format_bytes(total)}: {hosts}{loaders} loaders with a window each "
+            f"{format_bytes(windows)}, and reading ahead takes at least {format_bytes(LEAST)}"
         )
     return Budget(
         total=total,
@@ -319,7 +336,7 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
     )
 
 
-def shown(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Return human-readable bytes, rounded up so that the named amount is enough."""
     for unit, size in (("GB", 2**30), ("MB", 2**20)):
         if nbytes >= size:

@@ -15,8 +15,8 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
 from overlord.job.job import Source
 from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost
-from overlord.messages.data import checked
-from overlord.planning.mixture import Event, EventLog, promised, with_every_weight
+from overlord.messages.data import checked_report
+from overlord.planning.mixture import Event, EventLog, surely_in_time, with_every_weight
 from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
@@ -254,7 +254,7 @@ class UserEvents:
         with target.switching:
             # an addition that timed out may have succeeded since
             target.loop.ask(lambda: self._runtime.settle(), "the planner")
-            if step is not None:  # checked before files are indexed, which takes long
+            if step is not None:  # checked_report before files are indexed, which takes long
                 target.loop.ask(lambda: self._runtime.planner.refuse_planned(step), "the planner")
             runtime, now = self._runtime, target.generation.prepared
             before = now.workers
@@ -309,7 +309,7 @@ class UserEvents:
         target = self._target
         target.refuse_closed()
         try:
-            report = checked(rank, step, metrics, next_step)
+            report = checked_report(rank, step, metrics, next_step)
         except JobError:
             self.count_refused()
             raise
@@ -359,7 +359,7 @@ class UserEvents:
         return (
             target.learns
             and report.rank not in target.broadcast_ranks
-            and promised(report, next_step, lag, target.options.prefetch)
+            and surely_in_time(report, next_step, lag, target.options.prefetch)
         )
 
     def _apply_report(self, runtime: Runtime, events: EventLog, report: Report) -> None:

@@ -11,7 +11,7 @@ from overlord.client.client import State, StepQueue
 from overlord.errors import ActorLost, JournalError
 from overlord.hashing import digest
 from overlord.messages.control import SourceLost, StreamState
-from overlord.planning.mixture import EventLog, lost
+from overlord.planning.mixture import EventLog, lost_sources
 from overlord.session.runtime import Runtime
 from overlord.setup.prepared_job import PreparedJob
 from overlord.transport.codec import decode_state
@@ -43,8 +43,8 @@ class Generation:
         cls, number: int, prepared: PreparedJob, runtime: Runtime, start: StreamState, mark: str
     ) -> Generation:
         events = EventLog(prepared.given.feedback_lag)
-        lost_sources = {event.name: event for event in lost(start.events)}
-        return cls(number, prepared, runtime, start, mark, events, lost_sources)
+        lost = {event.name: event for event in lost_sources(start.events)}
+        return cls(number, prepared, runtime, start, mark, events, lost)
 
     def add_queue(self, rank: int, queue: StepQueue, *, joined: bool = True) -> None:
         self.queues[rank] = queue

@@ -16,7 +16,7 @@ from overlord.job.job import Job
 from overlord.planning.schedule.base import learns
 from overlord.process import resources
 from overlord.scaling.profile import parse_bytes
-from overlord.scaling.scaler import Limits
+from overlord.scaling.scaler import ScalingLimits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
@@ -126,7 +126,7 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # scale the loader workers of each source; a mapping: True, with other scaling.Limits
+    # scale the loader workers of each source; a mapping: True, with other scaling.ScalingLimits
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
@@ -278,7 +278,7 @@ class Options:
     def _scaling_problems(self) -> list[str]:
         if isinstance(self.autoscale, bool):
             return []
-        known = [f.name for f in fields(Limits)]
+        known = [f.name for f in fields(ScalingLimits)]
         if not isinstance(self.autoscale, Mapping):
             return [f"autoscale: expected True, False, or limits by name, got {self.autoscale!r}"]
         if unknown := [name for name in self.autoscale if name not in known]:
@@ -287,7 +287,7 @@ class Options:
                 for name in unknown
             ]
         try:
-            Limits(**{"cores": 1, **self.autoscale})
+            ScalingLimits(**{"cores": 1, **self.autoscale})
         except (TypeError, ValueError) as problem:
             return [f"autoscale: {problem}"]
         return []

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from overlord.job.hooks import LOADER, of_kind
 from overlord.planning.schedule.base import Base
 from overlord.process import resources
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, widened
-from overlord.scaling.partition import CLUSTER, Limits, Partition, Resources, partition
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, with_shards
+from overlord.scaling.partition import CLUSTER, Partition, PartitionLimits, Resources, partition
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup.options import Options, n_cores, n_workers
 from overlord.setup.prepared_job import READ_AHEAD, PreparedJob
@@ -250,7 +250,7 @@ def partition_of(
             memory_bytes=memory_bytes,
             beside_s=0.0 if alone else beside_s(prepared),
         ),
-        Limits(
+        PartitionLimits(
             batch=batch_samples(prepared),
             per_source=per_source,
             per_actor=per_actor,
@@ -281,7 +281,7 @@ def hosting_of(prepared: PreparedJob) -> LoaderPlacement:
         return hosting
     named, cores = options.loaders or {}, _cores_to_come(options)
     shares = [1 if load.name in named else min(load.shares, cores) for load in loads_of(prepared)]
-    loaders, host_of = widened(hosting.loaders, hosting.host_of, shares)
+    loaders, host_of = with_shards(hosting.loaders, hosting.host_of, shares)
     return replace(hosting, loaders=loaders, host_of=host_of)
 
 

@@ -26,9 +26,9 @@ from overlord.planning.state_json import (
     event_out,
     fingerprint_in,
     fingerprint_out,
-    no_state,
     reports_in,
     reports_out,
+    state_problem,
 )
 from overlord.planning.strategies import RawPlan
 from overlord.sources.index import Index, RemovedSource
@@ -216,7 +216,7 @@ def state_from_json(
 
 
 def _check_form(saved: Any) -> None:
-    if problem := no_state(saved):
+    if problem := state_problem(saved):
         of_dataset = isinstance(saved, Mapping) and "stream" in saved
         raise StateMismatch({}, DATASET_STATE if of_dataset else NOT_A_STATE, problem)
     if saved["version"] != STATE_VERSION:

@@ -28,7 +28,7 @@ from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
-from overlord.messages.data import checked
+from overlord.messages.data import checked_report
 from overlord.messages.launcher import ReportsRequested
 from overlord.planning.mixture import EventLog
 from overlord.rpc.actors import ActorHandle
@@ -312,7 +312,7 @@ class Launched:
         return actor.address(), self.token
 
     def report(self, rank: int, step: int) -> None:
-        report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
+        report = checked_report(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
         self.log.expect(report)  # trainers keep the promise of ``planning/mixture.py``
         if self.cluster.disk is not None:

@@ -1,8 +1,8 @@
 """Choose the bucket and microbatch of each item, so that ranks seldom wait for each other.
 
-A *method* (``methods.py``) is one function from costs to bins. A *way* (``placement.py``) applies
-it to buckets and microbatches. ``place`` chooses the way. Cost (the time to compute a bin) and size
-(the tokens in it) are separate arrays.
+A *method* (``methods.py``) is one function from costs to bins. A placement algorithm
+(``placement.py``) applies it to buckets and microbatches. ``place`` chooses the
+algorithm. Cost (the time to compute a bin) and size (the tokens in it) are separate arrays.
 
 Objectives: ``iteration`` for ranks that wait for each other once per step: level buckets first,
 then the microbatches in each. ``microbatch`` for ranks that wait after every microbatch: level all
@@ -107,7 +107,7 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> I
         found = placement.first(p, (placement.better_flat,))
         return (
             found
-            if found.way in ("flat", "levelled")
+            if found.algorithm in ("flat", "levelled")
             else _or_one_more(p, found, placement.better_flat, placement.waited)
         )
     return _or_one_more(

@@ -28,12 +28,12 @@ MANY = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemPlacement:
-    """Bucket and microbatch of every item, and the way that found them."""
+    """The bucket and microbatch of every item, and the name of the placement algorithm."""
 
     bucket: np.ndarray  # int32
     microbatch: np.ndarray  # int32
     n_microbatches: int
-    way: str
+    algorithm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,9 +85,9 @@ Way = Callable[[PackingProblem, int], ItemPlacement | None]
 
 
 def first(p: PackingProblem, ways: Iterable[Way]) -> ItemPlacement:
-    """Return the placement of the first way that keeps the capacity.
+    """Return the placement of the first algorithm of ``ways`` that keeps the capacity.
 
-    It has as few microbatches as any of the ways needs.
+    It has as few microbatches as any of these algorithms needs.
 
     Many items of just over a third of the capacity need far more than the least number. Then M is
     searched by doubling and halving.
@@ -103,7 +103,7 @@ def first(p: PackingProblem, ways: Iterable[Way]) -> ItemPlacement:
 
 
 def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> ItemPlacement | None:
-    return next((found for way in ways if (found := way(p, m)) is not None), None)
+    return next((found for algorithm in ways if (found := algorithm(p, m)) is not None), None)
 
 
 def heaviest(p: PackingProblem, found: ItemPlacement) -> float:
@@ -134,14 +134,18 @@ def whole(p: PackingProblem, m: int) -> ItemPlacement | None:
     return two_level(p, m) if m == 1 else None
 
 
-def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> ItemPlacement | None:
+def _then_inside(
+    p: PackingProblem, bucket: np.ndarray, m: int, algorithm: str
+) -> ItemPlacement | None:
     if (
         not fits(bucket, p.sizes, p.n_buckets, m * p.capacity)
         or (microbatch := _inside(p, bucket, m)) is None
     ):
         return None
     microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
-    return ItemPlacement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(
+        bucket=bucket, microbatch=microbatch, n_microbatches=m, algorithm=algorithm
+    )
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
@@ -253,7 +257,7 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
         by_count=p.method == "none",
     )
     return ItemPlacement(
-        bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside"
+        bucket=bucket, microbatch=microbatch, n_microbatches=m, algorithm="arrival order inside"
     )
 
 
@@ -294,7 +298,9 @@ def by_substep(p: PackingProblem) -> ItemPlacement:
     return placed
 
 
-def _deal_indices(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> ItemPlacement | None:
+def _deal_indices(
+    p: PackingProblem, slot: np.ndarray, m: int, algorithm: str
+) -> ItemPlacement | None:
     """Balance every index over the buckets.
 
     The heaviest bin of an index goes to the bucket with the lowest total so far.
@@ -306,7 +312,9 @@ def _deal_indices(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Item
         bins[rows] = found + k * p.n_buckets
     bins = none_empty(bins, p.costs, m, p.n_buckets)
     bucket_of, _ = _assign_buckets(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
-    return ItemPlacement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
+    return ItemPlacement(
+        bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, algorithm=algorithm
+    )
 
 
 def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -456,7 +464,7 @@ def _number_bins(
     bucket_of: np.ndarray,
     loads: np.ndarray,
     m: int,
-    way: str,
+    algorithm: str,
     once: bool,
 ) -> ItemPlacement:
     """Assign microbatch indices to bins that have a bucket.
@@ -471,7 +479,9 @@ def _number_bins(
     microbatch = spread(
         bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound()
     )
-    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(
+        bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, algorithm=algorithm
+    )
 
 
 def own_bins(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
@@ -518,7 +528,7 @@ def _is_large(p: PackingProblem) -> bool:
 
 
 def _arrange(
-    p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
+    p: PackingProblem, bins: np.ndarray, m: int, algorithm: str, once: bool = False
 ) -> ItemPlacement | None:
     """Sort bins by load and divide them into microbatch indices.
 
@@ -537,6 +547,8 @@ def _arrange(
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
-        return _number_bins(p, bins, bucket_of, loads, m, way, once)
+        return _number_bins(p, bins, bucket_of, loads, m, algorithm, once)
     microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
-    return ItemPlacement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+    return ItemPlacement(
+        bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, algorithm=algorithm
+    )

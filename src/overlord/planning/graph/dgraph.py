@@ -40,7 +40,14 @@ from overlord.planning.graph.lineage import (
     read_only,
     unbound,
 )
-from overlord.planning.images import Placeholders, Samples, follow, nodes, of_sources, placeholders
+from overlord.planning.images import (
+    ItemSamples,
+    Placeholders,
+    nodes,
+    of_sources,
+    place_by_samples,
+    placeholders,
+)
 from overlord.planning.manual_draw import draw_by_hand
 from overlord.planning.schedule import Schedule, Weights
 from overlord.planning.selection import Prefer, choose, fitting, preferred
@@ -348,7 +355,7 @@ class DGraph:
 
     def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
         """Return the graph with a given placement, for strategies that do not balance."""
-        done = f"{what}: {placement.way}, M={placement.n_microbatches}"
+        done = f"{what}: {placement.algorithm}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
 
     def follow(
@@ -386,14 +393,14 @@ class DGraph:
                 "select the same sources in both graphs",
             )
         p = samples.placement
-        went = Samples(
+        went = ItemSamples(
             bucket=p.bucket[at],
             microbatch=p.microbatch[at],
             n_microbatches=p.n_microbatches,
             axis=samples.axis,
         )
         try:
-            found = follow(
+            found = place_by_samples(
                 graph.costs,
                 self.sizes(),
                 went,

@@ -245,7 +245,10 @@ def planned_graph(
         sync=sync,
     )
     placement = ItemPlacement(
-        bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned"
+        bucket=a.bucket,
+        microbatch=a.microbatch,
+        n_microbatches=a.n_microbatches,
+        algorithm="as planned",
     )
     binding = Binding(index=read_only(loader.astype(np.int32)), names=loaders)
     return DGraph(
