@@ -495,7 +495,7 @@ def test_the_command_explains_a_step_and_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("--step", "99"), 2, "the job has no such step: it ends after 10 steps"),
+        (("--step", "99"), 2, "expected a step below 10, where the job ends, got 99"),
         (("--sample", "wb/e0/f0/r0"), 2, "did you mean 'web'"),
         (("--sample", "web"), 2, "expected a sample id such as"),
         ((), 2, "either --step K or --sample ID"),

@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def never_ends(job: Job) -> bool:
-    """True if the data of a job has no end; ``until`` decides which sources may repeat forever."""
+    """Return whether a job never ends: sources repeat forever, and ``until`` allows it."""
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import JobError, PlanError
-from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
+from overlord.observe.metrics import actors, job_metrics, loader_name, sum_counters
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import Buffer
 from overlord.session.running_job import RunningJob
@@ -134,7 +134,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
         **found,
         "uptime_s": time.monotonic() - running.started,
         "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
-        "files": added_up([prepared.handles.metrics(), *figures.get("files", ())]),
+        "files": sum_counters([prepared.handles.metrics(), *figures.get("files", ())]),
         "clients": {r: _client_row(c, of_clients.get(r, {})) for r, c in clients.items()},
         "actors": actors(figures, clients),
         "transfer": figures.get("transfer", {}),

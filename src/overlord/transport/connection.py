@@ -29,7 +29,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.timeouts import TIMEOUTS
 
 # ----------------------------------------------------------------------------
-# Connections: ordered, bidirectional streams of values, with a deadline for every wait.
+# The interface of a connection and its two kinds. Every wait has a deadline.
 #
 # ``pair`` connects two ends within a process and passes values by reference. A
 # ``SocketConnection`` connects two processes: through shared memory on the same machine, by TCP
@@ -44,7 +44,7 @@ class _Timeout:
 
 TIMEOUT: Final = _Timeout()
 PAIR_MESSAGES = 64
-MAX_HELD = 8  # segments of a peer, beyond the number that it announced
+MAX_HELD = 8  # segments that one side may hold, beyond the number that the peer announced
 CLOSES = "the server closes"  # the reason of an orderly close
 CLOSED_HERE = "the connection was closed on this side"
 
@@ -200,9 +200,9 @@ def pair(
 
 
 class SocketConnection:
-    """A connection to another process that does its I/O in the calls of its user, without a thread.
+    """A connection to another process, without a thread: ``send`` and ``recv`` do the I/O.
 
-    So a trainer pays for one socket and one mapping. Over a unix socket arrays are sent in shared
+    So a trainer needs one socket and one mapping. Over a unix socket arrays are sent in shared
     memory. Over TCP they are sent in frames and received into reused buffers.
     """
 
@@ -233,7 +233,7 @@ class SocketConnection:
         self._receive_buffer = ReceiveBuffer(buffers, files=self.shares_memory)
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
-        # False: without a free segment arrays are copied through the socket.
+        # False: if no segment is free, arrays are copied through the socket.
         self.waits_for_segments = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
@@ -465,11 +465,11 @@ class SocketConnection:
 # ----------------------------------------------------------------------------
 # Client side of a connection: connect by unix socket or TCP, then authenticate.
 #
-# The unix socket is used if it answers, TCP otherwise.
+# With ``transport="auto"`` the unix socket is used if it accepts the connection, TCP otherwise.
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
-AGAIN_S = TIMEOUTS.retry_s
+RETRY_S = TIMEOUTS.retry_s
 
 
 def open_connection(
@@ -494,15 +494,15 @@ def open_connection(
             return _open_connection(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
-        # Retry: this process was suspended for seconds, or a thousand others connected first.
+        # This process was suspended during the handshake, or many others connected first.
         except TryLater as later:
-            if time.monotonic() + AGAIN_S > deadline:
+            if time.monotonic() + RETRY_S > deadline:
                 raise DataStall(
                     f"{shown(address)} to accept a connection, which it refuses temporarily "
                     f"({later.reason})",
                     timeout_s,
                 ) from None
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def _open_connection(
@@ -520,7 +520,11 @@ def _open_connection(
         answer = _handshake(sock, where, token, hello, deadline, timeout_s)
         welcome, hold = answer.get("welcome"), answer.get("hold")
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
-            raise LinkRefused(where, "expected a welcome in its answer, got none")
+            raise LinkRefused(
+                where,
+                "expected a welcome in the handshake, got none; run the same version of Overlord "
+                "on both sides",
+            )
         tune(sock)
         return SocketConnection(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
     except BaseException:

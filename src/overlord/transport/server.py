@@ -1,4 +1,4 @@
-"""A server of connections: one thread serves all of them and never waits for a single one.
+"""A server whose one thread serves all connections and never waits for a single one.
 
 Callbacks run in that thread, so they must be short. Messages that a slow peer does not accept wait
 in the bounded queue of its connection, arrays by reference. A sender in another thread then waits;
@@ -46,15 +46,16 @@ log = logging.getLogger("overlord.transport")
 #
 # Sending never blocks the server's thread. Received messages go to the server's callback.
 
-# queue of one connection, in addition to the socket's buffer; a single message may be larger
+# send queue of one connection, in addition to the socket's buffer; one message may be larger
 MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
 
 
 class ServerConnection(SocketConnection):
-    """A connection of a server. Runs on: any thread.
+    """The server's end of one connection.
 
-    The server's thread sends the bytes that the socket does not accept at once.
+    Runs on: any thread. The server's thread sends the bytes that the socket does not accept at
+    once.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class ServerConnection(SocketConnection):
             self._drained.notify_all()
 
     def abandon(self) -> None:
-        """Release the socket of a refused connection, which the handshake still uses."""
+        """Give up a refused connection, but leave its socket to the handshake."""
         with self._lock:
             self._lost = "it was refused"
             self._encoder.close()
@@ -202,7 +203,7 @@ OnClose = Callable[[ServerConnection, str], None]
 
 
 # ----------------------------------------------------------------------------
-# The server: one thread for all connections.
+# The server, and connections that are still in the handshake.
 
 
 class Pending:
@@ -332,7 +333,7 @@ class Server:
         self._waker.wake()
 
     def caught_up(self, timeout_s: float) -> bool:
-        """Wait until all data that has already arrived is read; return whether it was.
+        """Wait until all data that has already arrived is read; return False at the deadline.
 
         So a query about the last message of a peer includes a message that is still in its socket.
         """
@@ -449,7 +450,11 @@ class Server:
         first = accepted.hello
         hello = first.get("hello")
         if not isinstance(hello, dict):
-            return self._refuse(pending, "expected a hello in its handshake, got none")
+            return self._refuse(
+                pending,
+                "expected a hello in the handshake, got none; run the same version of Overlord on "
+                "both sides",
+            )
         name = first.get("name")
         connection = ServerConnection(
             pending.sock,

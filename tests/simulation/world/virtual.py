@@ -39,7 +39,7 @@ class SimPump:
         self._scheduled = self._started = self._running = self.stopped = False
         self._timer = 0
         self.broken: BaseException | None = None
-        self.turn = 0.0
+        self.call_started = 0.0
 
     def start(
         self,
