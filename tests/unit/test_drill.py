@@ -96,7 +96,7 @@ def test_a_worker_is_restored_when_another_process_is_there_and_its_recovery_is_
         )
 
     assert left(11, 1) == {"loader-worker/0": "was not replaced"}
-    assert left(12, 1) == {"loader-worker/0": "has no row among the recoveries"}, (
+    assert left(12, 1) == {"loader-worker/0": "is not among the recoveries of the metrics"}, (
         "the row is of the time before"
     )
     assert left(12, 2) == {}

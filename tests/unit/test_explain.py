@@ -218,7 +218,9 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):
             session.explain(-1)
-        with pytest.raises(PlanError, match=r"expected a step's number or a SampleId, got 1\.5"):
+        with pytest.raises(
+            PlanError, match=r"expected the number of a step, a SampleId or its text, got 1\.5"
+        ):
             session.explain(1.5)  # type: ignore[arg-type]
 
 

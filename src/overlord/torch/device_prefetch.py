@@ -166,7 +166,7 @@ class DevicePrefetcher:
             before = self.mark()
 
     def _put_back(self, step: TensorStep, before: Callable[[], State]) -> None:
-        """Return the last step to the front of the queue.
+        """Put the last step back to the front of the queue.
 
         Its copy is complete, or the trainer's stream waits for it.
         """

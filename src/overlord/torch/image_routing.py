@@ -177,7 +177,7 @@ class Exchange:
         return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
 
     def backward(self) -> None:
-        """Return gradients to the encoders; every rank calls it after the last microbatch."""
+        """Send gradients to the encoders; every rank calls it after the last microbatch."""
         if not self._needs_backward:
             return
         grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
