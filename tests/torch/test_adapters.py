@@ -350,7 +350,7 @@ def test_a_place_along_cp_that_does_not_fit_the_slice_is_refused():
     with pytest.raises(ov.JobError, match=r"expected \(number of ranks, this rank\), got \(2, 2\)"):
         megatron.padding_mask(half, cp=(2, 2))
     with pytest.raises(
-        ov.JobError, match="unknown 'zag'; known: zigzag, zigzag_whole, contiguous, none"
+        ov.JobError, match="expected one of zigzag, zigzag_whole, contiguous, none, got 'zag'"
     ):
         megatron.padding_mask(half, cp=(2, 1), cp_split="zag")
 

@@ -180,7 +180,9 @@ def test_what_cannot_be_meant_is_refused():
         "expected labels, or loss_mask with losses of tokens, got neither": lambda: ot.token_loss(
             torch.zeros(3), None, 1
         ),
-        "as many labels as rows of logits, 3, got 2": lambda: ot.token_losses(logits, labels[:2]),
+        "labels: expected as many as rows of logits, 3, got 2": lambda: ot.token_losses(
+            logits, labels[:2]
+        ),
         "chunk: expected at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
     }.items():
         with pytest.raises(ov.JobError, match=words):

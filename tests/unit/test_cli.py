@@ -431,7 +431,7 @@ def test_a_plan_can_be_asked_for_another_place_and_strategy(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--step", "10"), "ends after 10 steps"),
+        (("--step", "10"), "expected a step below 10, where the job ends, got 10"),
         (("--step", "1", "--place", "dq=4"), "'dq=4'"),
         (("--step", "1", "--place", "dp=0"), "place.dp"),
         (("--step", "1", "--strategy", "lmm_balance"), "did you mean 'llm_balance'?"),
