@@ -155,7 +155,7 @@ class Linked(Way):
                 token=TOKEN,
                 on_message=lambda link, value: None,
                 on_open=self._on_open,
-                ring=self._ring,
+                pool=self._ring,
             )
             self.address = self._server.address
         else:

@@ -165,7 +165,7 @@ class EventLoop:
         """Run a call on the loop, without waiting for it."""
         self._calls.put(call)
 
-    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         """Run a call on the loop, wait for it, and return its result.
 
         ``what`` is the subject of the ``DataStall`` at the deadline.

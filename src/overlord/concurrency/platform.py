@@ -95,13 +95,13 @@ class Platform:
         """Block this thread; not allowed on an event loop."""
         time.sleep(seconds)
 
-    def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
+    def memory_pool(self, name: str, max_bytes: int) -> SharedMemoryPool:
         return SharedMemoryPool(name=name, max_bytes=max_bytes, max_segments=MAX_SEGMENTS)
 
     def serve(
         self,
         token: str,
-        ring: SharedMemoryPool,
+        pool: SharedMemoryPool,
         on_message: OnMessage,
         on_open: OnOpen,
         on_close: OnClose,
@@ -112,7 +112,7 @@ class Platform:
             on_message=on_message,
             on_open=on_open,
             on_close=on_close,
-            ring=ring,
+            pool=pool,
             **where,
         )
 
@@ -123,9 +123,9 @@ class Platform:
         hello: dict[str, Any],
         *,
         timeout_s: float,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, pool=pool)
         connection.waits_for_segments = False
         return connection, welcome
 

@@ -156,7 +156,7 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
     session.internals.begin()
     deadline = time.monotonic() + timeout_s
     while True:
-        plans, over = session.internals.loop.ask(
+        plans, over = session.internals.loop.call(
             lambda: (
                 [s.plan for s in session.internals.runtime.plans],
                 session.internals.runtime.planner.finished,

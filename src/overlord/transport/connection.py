@@ -113,8 +113,8 @@ class _Direction:
 class LocalConnection:
     """One end of a pair within a process."""
 
-    def __init__(self, peer: str, out: _Direction, into: _Direction, ring: SharedMemoryPool | None):
-        self.peer, self.ring = peer, ring
+    def __init__(self, peer: str, out: _Direction, into: _Direction, pool: SharedMemoryPool | None):
+        self.peer, self.pool = peer, pool
         self._out, self._in = out, into
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
@@ -187,15 +187,15 @@ class LocalConnection:
 
 
 def pair(
-    ring: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
+    pool: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
 ) -> tuple[Connection, Connection]:
     """Return two connected ends within this process.
 
     Values are passed by reference; at most ``PAIR_MESSAGES`` of them wait in each direction.
     """
     there, back = _Direction(), _Direction()
-    return LocalConnection(names[1], there, back, ring), LocalConnection(
-        names[0], back, there, ring
+    return LocalConnection(names[1], there, back, pool), LocalConnection(
+        names[0], back, there, pool
     )
 
 
@@ -211,7 +211,7 @@ class SocketConnection:
         sock: socket.socket,
         peer: str,
         *,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
         max_held: int = MAX_HELD,
         hangup: bool = True,
     ):
@@ -222,12 +222,12 @@ class SocketConnection:
         self._receive_lock = threading.RLock()
         self._own_pool = (
             SharedMemoryPool(max_bytes=2**28, name=peer)
-            if self.shares_memory and ring is None
+            if self.shares_memory and pool is None
             else None
         )
-        ring = (ring or self._own_pool) if self.shares_memory else None
+        pool = (pool or self._own_pool) if self.shares_memory else None
         buffers = BufferPool(2**28)
-        self._encoder = MessageEncoder(ring, peer, self._fileno if hangup else -1)
+        self._encoder = MessageEncoder(pool, peer, self._fileno if hangup else -1)
         self._decoder = MessageDecoder(buffers, max_held)
         self._send_buffer = SendBuffer()
         self._receive_buffer = ReceiveBuffer(buffers, files=self.shares_memory)
@@ -239,7 +239,7 @@ class SocketConnection:
         self._readable.register(self._fileno, select.POLLIN)
 
     @property
-    def ring(self) -> SharedMemoryPool | None:
+    def pool(self) -> SharedMemoryPool | None:
         """The shared-memory pool for arrays to be sent without a copy; None over TCP."""
         return self._encoder.pool
 
@@ -478,7 +478,7 @@ def open_connection(
     hello: dict[str, Any],
     *,
     timeout_s: float,
-    ring: SharedMemoryPool | None = None,
+    pool: SharedMemoryPool | None = None,
     transport: str = "auto",
     name: str = "",
 ) -> tuple[SocketConnection, dict[str, Any]]:
@@ -492,7 +492,7 @@ def open_connection(
     while True:
         try:
             return _open_connection(
-                address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
+                address, token, {"hello": hello, "name": name}, deadline, timeout_s, pool, transport
             )
         # This process was suspended during the handshake, or many others connected first.
         except TryLater as later:
@@ -511,7 +511,7 @@ def _open_connection(
     hello: dict[str, Any],
     deadline: float,
     timeout_s: float,
-    ring: SharedMemoryPool | None,
+    pool: SharedMemoryPool | None,
     transport: str,
 ) -> tuple[SocketConnection, dict[str, Any]]:
     where = shown(address)
@@ -526,7 +526,7 @@ def _open_connection(
                 "on both sides",
             )
         tune(sock)
-        return SocketConnection(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
+        return SocketConnection(sock, where, pool=pool, max_held=MAX_HELD + hold), welcome
     except BaseException:
         sock.close()
         raise

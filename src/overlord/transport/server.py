@@ -59,9 +59,9 @@ class ServerConnection(SocketConnection):
     """
 
     def __init__(
-        self, sock: socket.socket, peer: str, *, ring: SharedMemoryPool | None, server: Server
+        self, sock: socket.socket, peer: str, *, pool: SharedMemoryPool | None, server: Server
     ):
-        super().__init__(sock, peer, ring=ring, hangup=False)
+        super().__init__(sock, peer, pool=pool, hangup=False)
         self._server = server
         self._drained = threading.Condition(self._lock)
         self._begun = False  # nothing may be sent before the welcome
@@ -257,7 +257,7 @@ class Server:
         on_message: OnMessage,
         on_open: OnOpen | None = None,
         on_close: OnClose | None = None,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
         host: str = "127.0.0.1",
         port: int | range = 0,
         tcp: bool = True,
@@ -290,8 +290,8 @@ class Server:
                 for sock in self._listeners:
                     sock.close()
                 raise
-        self._own_pool = None if ring else SharedMemoryPool(name=found.key)
-        self.ring = ring or self._own_pool
+        self._own_pool = None if pool else SharedMemoryPool(name=found.key)
+        self.pool = pool or self._own_pool
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
         self._pending: dict[int, Pending] = {}  # oldest first
@@ -459,7 +459,7 @@ class Server:
         connection = ServerConnection(
             pending.sock,
             name[:200] if isinstance(name, str) and name else pending.name,
-            ring=self.ring,
+            pool=self.pool,
             server=self,
         )
         try:
