@@ -15,7 +15,7 @@ import pytest
 
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.transport import server
-from overlord.transport.address import Address, shown
+from overlord.transport.address import Address, address_text
 from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
@@ -157,9 +157,9 @@ def test_an_address_reads_back():
 
 
 def test_an_address_without_a_port_is_shown_as_its_local_socket():
-    assert shown("overlord://127.0.0.1:0/abc") == "local socket @overlord-abc"
+    assert address_text("overlord://127.0.0.1:0/abc") == "local socket @overlord-abc"
     for other in ("overlord://127.0.0.1:80/abc", "", "what is none"):
-        assert shown(other) == other
+        assert address_text(other) == other
 
 
 def test_an_array_of_the_pool_is_sent_without_a_copy():

@@ -109,7 +109,7 @@ def step_digest(taken: Taken) -> str:
 
 
 def resume_from(given: Path) -> dict[str, Any] | str:
-    """Return a saved state, or "auto"; write ./auto for a file of that name."""
+    """Return a saved state, or "auto"; a file of that name is given as ./auto."""
     return "auto" if str(given) == "auto" else read_state(given)
 
 

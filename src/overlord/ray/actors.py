@@ -32,7 +32,7 @@ UNAVAILABLE = "it cannot be reached: its process is suspended, or its node is un
 class RayActor(ActorBody):
     """An actor in a process of Ray."""
 
-    def begin(self, spec: LaunchSpec, far: bool, code: bytes) -> int | None:
+    def begin(self, spec: LaunchSpec, multi_machine: bool, code: bytes) -> int | None:
         """Serve the calls of the actor until it ends; return its exit code.
 
         The code is unpickled once the module path is set up.
@@ -42,7 +42,7 @@ class RayActor(ActorBody):
         output = WorkerOutput.to_hello(
             here(), (worker.get_err_file_path(), worker.get_out_file_path())
         )
-        return self.serve(spec, here() if far else "", lambda: unpickle(code), output)
+        return self.serve(spec, here() if multi_machine else "", lambda: unpickle(code), output)
 
 
 def actor_of(place: RayPlace, **named: str) -> Any:

@@ -144,7 +144,7 @@ class Cluster:
             self._up = False
 
     @property
-    def far(self) -> bool:
+    def multi_machine(self) -> bool:
         """Whether the cluster may have other machines."""
         return not self._ours or self.address is not None
 
@@ -170,7 +170,7 @@ class Cluster:
                 "namespace": f"overlord-{job}-{self._run}",
             }
             actor = actor_of(place, **named).remote()
-            life: Future[Any] = actor.begin.remote(spec, self.far, code).future()
+            life: Future[Any] = actor.begin.remote(spec, self.multi_machine, code).future()
         return actor, life
 
     def has_process(self, actor: Any) -> bool | None:
@@ -205,7 +205,7 @@ class Cluster:
         for found in known:
             if found.has_name(node):
                 return found.id
-        if not self.far:
+        if not self.multi_machine:
             raise JobError(
                 [
                     f"node: expected None, since this runtime has one machine, got {node!r}; "

@@ -81,8 +81,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
-            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # for workers
-            own = NetworkPlatform(ports, here()) if CLUSTER.far else self.machine
+            self.machine = (
+                NetworkPlatform(ports) if CLUSTER.multi_machine else Platform(ports)
+            )  # for workers
+            own = NetworkPlatform(ports, here()) if CLUSTER.multi_machine else self.machine
             self._listener: ActorListener[RayRecord] = ActorListener(
                 own,
                 on_end=self._ended,
@@ -107,7 +109,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
     def nodes(self) -> list[Node]:
         """Return the nodes on which actors can run; empty if the cluster has only this machine."""
-        return CLUSTER.nodes() if CLUSTER.far else []
+        return CLUSTER.nodes() if CLUSTER.multi_machine else []
 
     def pid_here(self, handle: ActorHandle) -> int:
         """Return the pid of an actor, once it is known and if it runs on this machine; else 0."""
@@ -134,8 +136,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             address=self.address,
             token=self._listener.token,
             lease_id=self._listener.expect(record),
-            environ=None if CLUSTER.far else dict(os.environ),
-            directory="" if CLUSTER.far else os.getcwd(),
+            environ=None if CLUSTER.multi_machine else dict(os.environ),
+            directory="" if CLUSTER.multi_machine else os.getcwd(),
             path=self._path,
         )
         self._starts.do(lambda: self._begin(record, spec, code))
@@ -309,7 +311,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             log.warning("last output of %s:\n  %s", record.name, "\n  ".join(lines))
         return (
             f"; {where}"
-            if CLUSTER.far and (where := record.output.where) and (lines or not record.local)
+            if CLUSTER.multi_machine
+            and (where := record.output.where)
+            and (lines or not record.local)
             else ""
         )
 

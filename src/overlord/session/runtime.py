@@ -175,7 +175,7 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
     from overlord.cluster.worker_factory import layout_asked
     from overlord.ray.cluster import CLUSTER
 
-    if not CLUSTER.far:
+    if not CLUSTER.multi_machine:
         _refuse_nodes(
             options, "this machine is the whole cluster: give its address, or leave it out"
         )

@@ -203,10 +203,10 @@ class Address:
         return Address(host=host, port=port, key=key)
 
 
-def shown(address: str) -> str:
-    """Return an address as text for people.
+def address_text(address: str) -> str:
+    """Return an address as text for errors and logs.
 
-    An address without TCP is shown as its unix socket, as ``ss -x`` lists it.
+    An address without TCP is written as its unix socket, as ``ss -x`` lists it.
     """
     try:
         found = Address.parse(address)

@@ -19,8 +19,8 @@ from overlord.transport.address import (
     HAS_SHARED_MEMORY,
     Address,
     TryLater,
+    address_text,
     client_side,
-    shown,
     tune,
 )
 from overlord.transport.frame import BYE, OutgoingMessage, ReceiveBuffer, SendBuffer
@@ -355,10 +355,10 @@ class SocketConnection:
 
     # receiving
 
-    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+    def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
         """Return the next value, or ``TIMEOUT``.
 
-        ``looked``: the caller has just found no data, so wait before reading.
+        ``polled``: the caller has just found no data, so wait before reading.
         """
         deadline = time.monotonic() + timeout_s
         with self._receive_lock:
@@ -370,12 +370,12 @@ class SocketConnection:
                 if self._ended:
                     raise ActorLost(self.peer, self._lost or "")
                 try:
-                    if not looked:
+                    if not polled:
                         self._read()
                         continue
                 except BlockingIOError:
                     pass
-                looked, left = False, deadline - time.monotonic()
+                polled, left = False, deadline - time.monotonic()
                 if left <= 0:
                     return TIMEOUT
                 # Outside the except block: an interrupt here shows one traceback, not two.
@@ -498,7 +498,7 @@ def open_connection(
         except TryLater as later:
             if time.monotonic() + RETRY_S > deadline:
                 raise DataStall(
-                    f"{shown(address)} to accept a connection, which it refuses temporarily "
+                    f"{address_text(address)} to accept a connection, which it refuses temporarily "
                     f"({later.reason})",
                     timeout_s,
                 ) from None
@@ -514,7 +514,7 @@ def _open_connection(
     pool: SharedMemoryPool | None,
     transport: str,
 ) -> tuple[SocketConnection, dict[str, Any]]:
-    where = shown(address)
+    where = address_text(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
         answer = _handshake(sock, where, token, hello, deadline, timeout_s)
@@ -539,7 +539,8 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
         except OSError as e:
             if transport == "unix" or not address.port:
                 raise ActorLost(
-                    shown(str(address)), f"its local socket does not answer: {e.strerror or e}"
+                    address_text(str(address)),
+                    f"its local socket does not answer: {e.strerror or e}",
                 ) from e
     try:
         return socket.create_connection(

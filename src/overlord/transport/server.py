@@ -92,7 +92,7 @@ class ServerConnection(SocketConnection):
         self._wait_for_room(wait_s)
         self._enqueue(self._encode(value, wait_s))
 
-    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+    def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
         raise OverlordError("recv: a server passes its messages to on_message; handle them there")
 
     def _wait_for_room(self, wait_s: float) -> None:
