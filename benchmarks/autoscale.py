@@ -116,7 +116,7 @@ class Outcome:
 
     @property
     def start_s(self) -> float:
-        """Return the wait for the first step: workers, files, buffers and provisioning by hand."""
+        """The wait for the first step: workers, files, buffers and provisioning by hand."""
         return self.waits[0]
 
     def waited(self, first: int = 0, stop: int | None = None) -> float:

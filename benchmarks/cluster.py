@@ -144,9 +144,9 @@ class Setting:
         )
 
     def apart(self, one: str, other: str) -> bool:
-        """Whether all runs of a loader took less CPU than all runs of another loader.
+        """Return whether all runs of a loader took less CPU than all runs of another loader.
 
-        It holds only if it does in the steady part and over the whole run.
+        It must hold in the steady part and over the whole run.
         """
         mine, theirs = ([run for run in self.runs if run.peer == peer] for peer in (one, other))
         if self.repeats == 1 or not mine or not theirs:

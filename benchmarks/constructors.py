@@ -2,9 +2,9 @@
 
     python benchmarks/constructors.py
 
-The measurement compared loader hosts that send to one constructor per data-parallel group with
-loader hosts that send to every client. The second mode, ``launch(constructors=False)``, is removed
-from the package, so this commit cannot run the comparison. The commit below can.
+The measurement compared loader workers that send to one constructor per data-parallel group with
+loader workers that send to every client. The second mode, ``launch(constructors=False)``, is
+removed from the package, so this commit cannot run the comparison. The commit below can.
 ``benchmarks/scale_sim.py`` models both modes at 1k to 4k GPUs (the paper's Figure 18).
 """
 

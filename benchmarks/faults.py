@@ -27,7 +27,7 @@ import overlord as ov
 from corpus import default_folder, make_corpus
 from overlord.drill.delivery import compare
 from overlord.drill.faults import parse_faults
-from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
+from overlord.drill.run import Drill, Outcome, run_disturbed, run_undisturbed
 from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
@@ -112,7 +112,7 @@ def run_cell(cell: Cell, job: ov.Job, steps: int, step_s: float) -> Outcome:
         options=options,
     )
     with tempfile.TemporaryDirectory(prefix="overlord-faults-") as scratch:
-        return disturbed(drill, Path(scratch))
+        return run_disturbed(drill, Path(scratch))
 
 
 def waits_ms(outcome: Outcome) -> np.ndarray:
@@ -252,7 +252,7 @@ def main(
         )
         raise click.BadParameter(too_few, param_hint="--steps")
     console, job = wide_console(), make_job(loaders, corpus or default_folder(), samples)
-    alone = undisturbed(Drill(job=job, faults=(), steps=steps))
+    alone = run_undisturbed(Drill(job=job, faults=(), steps=steps))
     done: list[tuple[Cell, Outcome]] = []
     every_cell = cells(killed, every, at)
     with progress(console) as bar:

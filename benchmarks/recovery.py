@@ -208,7 +208,7 @@ def nodes() -> Iterator[Any]:
 
 
 def remove_nodes(times: int) -> list[Losses]:
-    """Return the node that has a loader worker and not the planner.
+    """Remove a node with a loader worker and without the planner; return the recovery times.
 
     Its workers restart on the other node.
     """

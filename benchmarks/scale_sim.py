@@ -29,8 +29,8 @@ from rich.console import Console
 import overlord as ov
 from corpus import Corpus, default_folder
 from overlord.dryrun.constants import Measured
-from overlord.dryrun.estimate import Cell, DryRunRequest, constants_of, simulated
-from overlord.dryrun.machines import ClusterShape, Constants, colocated, overlord
+from overlord.dryrun.estimate import Cell, DryRunRequest, constants_of, estimate_sizes
+from overlord.dryrun.machines import ClusterShape, Constants, colocated_memory, overlord_memory
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from page import (
@@ -102,7 +102,10 @@ def grid_of(name: str, fleet: ClusterShape, constants: Constants) -> Grid:
     def ratio(cp: int, pp: int, apart: bool) -> float:
         made = replace(fleet, cp=cp, pp=pp)
         made = replace(made, copies=made.dp) if apart else made
-        return overlord(made, constants).total / colocated(made, constants, first_of_tp=True).total
+        return (
+            overlord_memory(made, constants).total
+            / colocated_memory(made, constants, first_of_tp=True).total
+        )
 
     cells = {
         apart: [[ratio(cp, pp, apart) for pp in SIDES] for cp in SIDES] for apart in (False, True)
@@ -123,8 +126,8 @@ def statements(constants: Constants, sources: int) -> list[str]:
     def ours(cp: int, pp: int, **change: Any) -> tuple[float, float]:
         """Return MB per node, and relative to a colocated loader; loaders separately."""
         fleet = replace(BASE, sources=sources, cp=cp, pp=pp, **change)
-        made = overlord(replace(fleet, copies=fleet.dp), constants)
-        return made.per_node / 2**20, made.total / colocated(
+        made = overlord_memory(replace(fleet, copies=fleet.dp), constants)
+        return made.per_node / 2**20, made.total / colocated_memory(
             fleet, constants, first_of_tp=True
         ).total
 
@@ -163,7 +166,7 @@ def fetching(
             sources_per_host=per_host,
             broadcast=False,
         )
-        found += [(name, cell) for cell in simulated(job, asked, progress=step)[2]]
+        found += [(name, cell) for cell in estimate_sizes(job, asked, progress=step)[2]]
     return found
 
 
@@ -174,7 +177,7 @@ def planning(job: ov.Job, step: Callable[[str, int, int], None]) -> list[Cell]:
         asked = DryRunRequest(
             gpus=PLANNED, cp=cp, pp=pp, gpus_per_node=PER_NODE, batch=None, constructors=(True,)
         )
-        cells += simulated(job, asked, progress=step)[2]
+        cells += estimate_sizes(job, asked, progress=step)[2]
     return cells
 
 

@@ -95,7 +95,7 @@ class Paired:
 
     @property
     def bare_cpu(self) -> float:
-        """Return the mean of the bare runs before and after: a slower machine affects both."""
+        """The mean CPU of the bare runs before and after: a slower machine affects both."""
         return (self.before.steady_cpu + self.after.steady_cpu) / 2
 
     @property
@@ -104,7 +104,7 @@ class Paired:
 
     @property
     def whole_ratio(self) -> float:
-        """Return the total, including start-up and tokens that were read but not delivered."""
+        """The ratio of the total CPU, with start-up and tokens that were read but not delivered."""
         return self.run.whole_cpu / ((self.before.whole_cpu + self.after.whole_cpu) / 2)
 
     @property

@@ -127,7 +127,7 @@ def traced(checkout: Path, walk: str) -> tuple[set[str], set[tuple[str, str]]]:
 
 
 def _plans(path: Path) -> bool:
-    """Whether a process ran the planner: the walk of a plan is counted in that process alone."""
+    """Return whether a process ran the planner, in which the walk of a plan is counted."""
     return any(line.endswith("/planner.py") for line in path.read_text().splitlines())
 
 

@@ -221,7 +221,7 @@ def serve_messages(
         on_message=on_message,
         key=key,
         port=port,
-        ring=SharedMemoryPool(max_bytes=4 * n * nbytes + MB, name="child"),
+        pool=SharedMemoryPool(max_bytes=4 * n * nbytes + MB, name="child"),
     )
     pipe.send(server.address)
     pipe.poll(None)
@@ -257,7 +257,7 @@ def send_messages(
     """Send n messages; then report how many segments the pool ever had, or the error."""
     ring = SharedMemoryPool(max_segments=max_segments, name="sender")
     link, _ = open_connection(
-        address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
+        address, TOKEN, {}, timeout_s=SOON_S, transport=transport, pool=ring, name="the sender"
     )
     try:
         for k in range(n):

@@ -113,7 +113,7 @@ class Reading:
         while queue:
             command = queue.popleft()
             if not isinstance(command, Announce):
-                queue.extend(self.loading.carry_out(command))
+                queue.extend(self.loading.execute(command))
             elif not self.loading.slots[command.loader].standby:
                 self.news.append(command)
 

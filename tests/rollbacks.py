@@ -72,7 +72,7 @@ class HostByHand:
                 if not self.loading.slots[command.loader].standby:
                     self.said.append(command)
             else:
-                queue.extend(self.loading.carry_out(command))
+                queue.extend(self.loading.execute(command))
         self.loading.check()
 
     def open(self, opening: LoaderStart) -> None:

@@ -1,5 +1,7 @@
-"""Look-ahead over many steps: samples dearer than a rank's share wait for each other
-(``choose.hold_long``), none longer than max_age.
+"""Measure look-ahead over many steps.
+
+Samples that cost more than a rank's share wait for each other (``planning.selection.hold_long``),
+none longer than ``max_age``.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ MAX_AGE = 8  # steps, the job's default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """Steps one after another with one width of look-ahead: slowest over mean rank, all steps
-    together.
-    """
+    """The result of one width of look-ahead: slowest over mean rank, over all steps together."""
 
     case: Case
     look_ahead: int
@@ -45,7 +45,7 @@ class Ahead:
 
 
 class Stream:
-    """Samples of all sources, and which of them are taken: what a planner holds between steps."""
+    """The samples of all sources, and which are taken: the planner's state between steps."""
 
     def __init__(self, case: Case, steps: int, look_ahead: int, seed: int):
         n = case.samples * (steps + look_ahead)
@@ -63,7 +63,7 @@ class Stream:
         self.taken, self.age = np.zeros(n, bool), np.zeros(n, np.int32)
 
     def candidates(self, step: int) -> Buffer:
-        """The first ``look_ahead * n`` samples left of every source that gives n."""
+        """Return the first ``look_ahead * n`` remaining samples of every source that gives n."""
         left, wanted = np.flatnonzero(~self.taken), self.wanted[step]
         source = self.all.source[left]
         rank = np.arange(len(left)) - np.searchsorted(source, np.arange(len(wanted)))[source]
@@ -78,8 +78,9 @@ class Stream:
         )
 
     def settle(self, plan: LoadingPlan) -> None:
-        """As ``overlord.planning.step.Reserve.settle`` counts: a candidate that another of
-        its source was taken before is a step older.
+        """Update the ages as ``overlord.planning.step`` does.
+
+        A candidate becomes a step older if a later sample of its source was taken before it.
         """
         chosen = self.first[plan.source] + plan.row
         self.taken[chosen] = True

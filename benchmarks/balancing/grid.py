@@ -1,6 +1,4 @@
-"""One step through every balancing method: imbalance, fill, microbatches and CPU time, beside the
-bounds.
-"""
+"""One step through every balancing method: imbalance, fill, microbatches, CPU time and bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ BIGGEST_DIFFERENCING = 5_000  # samples: karmarkar_karp is a Python loop over (s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One size of step."""
+    """The size of one step."""
 
     profile: str
     context: int
@@ -39,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one method made of one step."""
+    """The result of one method for one step."""
 
     case: Case
     seed: int
@@ -58,7 +56,7 @@ class Outcome:
 def balanced(
     method: str, *, group_size: int | None = None, level: str = "both", objective: str = "iteration"
 ) -> Method:
-    """A strategy of the package's primitives."""
+    """Return a strategy that is built from the package's primitives."""
 
     def plan(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
         graph = (
@@ -86,14 +84,17 @@ METHODS: dict[str, Method] = {
 
 
 def applies(method: str, case: Case) -> bool:
-    """Groups of all ranks are no groups; differencing is left out where it takes seconds."""
+    """Return whether a method is run.
+
+    A group of all ranks is no group, and differencing is left out where it takes seconds.
+    """
     if method.startswith("groups of "):
         return case.ranks > int(method.rsplit(" ", 1)[1])
     return method != "karmarkar_karp" or case.samples <= BIGGEST_DIFFERENCING
 
 
 def available(methods: Iterable[str]) -> list[str]:
-    """Those this version of the package has."""
+    """Return the methods that this version of the package has."""
     tiny = draw("coyo", 256, seed=0, context=4096).buffer(
         Batch(samples=256, context=4096), images=False
     )
@@ -111,7 +112,7 @@ def _works(method: str, buffer: Buffer, place: ClientPlaceTree) -> bool:
 
 
 def measure(case: Case, seed: int, methods: Iterable[str]) -> list[Outcome]:
-    """All methods on the same step."""
+    """Run all methods on the same step."""
     samples = draw(case.profile, case.samples, seed=seed, context=case.context)
     buffer = samples.buffer(Batch(samples=case.samples, context=case.context), images=False)
     place, tokens = ClientPlaceTree(dp=case.ranks), samples.tokens()
@@ -156,9 +157,7 @@ def _outcome(
 
 
 def tokens_held(plan: LoadingPlan) -> np.ndarray:
-    """Tokens of every microbatch, counted from the samples and not from what the plan says of its
-    sizes.
-    """
+    """Return the tokens of every microbatch, counted from the samples, not read from the plan."""
     main = plan.main
     return np.bincount(
         main.bins(),

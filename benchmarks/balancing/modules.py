@@ -1,6 +1,4 @@
-"""Models with an encoder: the case of the paper's Figure 3, and what planning half a million images
-costs.
-"""
+"""Models with an encoder: the paper's Figure 3, and the planning time of half a million images."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ TIMED: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Dearest over cheapest microbatch FLOPs, the median over the steps; microbatches without work
-    do not count.
+    """Most over least FLOPs of a microbatch, as the median over the steps.
+
+    Microbatches without work do not count.
     """
 
     profile: str
@@ -60,7 +59,7 @@ class Spread:
 
 
 def figure_3(profile: str, context: int, per_rank: int, seeds: Sequence[int]) -> list[Spread]:
-    """Every strategy on the same steps of eight cards."""
+    """Run every strategy on the same steps of eight GPUs."""
     found: dict[str, list[LoadingPlan]] = {name: [] for name in PLANNED}
     for seed in seeds:
         buffer = draw(profile, 4 * per_rank, seed=seed, context=context).buffer(
@@ -92,7 +91,7 @@ def spread_of(loads: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTime:
-    """CPU time of planning one large step of a model with an encoder."""
+    """The CPU time of planning one large step of a model with an encoder."""
 
     mesh: str
     strategy: str

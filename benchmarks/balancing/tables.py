@@ -1,6 +1,4 @@
-"""The grid's outcomes as rows for people: a line per profile, context and samples a rank, a number
-per rank count.
-"""
+"""Tables of the grid: a row per profile, context and samples per rank, a column per rank count."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ Pick = Callable[[Outcome], float]
 
 
 class Grid:
-    """Outcomes by case and method."""
+    """The outcomes by case and method."""
 
     def __init__(self, outcomes: Iterable[Outcome]):
         self.outcomes = list(outcomes)
@@ -41,7 +39,7 @@ class Grid:
         )
 
     def across(self, row: Row, method: str, pick: Pick, form: str) -> str:
-        """The mean over the seeds, a number per rank count; - where the method was not run."""
+        """Return the mean over the seeds for each rank count; "-" if the method was not run."""
         found = [self.cell(row, ranks, method) for ranks in self.ranks]
         return " / ".join(
             format(statistics.fmean(map(pick, cell)), form) if cell else "-" for cell in found
@@ -49,7 +47,7 @@ class Grid:
 
 
 def excess(o: Outcome) -> float:
-    """Percent above what no placement can pass, ranks meeting once a step."""
+    """Return percent above the lower bound, for ranks that wait for each other once per step."""
     return 100 * (o.bucket / o.bucket_bound - 1)
 
 
@@ -85,7 +83,7 @@ def microbatch_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
 
 
 def fill_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
-    """Microbatches a rank and how full they are."""
+    """Return a table of the microbatches per rank and their fill."""
     mine = [m for m in ("vanilla", "packed", "greedy", "microbatch") if m in grid.methods]
     head = ["profile", "context", "a rank", *(f"M {m}" for m in mine), *(f"fill {m}" for m in mine)]
     rows = []
@@ -98,8 +96,9 @@ def fill_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
 
 
 def time_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
-    """CPU ms: the best over the seeds of each profile and context; of these the median, and the
-    slowest.
+    """Return a table of CPU milliseconds: the median and the maximum.
+
+    Both are over the best seeds of each profile and context.
     """
     head = ["samples", "ranks", *grid.methods]
     sizes = sorted({(c.samples, c.ranks) for c in grid.cases})
@@ -118,7 +117,7 @@ def time_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
 
 
 def plots(grid: Grid) -> dict[str, str]:
-    """Imbalance over the number of ranks, and planning time over the number of samples."""
+    """Return plots of imbalance over ranks, and of planning time over samples."""
     found = {}
     for row in (("coyo", 4096, 16), ("navit", 16384, 16), ("navit", 16384, 72)):
         if row not in grid.rows or len(grid.ranks) < 2:

@@ -1,5 +1,6 @@
-"""Against the targets: met or missed in every cell, by how much, and whether any placement could
-have met it.
+"""Targets of the balance benchmark: met or missed in every cell, and by how much.
+
+A missed target is compared with the lower bound, which tells whether any placement could meet it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GROUPING_POINTS = 0.1  # percent of the mean rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A number that a method must keep in some of the cells."""
+    """A limit that a method must keep in some of the cells."""
 
     name: str
     method: str
@@ -60,7 +61,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One cell against one target: its worst seed."""
+    """The worst seed of one cell, compared with one target."""
 
     target: Target
     case: Case
@@ -101,8 +102,9 @@ def judge(grid: Grid, target: Target) -> list[Verdict]:
 
 
 def verdict_table(grid: Grid, verdicts: list[Verdict]) -> tuple[list[str], list[list[str]]]:
-    """A line per profile, context and samples a rank: the worst seed at every rank count, with the
-    bound of that step.
+    """Return a table of the worst seed at every rank count, with the bound of that step.
+
+    It has a row per profile, context and samples per rank.
     """
     target = verdicts[0].target
     head = [
@@ -133,7 +135,7 @@ def verdict_table(grid: Grid, verdicts: list[Verdict]) -> tuple[list[str], list[
 
 
 def grouping_losses(grid: Grid) -> list[tuple[str, Case, int, float]]:
-    """Points of the mean rank that grouping costs, by method, case and seed."""
+    """Return the loss by grouping in percent of the mean rank, by method, case and seed."""
     plain = {(o.case, o.seed): o.bucket for o in grid.outcomes if o.method == "greedy"}
     return [
         (o.method, o.case, o.seed, 100 * (o.bucket - plain[o.case, o.seed]))
@@ -143,7 +145,7 @@ def grouping_losses(grid: Grid) -> list[tuple[str, Case, int, float]]:
 
 
 def grouping_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
-    """The worst seed of each cell, a number per rank count that has groups."""
+    """Return a table of the worst seed of each cell, for rank counts that have groups."""
     losses = grouping_losses(grid)
     methods = list(dict.fromkeys(method for method, *_ in losses))
     rows = []
@@ -174,7 +176,7 @@ def _row_of(case: Case) -> tuple[str, int, int]:
 
 
 def summary(grid: Grid) -> list[str]:
-    """The targets in a line each."""
+    """Return one line per target."""
     said = []
     for target in TARGETS:
         verdicts = judge(grid, target)

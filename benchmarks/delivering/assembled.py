@@ -1,6 +1,4 @@
-"""How much of what ranks are given is memory of its own: ranks that get the same arrays share
-them.
-"""
+"""Measure how much memory the delivered arrays use: ranks with the same arrays share it."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from delivering.rank import of_step
 
 
 def assembled_bytes(case: Case, steps: int = 2) -> float:
-    """Bytes of memory over bytes delivered, of some steps that all ranks take in this process."""
+    """Return bytes of memory over bytes delivered, for some steps of all ranks in this process."""
     job = make_job(replace(case, job="null" if case.job == "tokenized" else case.job))
     with ov.launch(job, runtime="local", broadcast=case.way == "overlord-broadcast") as session:
         clients = [session.client(rank=rank) for rank in range(case.ranks)]
@@ -31,7 +29,7 @@ def assembled_bytes(case: Case, steps: int = 2) -> float:
 
 
 def distinct_bytes(arrays: Iterable[np.ndarray]) -> int:
-    """Of the memory that arrays stand in; what two of them share counts once."""
+    """Return the bytes of the memory that arrays use; shared memory counts once."""
     spans = sorted((a.__array_interface__["data"][0], a.nbytes) for a in arrays)
     total, end = 0, 0
     for start, nbytes in spans:

@@ -1,5 +1,6 @@
-"""What one cell of benchmarks/delivery.py does, and what it found. Travels between its processes as
-JSON.
+"""The arguments and the result of one cell of benchmarks/delivery.py.
+
+Both are sent between processes as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ INSIDE = ("overlord-local", "overlord-one")  # all ranks in one process; with on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job for some ranks, through one loader."""
+    """A job for some ranks, delivered by one loader."""
 
     way: str  # OURS, INSIDE, "bare" or "torch"
     # "null", "tokenized"; with images: "pictures" (captions tokenized), "null-pictures" (captions
@@ -40,13 +41,13 @@ class Case:
 
     @property
     def processes(self) -> int:
-        """That consume."""
+        """The number of consuming processes."""
         return 1 if self.way in INSIDE or (self.way == "bare" and self.pictures) else self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the counted steps cost, over all processes."""
+    """The cost of the counted steps, over all processes."""
 
     case: Case
     tokens: int  # of the groups, each counted once
@@ -67,5 +68,5 @@ class Found:
 
     @property
     def sample_us(self) -> float:
-        """CPU of a sample."""
+        """CPU microseconds per sample."""
         return self.cpu_s / self.samples * 1e6

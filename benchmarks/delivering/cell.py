@@ -1,4 +1,4 @@
-"""Runs one case in fresh processes, looked at from outside."""
+"""Run one case in fresh processes, and measure these from outside."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class CellFailed(RuntimeError):
-    """A case one of whose processes ended early; carries what it wrote to its error stream."""
+    """A process of the case ended early; the message has the end of its stderr."""
 
 
 class Child:
-    """A process of the case; speaks JSON lines. It leads a session of its own, so that ending it
-    ends all below it.
+    """A process of the case, which exchanges lines of JSON with this one.
+
+    It leads a process session of its own, so that ending it ends all its descendants.
     """
 
     def __init__(self, module: str, case: Case, cache: str, errors: Any, *more: str):
@@ -72,7 +73,7 @@ class Child:
         return json.loads(line)
 
     def end(self) -> None:
-        """How loaders close is not measured."""
+        """Kill the process and its descendants: the closing of loaders is not measured."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
@@ -135,7 +136,7 @@ def observe(case: Case, children: Sequence[Child]) -> Found:
 
 
 def serving(server: Child | None) -> tuple[float, float]:
-    """(CPU seconds, bytes read) of the server and its hosts."""
+    """Return CPU seconds and bytes read by the server and its workers."""
     return (
         (0.0, 0.0) if server is None else (cpu_seconds(server.pid), float(read_bytes(server.pid)))
     )

@@ -33,7 +33,7 @@ def make_job(case: Case) -> ov.Job:
 
 
 def filling(case: Case) -> int:
-    """Samples that fill the microbatches of all groups about as full as next-fit fills them."""
+    """Return the samples that fill the microbatches of all groups about as next-fit does."""
     groups = case.ranks if case.axis == "dp" else 1
     return round(groups * case.microbatches * case.context * FILL / MEAN_TOKENS[case.job])
 

@@ -1,8 +1,7 @@
-"""The work of an image-text job without a framework: read rows, tokenize, decode, resize,
-normalise, patchify, pack.
+"""The work of an image-text job without a framework.
 
-Headers, grids, decoding and pixels are the package's own functions, so that a cell differs from
-another by what is around them.
+It reads rows, tokenizes, decodes, resizes, normalises, makes patches and packs. Headers, grids,
+decoding and pixels are the package's own functions. So cells differ only in the code around them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ Microbatch = dict[str, np.ndarray]
 
 
 class Rows:
-    """The rows of one source for one reader, epoch after epoch: (caption, image file) in file
-    order. Readers take row groups in turn.
+    """The rows of one source for one reader, epoch after epoch: caption and image file.
+
+    Rows are in file order. Readers take row groups in turn.
     """
 
     def __init__(self, file: str, column: str, reader: int, readers: int):
@@ -48,7 +48,7 @@ class Rows:
 
 
 def views(array: pa.Array) -> list[np.ndarray]:
-    """Binaries without copies."""
+    """Return a binary column as views, without copies."""
     _, starts, held = array.buffers()
     at, data = (
         np.frombuffer(starts, np.int32)[array.offset : array.offset + len(array) + 1].tolist(),
@@ -58,7 +58,7 @@ def views(array: pa.Array) -> list[np.ndarray]:
 
 
 class Captions:
-    """Captions to ids, many at once."""
+    """Tokenizes many captions at once."""
 
     def __init__(self, tokenizer: Path | None):
         self.tokenizer: Any = None
@@ -76,8 +76,9 @@ class Captions:
 
 
 class Pixels:
-    """All pixels of a step in one array, used again from step to step: fresh memory costs more than
-    what is written to it.
+    """The pixels of a step in one array that all steps reuse.
+
+    Fresh memory costs more than filling it.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ def picture_steps(
     reader: int = 0,
     readers: int = 1,
 ) -> Iterator[tuple[list[Microbatch], Microbatch]]:
-    """(microbatches, encoder part) of steps with so many samples, without end."""
+    """Yield microbatches and encoder part of steps with ``n`` samples, without end."""
     column = "tokens" if tokenizer is None else "text"
     streams = [iter(Rows(file, column, reader, readers)) for file in pictures.files]
     encode, pixels, spec = Captions(tokenizer), Pixels(), ov.Images(**IMAGES)

@@ -1,5 +1,6 @@
-"""Image-text sources: JPEGs of about 500 x 400 pixels and their captions in Parquet. Made once,
-from a seed, and kept.
+"""Image-text sources: JPEGs of about 500 x 400 pixels and their captions in Parquet.
+
+They are written once, from a seed, and reused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CAPTION_WORDS = 14  # median
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Sources of equal weight, a file each."""
+    """Sources of equal weight, each with one file."""
 
     folder: Path
     files: tuple[str, ...]
@@ -37,7 +38,7 @@ class Pictures:
 def make_pictures(
     root: Path, n_sources: int, seed: int, on_progress: Callable[[int, int], None], rows: int = ROWS
 ) -> Pictures:
-    """What an earlier run made is kept, since source i never depends on n."""
+    """Return n sources; reuse those of an earlier run, since source i does not depend on n."""
     folder = root / f"pictures-v{VERSION}-seed{seed}-{rows}"
     folder.mkdir(parents=True, exist_ok=True)
     words: Words | None = None
@@ -60,7 +61,7 @@ def open_pictures(folder: Path, n_sources: int) -> Pictures:
 
 
 def _write(folder: Path, number: int, seed: int, words: Words, rows: int) -> None:
-    """The file first, then the note that it is whole."""
+    """Write the file, then the note that it is complete."""
     import simplejpeg
 
     rng = np.random.default_rng([seed, 23, number])
@@ -91,8 +92,9 @@ def _write(folder: Path, number: int, seed: int, words: Words, rows: int) -> Non
 
 
 def picture(rng: np.random.Generator) -> np.ndarray:
-    """Broad shapes, edges and some grain, so that a JPEG of it is about as large as one of a
-    photograph.
+    """Return an image with shapes, edges and grain.
+
+    Its JPEG is about as large as that of a photograph.
     """
     width, height = (
         int(np.clip(side * rng.lognormal(0, SIGMA), 64, 1600)) for side in (WIDTH, HEIGHT)

@@ -1,9 +1,9 @@
-"""A process that consumes (``python -m delivering.rank``): it takes steps as a trainer would, and
-tells what it was given and used.
+"""A consuming process: ``python -m delivering.rank``.
 
-Imports come first; then a line on its input starts it (the address of the server, where there is
-one). It speaks JSON lines: ready, a mark before the counted steps and one behind them; then it
-stays, with its loader alive, while memory is looked at.
+It takes steps as a trainer does, and reports the bytes that it received and the resources that it
+used. It imports everything first; a line of input then starts it, with the address of the server if
+there is one. It writes lines of JSON: ready, and a mark before and after the counted steps. Then it
+waits with its loader alive, while the parent measures memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from peers.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step as one process got it."""
+    """One step as one process received it."""
 
     tokens: int
     samples: int
@@ -41,7 +41,7 @@ Stream = Iterator[Taken]
 def of_step(
     microbatches: list[Mapping[str, Any]], encoder: list[Mapping[str, Any]], counts: bool = True
 ) -> Taken:
-    """``counts``: its samples and tokens are not another rank's."""
+    """Return the record of a step; ``counts``: no other rank has its samples and tokens."""
     arrays = [value for part in (*microbatches, *encoder) for value in part.values()]
     if not counts:
         return Taken(0, 0, arrays)
@@ -50,7 +50,7 @@ def of_step(
 
 
 def received(case: Case, rank: int, address: str, token: str) -> Stream:
-    """From the server."""
+    """Yield the steps that a server delivers."""
     import overlord as ov
 
     counts = case.axis == "dp" or rank == 0  # ranks of one group have the same samples
@@ -59,7 +59,7 @@ def received(case: Case, rank: int, address: str, token: str) -> Stream:
 
 
 def inside(case: Case) -> Stream:
-    """All ranks in this process."""
+    """Yield the steps of all ranks in this process."""
     import overlord as ov
     from delivering.job import make_job
 
@@ -77,7 +77,7 @@ def inside(case: Case) -> Stream:
 
 
 def text_microbatches(case: Case) -> Iterator[Any]:
-    """Every rank of a group reads and builds all that the group needs."""
+    """Return microbatches; every rank of a group reads and builds all that the group needs."""
     from corpus import open_corpus
     from peers.kernel import mixed_microbatches
 
@@ -112,7 +112,10 @@ def picture_parts(case: Case, reader: int, readers: int) -> Iterator[Any]:
 
 
 def alone(case: Case, rank: int) -> Stream:
-    """The bare loop; with images one for all ranks, since each has its own samples."""
+    """Yield the steps of the bare loop; with images one loop serves all ranks.
+
+    Each rank then has its own samples.
+    """
     if case.pictures:
         for microbatches, encoder in picture_parts(case, 0, 1):
             yield of_step(microbatches, [encoder])
@@ -122,7 +125,7 @@ def alone(case: Case, rank: int) -> Stream:
 
 
 def dataloader(case: Case, rank: int) -> Stream:
-    """torch's DataLoader with one worker, which runs the bare loop."""
+    """Yield the steps of torch's DataLoader with one worker, which runs the bare loop."""
     from torch.utils.data import DataLoader
 
     from delivering.torch_side import Parts, Texts
@@ -138,7 +141,7 @@ def dataloader(case: Case, rank: int) -> Stream:
 
 
 def prepare(case: Case) -> Callable[[int, Any], Stream]:
-    """Imports what the way needs; returns what opens it."""
+    """Import the modules of a loader; return the function that opens it."""
     if case.way in OURS:
         import overlord as ov
 
@@ -159,8 +162,9 @@ def prepare(case: Case) -> Callable[[int, Any], Stream]:
 
 
 def touch(taken: Taken, pages: bool) -> int:
-    """Bytes given; ``pages``: and one of each page is read, since memory of another process is
-    mapped by the first look.
+    """Return the bytes of a step; ``pages``: also read one byte of each page.
+
+    The first access maps the memory of another process.
     """
     if pages:
         for array in taken.arrays:
@@ -183,8 +187,9 @@ def take(stream: Stream, steps: int, pages: bool) -> dict[str, int]:
 
 
 def used(case: Case) -> dict[str, float]:
-    """Of this process and all below it. What a DataLoader's rank reads is its worker's pipe: only
-    the worker reads files.
+    """Return the resources used by this process and its descendants.
+
+    A rank with a DataLoader reads the pipe of its worker; only the worker reads files.
     """
     pid = os.getpid()
     return {

@@ -1,4 +1,4 @@
-"""The process that launches and serves (``python -m delivering.server``)."""
+"""The process that launches and serves a job: ``python -m delivering.server``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bare loop as datasets of torch, for a DataLoader's worker."""
+"""The bare loop as torch datasets, for the worker of a DataLoader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delivering.rank import picture_parts, text_microbatches
 
 
 class Texts(IterableDataset):
-    """Microbatches of a group, for one of its ranks."""
+    """The microbatches of a group, for one of its ranks."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -22,7 +22,7 @@ class Texts(IterableDataset):
 
 
 class Parts(IterableDataset):
-    """Steps of one rank: its share of the samples."""
+    """The steps of one rank: its share of the samples."""
 
     def __init__(self, case: Case, rank: int):
         self.case, self.rank = case, rank

@@ -1,5 +1,6 @@
-"""The 1F1B pipeline schedule, simulated over the times of every stage and microbatch, for many
-pipelines at once.
+"""The 1F1B pipeline schedule, simulated for many pipelines at once.
+
+The inputs are the times of every stage and microbatch.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ Op = tuple[int, int, bool]  # stage, microbatch, whether backward
 
 
 def one_f_one_b(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """When each pipeline ends; times are [pipeline, stage, microbatch].
+    """Return when each pipeline ends; times are [pipeline, stage, microbatch].
 
-    A stage works off its own list in order; a forward waits for the stage before it, a backward for
+    A stage executes its own list in order. A forward waits for the stage before it, a backward for
     the stage after it.
     """
     n, stages, microbatches = forward.shape
@@ -33,8 +34,10 @@ def one_f_one_b(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
 
 def stage_list(stage: int, stages: int, microbatches: int) -> list[Op]:
-    """What a stage does, in order: forwards to fill the pipeline, then one forward and one backward
-    in turn, then the backwards left.
+    """Return the work of a stage in order.
+
+    It begins with forwards that fill the pipeline, continues with one forward and one backward in
+    turn, and ends with the remaining backwards.
     """
     warm = min(microbatches, stages - 1 - stage)
     ops: list[Op] = [(stage, k, False) for k in range(warm)]
@@ -45,7 +48,7 @@ def stage_list(stage: int, stages: int, microbatches: int) -> list[Op]:
 
 @lru_cache
 def schedule(stages: int, microbatches: int) -> tuple[Op, ...]:
-    """All stages' lists merged so that everything comes after what it waits for."""
+    """Return the lists of all stages, merged such that each item follows those it waits for."""
     lists = [stage_list(s, stages, microbatches) for s in range(stages)]
     at, done, merged = [0] * stages, set(), []
     while len(merged) < 2 * stages * microbatches:

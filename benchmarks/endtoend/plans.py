@@ -1,4 +1,4 @@
-"""Every strategy's plan of the same step, and the tokens per second it gives."""
+"""The plan of every strategy for the same step, and the resulting tokens per second."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ ROOM = 1.35  # samples drawn for one that a filled step is expected to hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Tokens per second and card of one model pair under one assumption set, by strategy; the mean
-    over the seeds.
+    """Tokens per second and GPU of one model pair under one assumption set, by strategy.
+
+    Each value is the mean over the seeds.
     """
 
     setup: Setup
@@ -43,7 +44,7 @@ class Prediction:
 def predict(
     setup: Setup, profile: str, context: int, pairs: Sequence[Pair], seeds: Iterable[int]
 ) -> list[Prediction]:
-    """All pairs on the same steps."""
+    """Predict all model pairs on the same steps."""
     tokens, times, ideals, names = (
         0,
         {pair: dict.fromkeys(STRATEGIES, 0.0) for pair in pairs},
@@ -76,7 +77,9 @@ def predict(
 
 
 def step_of(setup: Setup, profile: str, context: int, seed: int) -> Samples:
-    """A step's samples: so many a rank, or as many as the stream packs into ``filled`` microbatches
+    """Return the samples of a step.
+
+    There are a fixed number per rank, or as many as the stream packs into ``filled`` microbatches
     of every rank.
     """
     runs = setup.ranks if setup.one_source else 0
@@ -107,7 +110,7 @@ def step_of(setup: Setup, profile: str, context: int, seed: int) -> Samples:
 def step_seconds(
     setup: Setup, pair: Pair, buffer: Buffer, fixed: dict[str, LoadingPlan]
 ) -> tuple[dict[str, float], float, str]:
-    """Seconds by strategy, those of an ideal step, and which of ours was the faster."""
+    """Return seconds by strategy, those of an ideal step, and the faster of our strategies."""
     objective, place, found = (
         "microbatch" if setup.sync == "microbatch" else "iteration",
         setup.place,
@@ -149,8 +152,9 @@ def step_seconds(
 def backbone_plan(
     pair: Pair, buffer: Buffer, setup: Setup, level: str, objective: str
 ) -> LoadingPlan:
-    """The strategy ``backbone_balance`` with the pair's costs: samples are balanced by the
-    backbone, images stay in their group in turn.
+    """Return the plan of ``backbone_balance`` with the costs of the model pair.
+
+    Samples are balanced by the backbone; images stay in their group, in turn.
     """
     drawn = DGraph.from_buffer(buffer, setup.place).mix()
     samples = (
@@ -169,8 +173,9 @@ def backbone_plan(
 
 
 def encoded_once(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
-    """The same plan with a step's images dealt out in turn over the cards of their rank, for all
-    microbatches together.
+    """Return the same plan with the images of a step assigned in turn to the GPUs of their rank.
+
+    The images of all microbatches are encoded together.
     """
     assert plan.place is not None
     drawn, main = DGraph.from_buffer(buffer, plan.place).mix(), plan.main

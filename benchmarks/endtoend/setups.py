@@ -1,6 +1,4 @@
-"""The models of the paper's Table 1 and the assumption sets under which a step's time is
-predicted.
-"""
+"""The models of the paper's Table 1, and the assumption sets of the predicted step time."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ ENCODERS_UNPLANNED = ("own group", "own group once", "replicated", "stage 0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """An encoder and a backbone, with attention weighed ``kappa`` times its FLOPs."""
+    """An encoder and a backbone; attention counts ``kappa`` times its FLOPs."""
 
     encoder: str
     backbone: str
@@ -58,7 +56,7 @@ def _weighed(model: Transformer, kappa: float) -> LengthCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One assumption set. Ranks are data-parallel; each is ``tp * pp`` cards."""
+    """One assumption set; each data-parallel rank is ``tp * pp`` GPUs."""
 
     # when ranks wait for each other: after every microbatch, once a step, or by a 1F1B pipeline and
     # once a step

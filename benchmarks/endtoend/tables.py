@@ -18,7 +18,7 @@ Key = tuple[Setup, str, int, str, str]  # setup, profile, context, encoder, back
 
 
 def speed_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
-    """Tokens per second and card, a row per model pair; the zero-attention control beside it."""
+    """Return tokens per second and GPU by model pair, with the zero-attention control."""
     head = [
         "sync",
         "assumptions",
@@ -51,8 +51,9 @@ def speed_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list
 
 
 def sweep_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
-    """A row per assumption set and profile: means over the model pairs by context, and the best
-    pair.
+    """Return means over the model pairs by context, and the best pair.
+
+    It has a row per assumption set and profile.
     """
     contexts = sorted({p.context for p in predictions})
     head = [
@@ -100,7 +101,7 @@ def sweep_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list
 
 
 def findings(predictions: Sequence[Prediction]) -> list[str]:
-    """What the figures say, with the figures of this run in the sentences."""
+    """Return sentences about the result, with the numbers of this run."""
     one = [p for p in predictions if p.pair.kappa == 1]
     full = [p for p in one if p.setup.filled]
     weak = [p for p in one if not p.setup.filled]
@@ -148,8 +149,9 @@ def findings(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def _causes(weak: Sequence[Prediction]) -> list[str]:
-    """What each weakness of `vanilla` is worth: two sets that differ in it alone, the mean over
-    profiles, pairs and contexts.
+    """Return the gain of each weakness of `vanilla`: two sets that differ in it alone.
+
+    A gain is the mean over profiles, pairs and contexts.
     """
     said = []
     base = Setup(sync="microbatch", per_rank=16)
@@ -202,7 +204,7 @@ def _causes(weak: Sequence[Prediction]) -> list[str]:
 
 
 def plot(predictions: Sequence[Prediction], profile: str) -> str:
-    """Mean gain over `vanilla`, set by set, in rising order of ours."""
+    """Return a plot of the mean gain over `vanilla` by assumption set, in increasing order."""
     one = [p for p in predictions if p.pair.kappa == 1 and p.profile == profile]
     setups = sorted(
         dict.fromkeys(p.setup for p in one),
@@ -247,7 +249,7 @@ def _mean(found: Sequence[Prediction], pick: Callable[[Prediction], float]) -> s
 
 
 def _by_cell(found: Sequence[Prediction], pick: Callable[[Prediction], float]) -> list[float]:
-    """Means over the model pairs."""
+    """Return the means over the model pairs by cell."""
     cells: dict[tuple[Setup, str, int], list[float]] = {}
     for p in found:
         cells.setdefault((p.setup, p.profile, p.context), []).append(pick(p))

@@ -1,4 +1,4 @@
-"""From a plan to the seconds of a step: loads by rank and card, and who waits for whom."""
+"""The seconds of a step from its plan: loads by rank and GPU, and which of them wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKWARD = 2.0  # times the forward
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loads:
-    """Forward FLOPs of one step."""
+    """The forward FLOPs of one step."""
 
     backbone: np.ndarray  # [rank, microbatch]
     encoder: (
@@ -31,7 +31,7 @@ class Loads:
 
 
 def loads_of(plan: LoadingPlan, pair: Pair, setup: Setup, *, exchanged: bool) -> Loads:
-    """Costs are counted anew from lengths: the plan's own may be of another model."""
+    """Return the loads of a plan, computed from lengths: its costs may be of another model."""
     main, images = plan.main, plan.modules["encoder"]
     tokens = pair.llm({"tokens": plan.tokens[main.sample]})
     backbone = np.bincount(
@@ -51,7 +51,10 @@ def loads_of(plan: LoadingPlan, pair: Pair, setup: Setup, *, exchanged: bool) ->
 
 
 def seconds(loads: Loads, setup: Setup, encoder: str = "own group") -> float:
-    """A step's time. ``encoder``: who encodes images that stay (``setups.ENCODERS_UNPLANNED``)."""
+    """Return the time of a step.
+
+    ``encoder``: which GPUs encode images that stay (``setups.ENCODERS_UNPLANNED``).
+    """
     if setup.sync == "1F1B":
         flops = _pipelined(loads, setup, encoder)
     else:
@@ -65,7 +68,7 @@ def seconds(loads: Loads, setup: Setup, encoder: str = "own group") -> float:
 
 
 def _slowest(loads: Loads, setup: Setup, encoder: str) -> np.ndarray:
-    """The encoder's time by [rank, microbatch]: that of the rank's slowest card."""
+    """Return the encoder time by [rank, microbatch]: that of the slowest GPU of the rank."""
     if (
         encoder == "replicated"
     ):  # every card of a tensor-parallel group encodes all of the rank's images
@@ -82,7 +85,7 @@ def _slowest(loads: Loads, setup: Setup, encoder: str) -> np.ndarray:
 
 
 def _meeting(backbone: np.ndarray, encoder: np.ndarray, loads: Loads, each: bool) -> float:
-    """Ranks that wait for each other after ``each`` microbatch, or once."""
+    """Return the time if ranks wait for each other after ``each`` microbatch, or once."""
     if not loads.exchanged:
         assert encoder.shape == backbone.shape, (
             "images that stay are encoded before their microbatch"
@@ -94,17 +97,17 @@ def _meeting(backbone: np.ndarray, encoder: np.ndarray, loads: Loads, each: bool
 
 
 def _exchanged(loads: Loads, each: bool) -> float:
-    """The encoder's part where every card waits for all: by microbatch, or once a step."""
+    """Return the encoder time if every GPU waits for all: by microbatch, or once per step."""
     by_card = loads.encoder.reshape(-1, loads.encoder.shape[2])
     return float(by_card.max(axis=0).sum() if each else by_card.sum(axis=1).max())
 
 
 def _pipelined(loads: Loads, setup: Setup, encoder: str) -> float:
-    """Every rank is a pipeline; all meet at the end. The encoder stands on the first stage, or runs
-    ahead on all cards.
+    """Return the time if every rank is a pipeline, and all wait for each other at the end.
 
-    Ahead it goes as the plan says, microbatch by microbatch or all at once; cards that share a
-    microbatch wait for each other.
+    The encoder runs on the first stage, or before the step on all GPUs. In the second case it
+    follows the plan, microbatch by microbatch or all at once; GPUs that share a microbatch wait for
+    each other.
     """
     stage = loads.backbone[:, None, :] / (setup.tp * setup.pp)
     forward = np.repeat(stage, setup.pp, axis=1)

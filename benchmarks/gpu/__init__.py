@@ -1,6 +1,4 @@
-"""Measurements that want a GPU: the training loop, plans run rank after rank, an encoder beside a
-backbone.
+"""Measurements that need a GPU: a training loop, plans executed rank after rank, an encoder.
 
-These programs need torch, numpy, pyarrow and msgspec, and nothing else: a machine with a GPU often
-has no more.
+The programs need only torch, numpy, pyarrow and msgspec, since a GPU machine often has no more.
 """

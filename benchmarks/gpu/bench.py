@@ -1,6 +1,4 @@
-"""A module on a device, what a microbatch of documents takes on it, and the cost that fits those
-times.
-"""
+"""The time of microbatches in a module on a device, and the cost that fits these times."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ Measured = list[tuple[np.ndarray, float]]
 
 
 class Bench:
-    """Forward and backward of ``module(x, packed)``, for microbatches of up to ``most`` tokens."""
+    """Runs forward and backward of ``module(x, packed)`` for up to ``most`` tokens."""
 
     def __init__(
         self,
@@ -39,7 +37,7 @@ class Bench:
         *,
         from_data: bool = False,
     ):
-        """``from_data``: its input is data and wants no gradient, as pixels do."""
+        """Create the input; ``from_data``: it is data without a gradient, as pixels are."""
         self.device, self.from_data = device, from_data
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.module = made(module, device, dtype)
@@ -50,7 +48,7 @@ class Bench:
         )
 
     def piece(self, lengths: Lengths) -> Work:
-        """One microbatch; its bounds are on the device before it is queued."""
+        """Return one microbatch as a piece of work, with its bounds on the device."""
         packed = Packed.of(lengths, self.device)
 
         def run() -> None:
@@ -63,9 +61,7 @@ class Bench:
 
 
 def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
-    """Microbatches of equal documents: of different tokens, each cut into short and into long
-    ones.
-    """
+    """Return microbatches of equal documents, of different sizes, with short and long documents."""
     lengths = [SHORTEST * 2**k for k in range(32) if SHORTEST * 2**k <= longest]
     found = {
         (int(m * f), n): np.full(int(m * f) // n, n)
@@ -78,8 +74,9 @@ def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
 
 
 def in_turn(lengths: np.ndarray, most: int, count: int) -> list[np.ndarray]:
-    """The first microbatches that these lengths give, packed as they come; all of them with a count
-    of 0.
+    """Return the first microbatches of these lengths, packed in order.
+
+    A count of 0 returns all of them.
     """
     bins = binpack.next_fit(lengths, most)
     return [lengths[bins == b] for b in range(int(bins.max(initial=-1)) + 1)][: count or None]
@@ -88,7 +85,7 @@ def in_turn(lengths: np.ndarray, most: int, count: int) -> list[np.ndarray]:
 def calibrate(
     bench: Bench, microbatches: Sequence[np.ndarray], least_s: float, column: str = "tokens"
 ) -> tuple[Fitted, Measured]:
-    """The cost that fits this device, and what it was fitted to."""
+    """Return the cost that fits this device, and the data of the fit."""
     largest_first = sorted(
         microbatches, key=lambda m: -m.sum()
     )  # the allocator's pool has then seen the worst
@@ -100,8 +97,9 @@ def calibrate(
 
 
 def by_microbatch(plan: LoadingPlan, module: str = "backbone") -> list[list[np.ndarray]]:
-    """Lengths by [bucket][microbatch]. A microbatch without a sample is a document of one token, as
-    constructors deliver it.
+    """Return lengths by [bucket][microbatch].
+
+    A microbatch without a sample is a document of one token, as constructors deliver it.
     """
     a = plan.module(module)
     counts = np.bincount(a.bins(), minlength=a.n_buckets * a.n_microbatches)
@@ -112,7 +110,7 @@ def by_microbatch(plan: LoadingPlan, module: str = "backbone") -> list[list[np.n
 
 
 def told(cost: Fitted) -> str:
-    """The fit, for people."""
+    """Return the fit as text."""
     return (
         f"`seconds = {cost.linear:.4g} * sum(len) + {cost.square:.4g} * sum(len^2) + "
         f"{cost.constant:.4g}` over {cost.measurements} "

@@ -1,6 +1,4 @@
-"""The ways a training loop can be fed here: each is opened anew and gives steps whose tensors are
-on the device.
-"""
+"""The feeds of a training loop: each is opened anew and gives steps of tensors on the device."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ Made = Callable[[Corpus, Work, int, int, torch.device], Feed]
 
 
 def resident(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
-    """All steps of Overlord's stream are on the device before the first is asked for: the same
-    work, and no loader.
+    """Return a feed whose steps are all on the device before the first is requested.
+
+    They are the steps of Overlord's stream, so the work is the same, without a loader.
     """
     with ov.launch(overlord_side.make_job(corpus, work), runtime="local") as session:
         held = [_on_device(step, device) for step in islice(session.client(rank=0), steps)]
@@ -72,7 +71,7 @@ def _on_device(step: ov.Step, device: torch.device) -> Fed:
 
 
 def overlord(runtime: str) -> Made:
-    """A client of this rank alone, through the prefetcher."""
+    """Return a feed with a client of this rank alone, through the prefetcher."""
 
     def made(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
         @contextmanager
@@ -86,7 +85,7 @@ def overlord(runtime: str) -> Made:
 
 
 def prefetched(client: Any, device: torch.device) -> Iterator[Fed]:
-    """Steps as overlord.torch brings them to the device, in the background."""
+    """Yield steps that overlord.torch copies to the device in the background."""
     import overlord.torch as ot
 
     with contextlib.closing(ot.DevicePrefetcher(client, device)) as steps:
@@ -101,8 +100,9 @@ def prefetched(client: Any, device: torch.device) -> Iterator[Fed]:
 
 
 def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
-    """The process runtime serves all ranks of a node: this one trains, the others are light
-    processes that take their steps.
+    """Return a feed of one rank, while the process runtime serves all ranks of a node.
+
+    The other ranks are light processes that take their steps.
     """
 
     @contextmanager
@@ -135,8 +135,9 @@ def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch
 
 
 def dataloader(workers: bool) -> Made:
-    """torch's DataLoader over the same sources, pinned; ``workers``: as many as asked for, else in
-    the loop itself.
+    """Return a feed by torch's DataLoader over the same sources, pinned.
+
+    ``workers``: with the workers of the job, else in the loop itself.
     """
 
     def made(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
@@ -179,7 +180,7 @@ def _torch_microbatches(
 
 
 def _dealt(stream: Iterator[Any], each: int, device: torch.device) -> Iterator[Fed]:
-    """So many microbatches a step, copied as they come."""
+    """Yield steps of ``n`` microbatches each, copied in order."""
     while True:
         held = list(islice(stream, each))
         mbs = [

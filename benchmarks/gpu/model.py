@@ -1,6 +1,4 @@
-"""Transformer layers as models of today have them, over packed microbatches: the work whose time is
-measured.
-"""
+"""Transformer layers over packed microbatches, as in current models: the measured work."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ BASE = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One stack of layers."""
+    """The shape of one stack of layers."""
 
     hidden: int
     heads: int
@@ -54,7 +52,7 @@ TINY_VIT = Shape(hidden=32, heads=2, ffn=64, layers=1, gated=False, causal=False
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Documents one after another, as a layer wants to know them."""
+    """Packed documents in the form that a layer needs."""
 
     bounds: torch.Tensor  # int32 [n + 1] on the device
     positions: torch.Tensor  # int64 [tokens] on the device
@@ -78,7 +76,7 @@ class Packed:
 
 @cache
 def varlen() -> Any:
-    """torch's own attention over packed documents; None where this torch has none."""
+    """Return torch's own attention over packed documents; None if this torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -89,7 +87,7 @@ def varlen() -> Any:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, causal: bool
 ) -> torch.Tensor:
-    """[tokens, heads, head_dim], every document by itself."""
+    """Return the attention of every document separately, [tokens, heads, head_dim]."""
     if q.device.type == "cuda" and (attention := varlen()) is not None:
         known = inspect.signature(attention).parameters  # it was renamed between versions
         mask: dict[str, Any] = (
@@ -111,7 +109,7 @@ def attend(
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind its norm."""
+    """Attention and feed-forward, each after its norm."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -144,7 +142,7 @@ class Layer(nn.Module):
 
 
 def turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary positions."""
+    """Return values with rotary positions applied."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = turn
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -154,7 +152,10 @@ class Stack(nn.Module):
     """Layers over embeddings [tokens, hidden]."""
 
     def __init__(self, shape: Shape, longest: int = 0):
-        """``longest``: rotary positions up to it; 0: none, as in encoders of images."""
+        """Create the layers.
+
+        ``longest``: rotary positions up to it; 0: none, as in encoders of images.
+        """
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -188,7 +189,7 @@ class Encoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole of a language model: embedding, layers, output layer and loss."""
+    """A whole language model: embedding, layers, output layer and loss."""
 
     def __init__(self, shape: Shape, longest: int, vocabulary: int):
         super().__init__()
@@ -197,14 +198,14 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.hidden, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """Loss summed over tokens: what is divided by the tokens of a whole step."""
+        """Return the loss summed over tokens, to be divided by the tokens of the whole step."""
         x = self.stack(self.embedding(tokens), packed)
         logits = self.head(F.rms_norm(x, (x.shape[-1],)))
         return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
 
 def made(model: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """On the device, with random weights."""
+    """Return the module on the device, with random weights."""
     model.to(device=device, dtype=dtype)
     drawn = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():

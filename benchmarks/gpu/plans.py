@@ -1,13 +1,12 @@
-"""Real step times of plans: 8 data-parallel ranks run one after another on one GPU, an iteration
-being its slowest rank.
+"""Measured step times of plans: 8 data-parallel ranks run one after another on one GPU.
 
     python benchmarks/gpu/plans.py                          # one H200: under four minutes
-    python benchmarks/gpu/plans.py --device cpu --tiny      # shows that it runs, and measures nothing
+    python benchmarks/gpu/plans.py --device cpu --tiny      # a smoke test, no measurement
 
-First times of microbatches by their tokens and lengths are measured and a cost is fitted to them
-(``ov.cost.fit``); the balanced plans are made with that cost. Then every microbatch of every rank
-of every plan is run, forward and backward, in a drawn order. How it is measured:
-benchmarks/README.md.
+First, times of microbatches by tokens and lengths are measured, and a cost is fitted to them
+(``ov.cost.fit``). The balanced plans use that cost. Then every microbatch of every rank of every
+plan is run, forward and backward, in a random order. The time of an iteration is that of its
+slowest rank. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ Strategy = Callable[[Buffer, ov.ClientPlaceTree], LoadingPlan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One size of step."""
+    """The size of one step."""
 
     context: int
     per_rank: int  # samples
@@ -79,7 +78,7 @@ TINY_CASES = (Case(context=256, per_rank=4, ranks=4),)
 
 
 def balanced(cost: CostFn) -> Strategy:
-    """``llm_balance`` with a cost of one's own, for ranks that meet once a step."""
+    """Return ``llm_balance`` with another cost, for ranks that wait once per step."""
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
         graph = (
@@ -91,7 +90,7 @@ def balanced(cost: CostFn) -> Strategy:
 
 
 def strategies(cost: CostFn) -> dict[str, Strategy]:
-    """By the name the page gives them."""
+    """Return the strategies by their names on the page."""
     return {
         "vanilla": vanilla,
         "packed": packed,
@@ -102,7 +101,7 @@ def strategies(cost: CostFn) -> dict[str, Strategy]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One plan of one step: seconds of every rank."""
+    """The seconds of every rank for one plan of one step."""
 
     case: Case
     seed: int
@@ -126,7 +125,7 @@ class Outcome:
 
 
 def measure(bench: Bench, case: Case, seed: int, cost: Fitted) -> list[Outcome]:
-    """All plans of one step; their microbatches are run in one drawn order."""
+    """Measure all plans of one step; their microbatches run in one random order."""
     buffer, place = case.buffer(seed), ov.ClientPlaceTree(dp=case.ranks)
     plans = {
         name: strategy(buffer, place).validate() for name, strategy in strategies(cost).items()
@@ -159,7 +158,7 @@ def measure(bench: Bench, case: Case, seed: int, cost: Fitted) -> list[Outcome]:
 
 
 def expected_s(case: Case, seed: int, cost: Fitted) -> float:
-    """What measuring a step will take."""
+    """Return the estimated seconds of measuring a step."""
     return (
         len(strategies(cost))
         * case.passes
@@ -170,7 +169,7 @@ def expected_s(case: Case, seed: int, cost: Fitted) -> float:
 def run(
     bench: Bench, cases: Sequence[Case], cost: Fitted, seconds: float, say: Callable[[str], None]
 ) -> list[Outcome]:
-    """Each case once, then more steps of those that still fit into the time."""
+    """Run each case once, then more steps of the cases that still fit into the time."""
     start, found, seed = time.perf_counter(), [], 0
     while seed == 0 or any(_fits(case, seed, cost, start, seconds) for case in cases):
         for case in cases:
@@ -192,7 +191,7 @@ def _fits(case: Case, seed: int, cost: Fitted, start: float, seconds: float) -> 
 
 
 def rows_of(found: Sequence[Outcome]) -> list[list[str]]:
-    """A line for every case and strategy: means over its steps."""
+    """Return a row for every case and strategy, with means over its steps."""
     rows = []
     for case in dict.fromkeys(o.case for o in found):
         mine = [o for o in found if o.case == case]
@@ -308,7 +307,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def cases_of(given: argparse.Namespace) -> tuple[Case, ...]:
-    """Short steps are measured more often."""
+    """Return the cases; short steps are measured more often."""
     sizes = [(int(n), int(c)) for n in given.per_rank.split(",") for c in given.contexts.split(",")]
     return tuple(
         Case(context=c, per_rank=n, passes=given.passes or (4 if n <= 16 else 1)) for n, c in sizes

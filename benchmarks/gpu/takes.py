@@ -1,5 +1,6 @@
-"""A rank that takes its steps and looks at a byte of every page (``python -m gpu.takes``): the
-other ranks of a node.
+"""Another rank of a node, which takes its steps and reads a byte of every page.
+
+It runs as ``python -m gpu.takes``.
 """
 
 from __future__ import annotations

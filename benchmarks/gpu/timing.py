@@ -1,7 +1,7 @@
-"""Times of pieces of work on a device, and who it was: what the programs here share.
+"""Times of pieces of work on a device, and the description of that device.
 
-On a GPU the pieces are queued and timed by events, so that Python is no part of their time as long
-as it is ahead.
+On a GPU the pieces are queued and timed by events. So the time of Python does not count as long as
+the queue is not empty.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def device_of(name: str) -> torch.device:
 
 
 def settle(device: torch.device) -> None:
-    """Until all that was queued is done."""
+    """Wait until all queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(pieces: Iterable[Work], device: torch.device) -> np.ndarray:
-    """Of every piece, one after another."""
+    """Return the seconds of every piece, executed one after another."""
     if device.type != "cuda":
         return np.array([_host_seconds(piece) for piece in pieces])
     found: list[float] = []
@@ -74,8 +74,9 @@ def _elapsed(queued: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> lis
 def all_seconds(
     pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
 ) -> np.ndarray:
-    """[passes, pieces], each pass in an order drawn anew: a GPU that gets warmer slows all of them
-    alike.
+    """Return [passes, pieces] seconds; each pass has a new random order.
+
+    So a GPU that gets warmer slows all pieces equally.
     """
     drawn, found = np.random.default_rng(seed), np.empty((passes, len(pieces)))
     for p in range(passes):
@@ -87,12 +88,12 @@ def all_seconds(
 def median_seconds(
     pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
 ) -> np.ndarray:
-    """Of each piece."""
+    """Return the median seconds of each piece."""
     return np.median(all_seconds(pieces, device, passes=passes, seed=seed), axis=0)
 
 
 def warm_up(pieces: Sequence[Work], device: torch.device, least_s: float) -> None:
-    """Every piece once, and then until the clocks of the device have come to rest."""
+    """Run every piece once, then repeat until the clocks of the device are stable."""
     start = time.perf_counter()
     for piece in pieces:
         piece()
@@ -122,8 +123,9 @@ def machine(device: torch.device) -> str:
 
 
 def clocks() -> str:
-    """What the GPU runs at just now, where its tool is there: power limits make its clock move by
-    percents.
+    """Return the current clocks of the GPU, if its tool is installed.
+
+    Power limits change the clock by percents.
     """
     try:
         asked = [
@@ -147,9 +149,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(name: str, text: str, folder: Path) -> Path:
-    """The dated page; ``$OUT`` where the machine's files come back from there, else
-    benchmarks/results.
-    """
+    """Write the dated page to ``$OUT`` if that is set, else to benchmarks/results."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = (
         "H200"

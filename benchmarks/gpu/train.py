@@ -1,10 +1,9 @@
-"""A training loop of a Llama-like model fed by Overlord: what it waits for data, beside batches
-that are on the device already.
+"""The waits of a training loop that Overlord feeds, compared with batches already on the device.
 
     python benchmarks/gpu/train.py                          # one H200: under four minutes
-    python benchmarks/gpu/train.py --device cpu --tiny      # shows that it runs, and measures nothing
+    python benchmarks/gpu/train.py --device cpu --tiny      # a smoke test, no measurement
 
-How it is measured: benchmarks/README.md.
+The model is like Llama. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SOURCES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Counted steps of one feed, without those that warm up."""
+    """The counted steps of one feed, without those that warm up."""
 
     feed: str
     first_step_s: float  # from opening the loader
@@ -70,9 +69,7 @@ class Figures:
 
 
 class Trainer:
-    """Model and optimizer. A step is what a training does: all microbatches, the optimizer, the
-    loss looked at.
-    """
+    """Model and optimizer; a step runs all microbatches and the optimizer, and reads the loss."""
 
     def __init__(self, shape: Shape, context: int, device: torch.device):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -90,7 +87,7 @@ class Trainer:
         return event
 
     def idle(self, steps: int) -> list[float]:
-        """Seconds without work before each of the last steps but the first of them."""
+        """Return the idle seconds of the device before each of the last steps but the first."""
         settle(self.device)
         mine = self.marks[-steps:]
         if self.device.type != "cuda":
@@ -114,9 +111,7 @@ class Trainer:
 
 
 def run(trainer: Trainer, feed: Feed, name: str, steps: int, warm: int) -> Figures:
-    """Takes warm + steps steps of a feed, and looks at the clock before and after each is handed
-    over.
-    """
+    """Take ``warm + steps`` steps of a feed, and record the time before and after each delivery."""
     waits, times, tokens, losses = [], [], [], []
     opened, first, cpu, late = time.perf_counter(), 0.0, 0.0, 0.0
     fed: Fed | None = None
@@ -217,7 +212,7 @@ def page(found: Sequence[Figures], work: Work, shape: Shape, device: torch.devic
 
 
 def data(folder: Path, job: str, n_sources: int) -> Corpus:
-    """Of benchmarks/corpus.py; the tokenizer only where it is wanted."""
+    """Return the corpus of benchmarks/corpus.py; the tokenizer only if it is needed."""
     if job == "tokenized":
         return make_corpus(folder, n_sources, 1, lambda *_: None)
     words: Words | None = None

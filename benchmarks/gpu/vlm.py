@@ -1,11 +1,11 @@
-"""Real step times of an encoder and a backbone under vanilla, backbone and hybrid plans: 8 ranks
-one after another on one GPU.
+"""Measured step times of an encoder and a backbone under vanilla, backbone and hybrid plans.
 
     python benchmarks/gpu/vlm.py                            # one H200: under four minutes
-    python benchmarks/gpu/vlm.py --device cpu --tiny        # shows that it runs, and measures nothing
+    python benchmarks/gpu/vlm.py --device cpu --tiny        # a smoke test, no measurement
 
-Costs of both modules are fitted to measured times first; then every piece of work of every rank of
-every plan is run, forward and backward, in a drawn order. How it is measured: benchmarks/README.md.
+8 ranks run one after another on one GPU. Costs of both modules are fitted to measured times first.
+Then every piece of work of every rank of every plan is run, forward and backward, in a random
+order. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Strategy = Callable[[Buffer, ov.ClientPlaceTree], LoadingPlan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One size of step."""
+    """The size of one step."""
 
     profile: str
     context: int
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def passes(self) -> int:
-        """Short steps are measured more often."""
+        """The number of passes; short steps are measured more often."""
         return 2 if self.per_rank <= 16 else 1
 
 
@@ -87,7 +87,7 @@ TINY_CASES = (Case(profile="coyo", context=512, per_rank=3, ranks=4),)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of an image and of a sample, as fitted."""
+    """The fitted seconds of an image and of a sample."""
 
     vit: Fitted
     llm: Fitted
@@ -95,8 +95,9 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A strategy, and whether outputs of its encoder cross ranks, which then wait for each other in
-    between.
+    """A strategy, and whether outputs of its encoder cross ranks.
+
+    If they do, ranks wait for each other between encoder and backbone.
     """
 
     plan: Strategy
@@ -104,8 +105,10 @@ class Way:
 
 
 def ways(costs: Costs) -> dict[str, Way]:
-    """By the name the page gives them. ``hybrid`` is the paper's, ``joint`` what the package does
-    where replicas are single ranks, and the last one is for ranks that meet after every microbatch.
+    """Return the strategies by their names on the page.
+
+    ``hybrid`` is that of the paper. ``joint`` is that of the package if replicas are single ranks.
+    The last one is for ranks that wait for each other after every microbatch.
     """
     return {
         "vanilla": Way(vanilla),
@@ -123,8 +126,9 @@ def ways(costs: Costs) -> dict[str, Way]:
 
 
 def backbone(costs: Costs) -> Strategy:
-    """``backbone_balance`` with costs of one's own: samples are balanced by the backbone, images
-    stay with their sample.
+    """Return ``backbone_balance`` with other costs.
+
+    Samples are balanced by the backbone; images stay with their sample.
     """
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
@@ -148,7 +152,7 @@ def backbone(costs: Costs) -> Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One plan of one step: seconds of every rank, in both modules."""
+    """The seconds of every rank in both modules, for one plan of one step."""
 
     case: Case
     seed: int
@@ -174,14 +178,16 @@ class Outcome:
 
     @property
     def iteration(self) -> float:
-        """The slowest rank; where outputs are exchanged, the slowest encoder and then the slowest
+        """The time of the slowest rank.
+
+        If outputs are exchanged, it is that of the slowest encoder plus that of the slowest
         backbone.
         """
         return max(self.encoder) + max(self.backbone) if self.exchanged else max(self.both)
 
     @property
     def met(self) -> float:
-        """The same for ranks that meet after every microbatch: the slowest of each, summed."""
+        """The same for ranks that wait after every microbatch: the sum of the slowest of each."""
         encoder, backbone = (np.array(by) for by in (self.encoder_by, self.backbone_by))
         if self.exchanged:
             return float(encoder.max(axis=0).sum() + backbone.max(axis=0).sum())
@@ -196,8 +202,9 @@ def over_mean(seconds: Sequence[float]) -> float:
 
 
 def encoder_pieces(plan: LoadingPlan, most: int) -> list[list[list[np.ndarray]]]:
-    """Patches of images that go through the encoder together, by rank and microbatch (or by rank,
-    for the whole step): in as many goes as its memory wants.
+    """Return the patches of images that are encoded together, by rank and microbatch.
+
+    For a whole step they are by rank. Memory limits the patches of a piece.
     """
     return [
         [in_turn(images, most, 0) for images in rank] for rank in by_microbatch(plan, "encoder")
@@ -205,7 +212,7 @@ def encoder_pieces(plan: LoadingPlan, most: int) -> list[list[list[np.ndarray]]]
 
 
 def measure(vit: Bench, llm: Bench, case: Case, seed: int, costs: Costs) -> list[Outcome]:
-    """All plans of one step; their pieces are run in one drawn order."""
+    """Measure all plans of one step; their pieces run in one random order."""
     buffer, place, known = case.buffer(seed), ov.ClientPlaceTree(dp=case.ranks), ways(costs)
     plans = {name: way.plan(buffer, place).validate() for name, way in known.items()}
     cut = {
@@ -246,7 +253,7 @@ def measure(vit: Bench, llm: Bench, case: Case, seed: int, costs: Costs) -> list
 
 
 def expected_s(case: Case, seed: int, costs: Costs) -> float:
-    """What measuring a step will take."""
+    """Return the estimated seconds of measuring a step."""
     samples = case.samples(seed)
     once = (
         costs.llm({"tokens": samples.tokens()}).sum()
@@ -263,7 +270,7 @@ def run(
     seconds: float,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    """Each case once, then more steps of those that still fit into the time."""
+    """Run each case once, then more steps of the cases that still fit into the time."""
     start, found, seed = time.perf_counter(), [], 0
     while seed == 0 or any(_fits(case, seed, costs, start, seconds) for case in cases):
         for case in cases:
@@ -309,7 +316,7 @@ that wait for each other after every microbatch, as sharded models do."""
 
 
 def rows_of(found: Sequence[Outcome]) -> list[list[str]]:
-    """A line for every case and strategy: means over its steps."""
+    """Return a row for every case and strategy, with means over its steps."""
     rows = []
     for case in dict.fromkeys(o.case for o in found):
         mine = {
@@ -392,7 +399,7 @@ def benches(
 
 
 def fitted(vit: Bench, llm: Bench, cases: Sequence[Case], many: int, least_s: float) -> Costs:
-    """Grids of equal documents, and microbatches as these profiles give them."""
+    """Return the costs fitted to grids of equal documents and to microbatches of these profiles."""
     seen = [(case, case.samples(1_000)) for case in cases]
     images = [m for _, samples in seen for m in in_turn(samples.images.values, len(vit.x), many)]
     documents = [m for case, samples in seen for m in in_turn(samples.tokens(), case.context, many)]

@@ -1,5 +1,6 @@
-"""What one cell of benchmarks/memory.py does, and what it found. Travels between its processes as
-JSON.
+"""The arguments and the result of one cell of benchmarks/memory.py.
+
+Both are sent between processes as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A loader, so many sources, ranks and workers."""
+    """A loader with numbers of sources, ranks and workers."""
 
     kind: str
     folder: str
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def loading(self) -> int:
-        """Workers or threads that load, over all ranks."""
+        """The number of workers or threads that load, over all ranks."""
         return self.ranks * self.workers if self.kind == COLOCATED else self.workers
 
     def work(self, rank: int = 0) -> Work:
@@ -73,8 +74,9 @@ class Case:
 
     @property
     def warm(self) -> int:
-        """Steps of a rank, as fast as they come, until all that opens sources has had some samples
-        of each: memory has come to rest.
+        """The number of steps of a rank until memory is stable.
+
+        By then everything that opens sources has received some samples of each.
         """
         a_step = self.microbatches * self.context // 500  # samples of a rank
         readers = self.workers if self.kind == COLOCATED else 1 / self.ranks
@@ -83,9 +85,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """MB over all processes, less what ranks held after their imports; and what every step let a
-    rank wait.
-    """
+    """MB over all processes, minus that of ranks after their imports, and all waits."""
 
     case: Case
     over_mb: float  # the highest seen
@@ -99,5 +99,5 @@ class Found:
 
     @property
     def keeps_pace(self) -> bool:
-        """No counted step of any rank came later than the pace that is demanded of all."""
+        """Whether no counted step of any rank was later than the required pace."""
         return bool(self.waits) and self.late == 0

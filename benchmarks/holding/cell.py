@@ -1,4 +1,4 @@
-"""Runs one case in fresh processes and looks at all of them from outside."""
+"""Run one case in fresh processes, and measure all of them from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END_S = 15.0
 
 
 class Watch:
-    """The highest memory of all processes below this one, while a case runs."""
+    """Records the peak memory of all descendants of this process while a case runs."""
 
     def __init__(self) -> None:
         self.ledger, self._stop = Ledger(), threading.Event()

@@ -1,4 +1,4 @@
-"""A fresh process that runs a part of a case, seen from the process that started it."""
+"""A fresh process that runs a part of a case, as its parent sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class Child:
-    """A process of a case. Its arguments are the case as JSON, its input and output are JSON lines."""
+    """A process of a case.
+
+    Its argument is the case as JSON; its input and output are lines of JSON.
+    """
 
     def __init__(self, module: str, case: Any, cache: str, *more: str):
         single = {
@@ -44,7 +47,7 @@ class Child:
         return json.loads(line)
 
     def end(self) -> None:
-        """A server needs its input closed to close its hosts."""
+        """End the process; a server closes its workers when its input is closed."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

@@ -1,5 +1,6 @@
-"""Overlord beside the colocated loader: each at the smallest setting that keeps pace, and both at
-equal settings.
+"""Overlord compared with the colocated loader.
+
+Each is compared at the smallest setting that keeps the pace, and both at equal settings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def on_off(shuffle: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One cell of Overlord's and the colocated cell that it is held against."""
+    """One cell of Overlord and the colocated cell that it is compared with."""
 
     setting: str
     ours: Found
@@ -62,15 +63,17 @@ class Comparison:
 
 
 def smallest(cells: Sequence[Found]) -> Found | None:
-    """The cell with the fewest workers in all that kept pace, among those of one loader, job and
-    number of ranks.
+    """Return the cell with the fewest workers that kept the pace.
+
+    It is one of the cells of one loader, job and number of ranks.
     """
     return min((f for f in cells if f.keeps_pace), key=lambda f: f.case.loading, default=None)
 
 
 def compare(found: Sequence[Found]) -> list[Comparison]:
-    """All comparisons of the plain cells, at every number of sources and ranks and for both orders
-    of rows.
+    """Return all comparisons of the plain cells.
+
+    They cover every number of sources and ranks, and both orders of rows.
     """
     plain = [f for f in found if f.case.tp == 1 and f.case.context == 8192 and not f.case.shadows]
     made = []
@@ -102,9 +105,7 @@ def _settings(ours: Sequence[Found], theirs: Sequence[Found]) -> list[Comparison
 
 
 def source_parallelism(found: Sequence[Found]) -> list[str]:
-    """Figure 15 in words: what a second loader host does to memory, and whether that is what the
-    paper found.
-    """
+    """Describe Figure 15: whether a second loader worker affects memory as in the paper."""
     lines = []
     cells = {f.case: f for f in found if f.case.tp > 1 and not f.case.shadows}
     for case, one in cells.items():

@@ -1,5 +1,6 @@
-"""Sources as in corpus.py, some of them with row groups of 16 MB and more: what today's loaders
-hold follows the row group.
+"""Sources as in corpus.py, some of them with row groups of 16 MB and more.
+
+The memory of current loaders depends on the row group.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ def is_large(number: int) -> bool:
 def mixed_corpus(
     root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
 ) -> Path:
-    """A folder that ``corpus.open_corpus`` opens: links to the usual sources, and large ones of its
-    own.
-    """
+    """Return a folder for ``corpus.open_corpus``: links to the usual sources, and large sources."""
     usual = make_corpus(root, n_sources, seed, on_progress)
     folder = root / f"mixed-v{VERSION}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +47,7 @@ def mixed_corpus(
 
 
 def _write_large(folder: Path, number: int, seed: int) -> None:
-    """Token ids alone, in as many files and row groups as the other sources have."""
+    """Write token ids only, in as many files and row groups as the other sources have."""
     folder.mkdir(exist_ok=True)
     rng, rows, words = np.random.default_rng([seed, 13, number]), 0, 0
     for f in range(FILES):

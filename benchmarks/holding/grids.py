@@ -1,6 +1,4 @@
-"""Which cells benchmarks/memory.py runs: both orders of rows, few and many ranks, and every setting
-that is compared.
-"""
+"""The cells of benchmarks/memory.py: orders of rows, numbers of ranks, and compared settings."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from holding.case import COLOCATED, LOCAL, PROCESS, RAY, Case, Found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured. ``workers``: of one rank's DataLoader, ascending."""
+    """The extent of the measurement; ``workers``: of one rank's DataLoader, in increasing order."""
 
     sources: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -28,9 +26,11 @@ class Extent:
 
 
 def grid(extent: Extent) -> list[Case]:
-    """Colocated: all numbers of workers at the most ranks, so that the smallest that keeps pace is
-    found; at the fewest ranks the least and the most, for slopes. Overlord: one thread, and at the
-    most ranks as many in all as the others have workers in all.
+    """Return the cells of both loaders.
+
+    Colocated: all numbers of workers at the most ranks, to find the smallest that keeps the pace.
+    At the fewest ranks it has the least and the most workers, for slopes. Overlord: one thread, and
+    at the most ranks as many threads in total as the others have workers.
     """
     few, many, least, most = (
         extent.ranks[0],
@@ -62,7 +62,7 @@ def grid(extent: Extent) -> list[Case]:
 
 
 def extras(extent: Extent) -> list[Case]:
-    """With auto-partitioning on every runtime, and with shadows, at the largest."""
+    """Return the largest cells with auto-partitioning on every runtime, and with standbys."""
     base = Case(
         kind=PROCESS,
         folder=extent.folder,
@@ -76,9 +76,10 @@ def extras(extent: Extent) -> list[Case]:
 
 
 def parallelism(extent: Extent) -> list[Case]:
-    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two,
-    and there with shadows, which run in the other host. One rank of a TP group loads. On Ray at the
-    most sources.
+    """Return the cells of Figure 15: TP 16, DP 2, batch 32, a context of 32k.
+
+    Sources are in one loader worker and in two, and in two with standbys, which run in the other
+    worker. One rank of a TP group loads. On Ray only the most sources are measured.
     """
     shape: dict[str, Any] = {
         "folder": extent.folder,
@@ -112,8 +113,9 @@ def parallelism(extent: Extent) -> list[Case]:
 
 
 def needless(case: Case, found: Sequence[Found], extent: Extent) -> bool:
-    """A number of workers between the least and the most is only tried where fewer do not keep
-    pace.
+    """Return whether a cell can be skipped.
+
+    A number of workers between the least and the most is needed only if fewer do not keep the pace.
     """
     if case.kind != COLOCATED or case.workers in (extent.workers[0], extent.workers[-1]):
         return False

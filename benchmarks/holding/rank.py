@@ -1,6 +1,7 @@
-"""A rank (``python -m holding.rank``): a trainer without a model. It takes steps as fast as they
-come until memory has come to rest, then one at a time at the pace that is demanded of all, and
-tells what it waited. Of the local runtime, one process has all ranks.
+"""A rank, a trainer without a model: ``python -m holding.rank``.
+
+It takes steps as fast as possible until memory is stable. Then it takes one step at a time at the
+required pace, and reports its waits. In the local runtime one process has all ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def served(case: Case, rank: int) -> Iterator[list[Any]]:
 
 
 def together(case: Case) -> Iterator[list[Any]]:
-    """All ranks of the local runtime, in one process."""
+    """Run all ranks of the local runtime in one process."""
     import overlord as ov
     from holding.server import job_of, options_of
 

@@ -1,5 +1,6 @@
-"""The process that launches and serves (``python -m holding.server``). A line on its input is
-answered with what shadows hold.
+"""The process that launches and serves a job: ``python -m holding.server``.
+
+It answers each line of input with the memory of standbys.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def job_of(case: Case) -> Any:
 
 
 def options_of(case: Case) -> dict[str, Any]:
-    """What is asked of launch."""
+    """Return the options of ``launch``."""
     found: dict[str, Any] = {"workers": case.loading, "partition": case.partition or "off"}
     if case.kind != LOCAL and case.hosts:
         found |= {"hosts": case.hosts, "sources_per_host": -(-case.n_sources // case.hosts)}

@@ -1,5 +1,6 @@
-"""What one more source, rank and worker takes, fitted over the cells that were measured; from it
-those that do not fit a machine.
+"""The memory of one more source, rank and worker, fitted over the measured cells.
+
+It estimates the cells that do not fit this machine.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from holding.case import COLOCATED, Case, Found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by
-    rank, source, rank times source, and, where cells differ in that, thread.
+    """Fitted memory in MB.
+
+    Colocated loader: per rank, per worker, and per source of a worker. Overlord: constant, per
+    rank, per source, per rank times source, and per thread if cells differ in threads.
     """
 
     kind: str
@@ -45,9 +48,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 
 def fit(found: Sequence[Found]) -> Slopes:
-    """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a
-    small one and in a large one.
-    """
+    """Return slopes by least squares, with errors relative to the size of a cell."""
     kind = found[0].case.kind
     names = names_of(kind)
     if (
@@ -63,8 +64,9 @@ def fit(found: Sequence[Found]) -> Slopes:
 
 
 def guess(case: Case) -> float:
-    """MB of a colocated cell before any was measured: so that the first does not fill the
-    machine.
+    """Return an estimate in MB of a colocated cell before any was measured.
+
+    It keeps the first cell from filling the memory of the machine.
     """
     return (
         case.ranks * case.workers * (30 + 4 * case.n_sources) if case.kind == COLOCATED else 1500.0

@@ -1,3 +1,4 @@
-"""One hop of a message between two processes, by every way there is: the job (job.py), the ways
-(ways.py), how they are run (run.py).
+"""One hop of a message between two processes, by every transport.
+
+``job.py`` has the job, ``ways.py`` the transports, and ``run.py`` runs them.
 """

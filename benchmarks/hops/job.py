@@ -1,6 +1,4 @@
-"""The job, the same for every way: 16 pieces in the producer's memory become one contiguous array
-that the consumer reads.
-"""
+"""The job of every transport: 16 pieces become one contiguous array that the consumer reads."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ COPIED, VIEWED = "copied", "viewed"
 
 
 class Pieces:
-    """A message as 16 pieces. Only its stamp differs from message to message."""
+    """A message as 16 pieces; messages differ only in their stamp."""
 
     def __init__(self, nbytes: int):
         rng = np.random.default_rng(nbytes)
@@ -20,20 +18,22 @@ class Pieces:
         self.parts = [rng.integers(0, 256, nbytes // N_PIECES, np.uint8) for _ in range(N_PIECES)]
 
     def stamp(self, k: int) -> None:
-        """Two places that the consumer looks at: a way that fills memory before it was read is
-        found out.
+        """Write the number of the message to two places, which the consumer checks.
+
+        So a transport that fills memory before it was read is detected.
         """
         for part in (self.parts[0], self.parts[-1]):
             part[-8:].view(np.int64)[0] = k
 
     def gather(self, out: np.ndarray) -> None:
-        """The one copy that every way must make."""
+        """Make the one copy that every transport must make."""
         np.concatenate(self.parts, out=out)
 
 
 class Reader:
-    """What the consumer does with a message: ``copied`` into its fixed buffer, or only ``viewed``:
-    four bytes of every piece are read.
+    """The consumer's work on a message.
+
+    ``copied``: copy it into a fixed buffer. ``viewed``: read only four bytes of every piece.
     """
 
     def __init__(self, nbytes: int, mode: str):
@@ -53,7 +53,7 @@ class Reader:
                 raise RuntimeError(f"message {k} holds the stamp of message {found}")
 
     def check(self, array: np.ndarray) -> None:
-        """All of it, once: the bytes that were sent are the bytes that came."""
+        """Check once that all received bytes equal the sent bytes."""
         for i, part in enumerate(self._expected):
             if not np.array_equal(array[i * self._step : (i + 1) * self._step - 8], part[:-8]):
                 raise RuntimeError(f"piece {i} did not arrive as it was sent")

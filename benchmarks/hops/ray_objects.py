@@ -1,6 +1,4 @@
-"""Ray's objects as one of the ways: an actor returns the array, another takes it. Only where ray is
-installed.
-"""
+"""Ray's objects as a transport, if Ray is installed: one actor returns the array to another."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ STORE_BYTES = 2**30
 
 
 class RayObjects(OneProcess):
-    """The driver passes references only. CPU time is that of every process it started: raylet,
-    store, actors and services.
+    """The driver passes references only.
+
+    CPU time is that of every process that it started: raylet, store, actors and services.
     """
 
     def __init__(self, shared: Any, address: Any):
@@ -98,7 +97,7 @@ class Consumer:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below this one, however deep."""
+    """Return all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))):
@@ -116,7 +115,7 @@ def cpu_of(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands behind the name: state, parent, ...; nothing if the process has gone."""
+    """Return the fields of /proc after the name (state, parent, ...); empty after an exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):

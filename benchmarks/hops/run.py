@@ -1,5 +1,6 @@
-"""Runs the ways: their processes live through the whole benchmark, and each does a small block in
-turn, so that noise hits all alike.
+"""Run the transports: each does a small block in turn, so that noise affects all equally.
+
+Their processes live through the whole benchmark.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hops.ways import AHEAD, WAIT_S, OneProcess, Way, way_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One way's messages of one size, once."""
+    """The messages of one size of one transport, once."""
 
     way: str
     mode: str
@@ -33,8 +34,9 @@ class Block:
 
 
 def serve(conn: Connection, name: str, role: str, shared: Any, address: Any) -> None:
-    """A producer or a consumer: does blocks as it is told, and answers with its CPU time, threads
-    and kernel included.
+    """Run a producer or a consumer: execute blocks, and answer each with its CPU time.
+
+    The CPU time includes threads and the kernel.
     """
     way = way_of(name)(shared, address)
     conn.send(way.address)
@@ -63,7 +65,7 @@ def _work_of(way: Way, role: str, nbytes: int, mode: str) -> Any:
 
 
 class Crew:
-    """The processes of one way."""
+    """The processes of one transport."""
 
     def __init__(self, name: str):
         self.name = name
@@ -133,8 +135,9 @@ def crews(names: list[str]) -> Iterator[list[Crew]]:
 def blocks(
     made: list[Crew], sizes: list[int], modes: tuple[str, ...], rounds: int, block_bytes: int
 ) -> Iterator[Block]:
-    """All blocks, round by round; the order of the ways turns, so that none always follows the same
-    neighbour.
+    """Yield all blocks, round by round, in a rotating order of transports.
+
+    So no transport always follows the same other one.
     """
     for turn in range(rounds):
         for nbytes in sizes:

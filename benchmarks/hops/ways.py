@@ -1,8 +1,8 @@
-"""The ways. Each has a producer and a consumer, in processes of their own unless it says otherwise.
+"""The compared transports, each with a producer and a consumer.
 
-A producer sends ``n`` messages gathered from its pieces, a consumer hands each to the reader.
-Memory is reused wherever the way allows it. What runs ahead is bounded: while one message is read
-the next is made, two in all.
+Both are in processes of their own unless a class says otherwise. A producer sends ``n`` messages
+gathered from its pieces; a consumer passes each to the reader. Memory is reused wherever the
+transport allows it. At most two messages are in flight: while one is read, the next is made.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ BARE, BARE_IN_TURN, BARE_AT_ONCE = BARES = (
 
 
 class Way:
-    """One side of a way. ``address`` is what the producer tells the consumer."""
+    """One side of a transport; the producer passes ``address`` to the consumer."""
 
     address: Any = None
     roles: tuple[str, ...] = ("producer", "consumer")
 
     def __init__(self, shared: Any, address: Any):
-        """``shared`` is what both processes inherited; the producer's address is None."""
+        """Open this side of the transport.
+
+        Both processes inherit ``shared``; ``address`` is None in the producer.
+        """
 
     @staticmethod
     def shared() -> Any:
-        """What both processes inherit when they start."""
+        """Return the value that both processes inherit when they start."""
         return None
 
     def produce(self, pieces: Pieces, n: int) -> None:
@@ -51,16 +54,17 @@ class Way:
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """CPU time so far, of all that works for this side."""
+        """Return the CPU time of this side so far."""
         return time.process_time()
 
     def close(self) -> None:
-        """Let go of threads and sockets, if there are any."""
+        """Close threads and sockets, if there are any."""
 
 
 class OneProcess(Way):
-    """Both sides in one process. With several roles there are as many processes, and each does its
-    share of the messages alone.
+    """Both sides in one process.
+
+    With several roles there are as many processes, and each does its share of the messages alone.
     """
 
     roles = ("producer",)
@@ -70,8 +74,9 @@ class OneProcess(Way):
 
 
 class Bare(OneProcess):
-    """The same copies of the same bytes in a loop, into reused buffers: one for the array, one more
-    where the job copies it.
+    """The same copies of the same bytes in a loop, into reused buffers.
+
+    There is one buffer for the array, and another if the job copies it.
     """
 
     buffers = 1
@@ -90,16 +95,18 @@ class Bare(OneProcess):
 
 
 class BareInTurn(Bare):
-    """The same into as many buffers as the others have, in turn: with one alone the cache holds
-    what no two processes could share so.
+    """The same copies into as many buffers as the transports have, in turn.
+
+    A single buffer would stay in the cache, which two processes could not achieve.
     """
 
     buffers = AHEAD
 
 
 class BareAtOnce(Bare):
-    """Two processes that copy at the same time and have nothing to do with each other: what two
-    cores cost each other.
+    """Two processes that copy concurrently without communication.
+
+    It shows how much two CPU cores slow each other down.
     """
 
     roles = ("one", "other")
@@ -107,8 +114,9 @@ class BareAtOnce(Bare):
 
 
 class Pair(OneProcess):
-    """Two threads and a pair of links; the array lies in a ring, as it would for another
-    process.
+    """Two threads and a pair of connections.
+
+    The array is in a shared-memory pool, as it would be for another process.
     """
 
     def __init__(self, shared: Any, address: Any):
@@ -134,7 +142,7 @@ class Pair(OneProcess):
 
 
 class Linked(Way):
-    """A link of the channel: the producer serves, the consumer dials."""
+    """A connection of our transport: the producer serves, the consumer connects."""
 
     transport = "unix"
 
@@ -147,7 +155,7 @@ class Linked(Way):
                 token=TOKEN,
                 on_message=lambda link, value: None,
                 on_open=self._on_open,
-                ring=self._ring,
+                pool=self._ring,
             )
             self.address = self._server.address
         else:
@@ -189,8 +197,9 @@ class Linked(Way):
 
 
 class Tcp(Linked):
-    """Over TCP what is queued is sent by reference: it is gathered into arrays that nobody else
-    views.
+    """Our transport over TCP, which sends queued arrays by reference.
+
+    So messages are gathered into arrays that nothing else views.
     """
 
     transport = "tcp"
@@ -203,8 +212,9 @@ class Tcp(Linked):
 
 
 class TorchQueue(Way):
-    """torch.multiprocessing with file descriptors: a fresh piece of shared memory for every tensor,
-    as its DataLoader does it.
+    """torch.multiprocessing with file descriptors, as its DataLoader uses it.
+
+    Every tensor has fresh shared memory.
     """
 
     def __init__(self, shared: Any, address: Any):
@@ -275,8 +285,9 @@ class PipePickle(Way):
 
 
 class Flight(Way):
-    """Arrow Flight over TCP: one stream, a record batch a message, read as a view of what gRPC
-    received.
+    """Arrow Flight over TCP: one stream with a record batch per message.
+
+    The consumer reads a view of the data that gRPC received.
     """
 
     def __init__(self, shared: Any, address: Any):
@@ -384,7 +395,7 @@ def way_of(name: str) -> type[Way]:
 
 
 def available() -> list[str]:
-    """Ways whose libraries are here, in order."""
+    """Return the transports whose libraries are installed, in order."""
 
     def is_here(module: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Result pages as data: which program and machine made each, and the cells of its tables."""
+"""Result pages as data: the program and machine of each page, and the cells of its tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 class NotThere(LookupError):
-    """A page, row or cell that the results do not hold, or that may not be quoted."""
+    """A page, row or cell is missing in the results, or may not be quoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def matching(self, where: Mapping[str, str]) -> list[dict[str, str]]:
-        """The rows whose cells are these, as column to cell."""
+        """Return the rows with these cells, each as a mapping of column to cell."""
         if not set(where) <= set(self.head):
             return []
         rows = [dict(zip(self.head, row, strict=False)) for row in self.rows]
@@ -81,9 +81,7 @@ def _cells(line: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A cell by name: the program and machine of its page, the cells that identify its row, and its
-    column.
-    """
+    """The identity of a cell: program and machine of its page, cells of its row, and its column."""
 
     program: str
     machine: str
@@ -93,7 +91,7 @@ class Cell:
     at: int = 0  # which of the cell's numbers: 1 of "110 / 119" is 119
 
     def on(self, page: Page) -> str | None:
-        """The cell's text on this page, or None; a row that occurs twice is an error."""
+        """Return the text of the cell on this page, or None; raise if its row occurs twice."""
         found = [
             row
             for t in page.tables()
@@ -108,9 +106,7 @@ class Cell:
         return found[0][self.column] if found else None
 
     def number(self, text: str) -> str:
-        """The cell's number as it is printed. A starred, computed or missing one may not be
-        quoted.
-        """
+        """Return the printed number of the cell; raise if it is starred, computed or missing."""
         found = NUMBER.findall(text)
         if len(found) <= self.at or text.startswith("*") or "by slope" in text:
             raise NotThere(
@@ -121,14 +117,14 @@ class Cell:
 
 
 def pages(folder: Path = RESULTS) -> list[Page]:
-    """All result pages, the newest first."""
+    """Return all result pages, the newest first."""
     return sorted(
         (Page.read(path) for path in folder.glob("*.md")), key=lambda page: page.order, reverse=True
     )
 
 
 def newest(cell: Cell, known: list[Page]) -> tuple[Page, str]:
-    """The newest page of this program and machine that has the cell's row, and the number there."""
+    """Return the newest page of the program and machine that has the cell, and the number."""
     for page in known:
         if (
             page.program == cell.program
@@ -147,7 +143,7 @@ def this_machine() -> str:
 
 
 def program_of(name: str) -> str:
-    """The program of a page's name: ``2026-11-16-autoscale-14`` is made by ``autoscale.py``."""
+    """Return the program of a page's name: ``autoscale.py`` for ``2026-11-16-autoscale-14``."""
     kind = re.sub(r"^\d{4}-\d\d-\d\d-", "", name)
     stems = {
         path.relative_to(BENCHMARKS).as_posix(): path.stem.replace("_", "-")
@@ -166,8 +162,9 @@ def program_of(name: str) -> str:
 
 
 def tagged(name: str, text: str, machine: str, folder: Path = RESULTS) -> tuple[str, str]:
-    """(name, text) of a new page: its tag behind the title, and a name that no earlier page of the
-    day has.
+    """Return name and text of a new page with its tag after the title.
+
+    The name is that of no earlier page of the day.
     """
     program, date = program_of(name), name[:10]
     same = [page for page in pages(folder) if page.program == program and page.order[0] == date]

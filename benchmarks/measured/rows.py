@@ -1,8 +1,7 @@
-"""The rows of the README's "Measured" table: at most eight, each one claim and one number, those
-against Overlord first.
+"""The rows of the README's "Measured" table, those against Overlord first.
 
-A row may have alternatives: the first one whose cells the newest pages hold is shown. Remove the
-later ones when it is there.
+There are at most eight rows, each with one claim and one number. A row may have alternatives: the
+first whose cells the newest pages hold is used. Remove the later ones once it is there.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class Row:
         return page, f"{float(number) / float(below):.2f}"
 
     def check(self, known: list[Page]) -> None:
-        """Refuse a number that contradicts the claim, and numbers in the claim that the page does
-        not hold.
-        """
+        """Raise if the number contradicts the claim, or the page lacks a number of the claim."""
         page, number = self.value(known)
         if float(number) <= self.above:
             raise NotThere(
@@ -222,7 +219,7 @@ ROWS: Sequence[Sequence[Row]] = (
 
 
 def shown(known: list[Page]) -> list[Row]:
-    """Of every row the first alternative that the pages hold."""
+    """Return the first alternative of every row that the pages hold."""
     return [_first(alternatives, known) for alternatives in ROWS]
 
 

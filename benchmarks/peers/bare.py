@@ -1,6 +1,4 @@
-"""No framework: one process, one thread, the loop that a good engineer writes for this one job and
-no other.
-"""
+"""The bare loop: one process and one thread, without a framework, written for this job only."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from peers.work import Work
 
 
 def prepare(work: Work) -> None:
-    """Nothing to import beyond the kernel."""
+    """Do nothing: the kernel has all imports."""
 
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:

@@ -1,11 +1,10 @@
-"""One process of one cell: started afresh (``python -m peers.cell``) for every measurement, it
-consumes a loader as a trainer would.
+"""One process of one cell, which consumes a loader as a trainer does: ``python -m peers.cell``.
 
-It speaks JSON lines. ``{"ready": ...}`` after imports; then it waits for a line on its input, so
-that importing (a trainer has torch anyway) counts for nobody. ``{"at": ..., ...}`` for every mark
-it passes. After the last mark it waits for its input, with the loader alive, so that memory can be
-read while nothing has been let go; the runner then kills it and all below it: how loaders close is
-not measured.
+A fresh process is started for every measurement. It writes lines of JSON. ``{"ready": ...}``
+follows its imports. Then it waits for a line of input, so that imports do not count: a trainer has
+torch anyway. ``{"at": ..., ...}`` follows for every mark. After the last mark it waits for input
+with its loader alive, so that memory can be measured. The runner then kills it and its descendants:
+the closing of loaders is not measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs one cell of benchmarks/cluster.py in fresh processes: as fast as it goes, at rest, at a
-trainer's pace.
+"""Run one cell of benchmarks/cluster.py in fresh processes.
+
+It runs at full speed, idle, and at the pace of a trainer.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ PACED_STEPS = 8
 
 
 class CellFailed(RuntimeError):
-    """A cell that ended early or never; carries what it wrote to its error stream."""
+    """A cell ended early or did not end; the message has the end of its stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a cell may take, in seconds."""
+    """The time limits of a cell, in seconds."""
 
     start_s: float = 120.0
     run_s: float = 12.0  # from the first step of all ranks on; who is slower delivers fewer tokens
@@ -54,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run of one cell took."""
+    """The measurements of one run of one cell."""
 
     peer: str
     job: str
@@ -81,7 +82,7 @@ class Outcome:
 
     @property
     def cpu(self) -> float:
-        """CPU seconds per million tokens, steady."""
+        """CPU seconds per million tokens in the steady part."""
         return sum(self.steady_cpu.values()) / self.steady_tokens * 1e6
 
     @property
@@ -102,7 +103,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Said:
-    """What one process has said so far."""
+    """The messages of one process so far."""
 
     name: str = ""
     pid: int = 0
@@ -141,7 +142,7 @@ def run_cell(work: Work, limits: Limits) -> Outcome:
 
 
 class _Cell:
-    """The processes of a cell while it runs."""
+    """The processes of a running cell."""
 
     def __init__(self, work: Work, limits: Limits, folder: Path, errors: Any):
         self.limits, self.folder, self.errors = limits, folder, errors
@@ -250,7 +251,7 @@ class _Cell:
         return json.dumps(asdict(replace(self.work, rank=rank)))
 
     def _connect(self, server: socket.socket) -> float:
-        """Until trainers can ask for steps; when the cluster was there."""
+        """Wait until trainers can request steps; return when the cluster was ready."""
         self._until(lambda: "serving" in self.said[server].facts, self.limits.start_s, "the launch")
         facts = self.said[server].facts
         self.ledger.named |= dict.fromkeys(facts["hosts"], HOSTS)
@@ -266,7 +267,10 @@ class _Cell:
         return self._moment()
 
     def _idle(self) -> tuple[dict[str, float], bool]:
-        """Cores that work while nobody asks for steps, by part; and whether read-ahead is over."""
+        """Return the busy CPU cores by part while no step is requested.
+
+        Also return whether read-ahead is done.
+        """
         self._tell_ranks([REST, 0.0])
         before, until = self._moment(), time.monotonic() + SETTLE_S
         while time.monotonic() < until:
@@ -282,9 +286,7 @@ class _Cell:
         return cores, sum(cores.values()) < SETTLED
 
     def _paced(self, server: socket.socket) -> tuple[list[float], bool, int | None]:
-        """What trainers wait for a step that they want every so often; the first one is left
-        out.
-        """
+        """Return the waits of trainers that request steps at an interval, without the first."""
         for said in self._ranks():
             said.waits.clear()
         self._tell_ranks([PACE, self.limits.every_s])
@@ -309,7 +311,7 @@ class _Cell:
         return found
 
     def _close(self, server: socket.socket) -> int:
-        """Trainers first, then whoever launched. How many processes are left."""
+        """Close trainers, then the launching process; return the remaining processes."""
         if self.embedded:
             return 0
         for child in self.children[1:]:
@@ -370,7 +372,7 @@ class _Cell:
             self._listen(min(left, LOOK_S))
 
     def _listen(self, within_s: float) -> None:
-        """What is said, and meanwhile CPU and memory: processes that end are not seen later."""
+        """Receive messages, and record CPU and memory: processes that end are not visible later."""
         now = time.monotonic()
         if now >= self.memory_at:
             self.ledger.look_at_memory()

@@ -1,9 +1,9 @@
-"""The processes of a cell of benchmarks/cluster.py (``python -m peers.cluster_sides
-server|rank|all``); each is told when to begin.
+"""The processes of a cell of benchmarks/cluster.py.
 
-``all``: the bare loop or Overlord embedded, one process that takes for all ranks. ``server``:
-launches Overlord with processes or on Ray, and serves. ``rank``: connects to it and only receives.
-What they import counts for nobody.
+They run as ``python -m peers.cluster_sides server|rank|all`` and begin on request. ``all``: the
+bare loop or Overlord in one process, which takes the steps of all ranks. ``server``: launches
+Overlord with processes or on Ray, and serves. ``rank``: connects to the server and only receives.
+Their imports do not count.
 """
 
 from __future__ import annotations

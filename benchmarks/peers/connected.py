@@ -1,11 +1,9 @@
-"""A rank that only receives (``python -m peers.connected``): torch and the client and nothing else,
-as a trainer has them.
+"""A rank that only receives, with torch and the client alone: ``python -m peers.connected``.
 
-Imports come first and count for nobody; then a line on its input is the start of the clock, and a
-second one, when the server is there, has its address. Until the steady part it reads a byte of
-every page it gets, or shared memory would never be mapped, which no trainer is spared; from then on
-it does with microbatches what all consumers here do. At its last mark it goes on taking steps, so
-that ranks behind it are not held up.
+Imports come first and do not count. A line of input starts the clock, and a second one has the
+address of the server. Until the steady part the rank reads a byte of every received page, since
+otherwise shared memory would never be mapped. From then on it treats microbatches like all other
+consumers. After its last mark it keeps taking steps, so that slower ranks are not delayed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What every cell must deliver, checked on its first step: a loader that leaves something out would
-look fast.
+"""The required content of every cell's steps, checked on the first step.
+
+A loader that omits something would look fast.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def check_microbatch(microbatch: Mapping[str, Any], context: int, n_sources: int) -> None:
-    """Raises with the name of the first rule that does not hold."""
+    """Raise with the name of the first rule that a microbatch violates."""
     arrays = {}
     for key, dtype in DTYPES.items():
         _rule(key in microbatch, f"key {key!r} is missing")
@@ -87,20 +88,19 @@ def _check_document(arrays: Mapping[str, np.ndarray], at: slice, length: int) ->
 
 
 def real_tokens(microbatch: Mapping[str, Any]) -> int:
-    """Tokens that are no padding."""
+    """Return the number of tokens without padding."""
     return int(microbatch["cu_seqlens"][-1])
 
 
 def touch(microbatch: Mapping[str, Any]) -> int:
-    """Takes every array, as a trainer does that copies it to its device; returns the bytes it was
-    given.
-    """
+    """Access every array, as a trainer that copies it to its device; return the bytes."""
     return sum(microbatch[key].nbytes for key in DTYPES)
 
 
 def read_pages(microbatch: Mapping[str, Any]) -> int:
-    """The same, and a byte of every page is read: memory of another process is mapped by the first
-    look, and not before.
+    """Access every array and read a byte of every page; return the bytes.
+
+    The first access maps the memory of another process.
     """
     for key in DTYPES:
         value = as_numpy(microbatch[key])

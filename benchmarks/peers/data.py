@@ -1,4 +1,4 @@
-"""The corpora of a run, with a bar while they are made."""
+"""The corpora of a run, with a progress bar while they are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from page import progress
 
 
 def corpora(console: Console, root: Path, sources: Iterable[int], seed: int) -> dict[int, Corpus]:
-    """By number of sources."""
+    """Return the corpora by number of sources."""
     with progress(console) as shown:
         bars = {
             name: shown.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")

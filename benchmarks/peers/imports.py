@@ -1,6 +1,4 @@
-"""Imports that every rank of every loader makes, so that memory with imports counts the same on all
-sides.
-"""
+"""The imports of every rank of every loader, so that memory after imports is comparable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The work itself: read a row, encode it, pack microbatches. The bare loop and every peer call
-these same functions, so what differs between their cells is the framework around them and nothing
-else.
+"""The work itself: read a row, encode it, pack microbatches.
+
+The bare loop and every peer call these functions. So cells differ only in the framework around
+them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Microbatch = dict[str, np.ndarray]
 
 
 class SourceRows:
-    """The rows of one source, epoch after epoch, in file order. Opened when first asked.
+    """The rows of one source, epoch after epoch, in file order; files are opened at first use.
 
-    Of the source's row groups it reads every n-th, counted over all files, so that n readers share
-    an epoch without overlap and none decodes a row it will not use. Readers beyond the number of
-    row groups read them all, and begin at one of them: to share groups, each would have to decode
+    It reads every n-th row group of the source, counted over all files. So n readers share an epoch
+    without overlap, and none decodes a row that it does not use. Readers beyond the number of row
+    groups read all of them, and begin at one of them. To share groups, each would have to decode
     rows of the others.
     """
 
@@ -52,7 +53,7 @@ class SourceRows:
         ]
 
     def epoch(self) -> Iterator[list[Any]]:
-        """Rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
+        """Yield the rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
         for f, groups in self._parts():
             with pq.ParquetFile(self.source.files[f]) as file:
                 for batch in file.iter_batches(
@@ -61,14 +62,14 @@ class SourceRows:
                     yield rows_of(batch.column(0))
 
     def _parts(self) -> list[tuple[int, list[int]]]:
-        """Row groups of a pass: in file order, or one by one in a new order."""
+        """Return the row groups of a pass: in file order, or one by one in a new order."""
         if self.order is None:
             return self.parts
         single = [(file, [group]) for file, groups in self.parts for group in groups]
         return [single[i] for i in self.order.permutation(len(single))]
 
     def __iter__(self) -> Iterator[Any]:
-        """Row by row, one pass."""
+        """Yield the rows of one pass."""
         for rows in self.epoch():
             yield from rows
 
@@ -78,7 +79,7 @@ class SourceRows:
 
 
 def rows_of(column: Any) -> list[Any]:
-    """A column as Python strings, or as numpy views into Arrow's own memory."""
+    """Return a column as Python strings, or as numpy views of Arrow's memory."""
     if not hasattr(column, "flatten"):
         return column.to_pylist()
     offsets = column.offsets.to_numpy()
@@ -95,7 +96,7 @@ class RowBuffer:
         self.held: list[tuple[int, Any]] = []
 
     def exchange(self, sources: Sequence[int], rows: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Take rows in; return as many random ones, or none while the buffer fills."""
+        """Add rows; return as many random ones, or none while the buffer fills."""
         left = []
         for source, row in zip(sources, rows, strict=True):
             kept = (
@@ -111,7 +112,7 @@ class RowBuffer:
 
 
 class Encoder:
-    """Rows to token ids, cut at the context."""
+    """Encodes rows as token ids, truncated at the context."""
 
     def __init__(self, corpus: Corpus, job: str, context: int):
         self.context = context
@@ -131,7 +132,7 @@ class Encoder:
 
 
 class Packer:
-    """Next-fit: documents go into the open microbatch until one does not fit."""
+    """Packs by next-fit: documents go into the open microbatch until one does not fit."""
 
     def __init__(self, context: int):
         self.context = context
@@ -141,7 +142,7 @@ class Packer:
         self.ramp = np.arange(context, dtype=np.int64)
 
     def add(self, documents: Iterable[np.ndarray], sources: Iterable[int]) -> Iterator[Microbatch]:
-        """Takes documents in; yields every microbatch that became full on the way."""
+        """Add documents; yield every microbatch that becomes full."""
         for document, source in zip(documents, sources, strict=True):
             size = len(document)
             if self.filled + size > self.context:
@@ -152,8 +153,9 @@ class Packer:
             self.filled += size
 
     def build(self) -> Microbatch:
-        """The arrays of the batch contract. Without padding the two cumulative lengths are equal,
-        and may be one array.
+        """Return the arrays of the batch contract.
+
+        Without padding the two cumulative lengths are equal and may be one array.
         """
         lengths = np.fromiter(map(len, self.documents), np.int32, len(self.documents))
         bounds = np.zeros(len(lengths) + 1, np.int32)
@@ -179,8 +181,9 @@ class Packer:
 
 
 def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:
-    """The whole job without a framework: draw sources by weight, take a row of each, encode, pack.
-    Without end.
+    """Yield the microbatches of the whole job without a framework, without end.
+
+    It draws sources by weight, takes a row of each, encodes and packs.
     """
     n = len(corpus.sources)
     rng = np.random.default_rng([work.seed, work.rank])

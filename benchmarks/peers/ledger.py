@@ -1,8 +1,8 @@
-"""CPU and memory of all processes below this one, whoever started them.
+"""CPU and memory of all descendants of this process.
 
-Processes of Ray leave their parents. This program is made the one that orphans come to, so all that
-a cell started is found below it as long as it lives. CPU time of processes that ended is kept as it
-was when they were last seen.
+Processes of Ray leave their parents. This program becomes the parent of orphans, so that it finds
+all processes of a cell as long as it lives. For processes that ended, the CPU time of the last poll
+counts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Seen:
 
 
 def below_me() -> list[Seen]:
-    """All processes below this one, this one left out."""
+    """Return all descendants of this process, without itself."""
     children: dict[int, list[Seen]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (seen := _seen(int(entry))) is not None:
@@ -84,8 +84,9 @@ def _seen(pid: int) -> Seen | None:
 
 @dataclass(slots=True)
 class Ledger:
-    """What a cell has used. ``named``: processes whose part is known; the others are told by their
-    command lines.
+    """The resources that a cell has used.
+
+    ``named``: processes whose part is known; the others are recognised by their command lines.
     """
 
     workers: bool = False  # whether Ray's idle workers do the job, between two tasks
@@ -119,7 +120,7 @@ class Ledger:
         return SERVICES if any(word in command for word in OF_RAY) else LAUNCHER
 
     def total(self, part: str | None = None) -> float:
-        """CPU seconds until the last look."""
+        """Return the CPU seconds until the last poll."""
         return sum(
             cpu
             for key, cpu in self.cpu.items()
@@ -143,14 +144,14 @@ def living() -> list[Seen]:
 
 
 def bury() -> None:
-    """Those that ended and came here; the others that it starts have somebody who asks for them."""
+    """Reap all children of this process that ended, orphans included."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def end_all(limit_s: float) -> None:
-    """Each by its id, until none is left."""
+    """Kill each process by its id, until none is left."""
     deadline = time.monotonic() + limit_s
     while (left := living()) and time.monotonic() < deadline:
         for seen in left:

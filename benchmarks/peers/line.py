@@ -1,5 +1,6 @@
-"""Lines of JSON between the program that measures and the processes of a cell, through one socket:
-ranks may be anyone's children.
+"""Lines of JSON between the measuring program and the processes of a cell, through one socket.
+
+Ranks may be children of any process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RUN, REST, PACE = "run", "rest", "pace"
 
 
 class Line:
-    """A process's end of it."""
+    """The end of the socket in one process."""
 
     def __init__(self, path: str, name: str):
         self._socket = socket.socket(socket.AF_UNIX)
@@ -33,7 +34,7 @@ class Line:
         self._socket.sendall(json.dumps(fields).encode() + b"\n")
 
     def hear(self) -> Any:
-        """The next line, waited for. Who has nobody to speak to ends."""
+        """Wait for the next line; exit if the other end is closed."""
         while b"\n" not in self._rest:
             if not (data := self._socket.recv(65536)):
                 raise SystemExit(0)
@@ -42,18 +43,18 @@ class Line:
         return json.loads(line)
 
     def heard(self, within_s: float = 0.0) -> Any:
-        """The next line, if there is one."""
+        """Return the next line, if there is one."""
         if b"\n" not in self._rest and not select.select([self._socket], [], [], within_s)[0]:
             return None
         return self.hear()
 
 
 def take_steps(steps: Iterator[list[Any]], work: Work, line: Line) -> None:
-    """A trainer without a model: takes steps as fast as they come, or one every so many seconds, or
-    none, as it is told.
+    """Run a trainer without a model.
 
-    Until the steady part it reads a byte of every page it gets, or shared memory would never be
-    mapped, which no trainer is spared.
+    It takes steps at full speed, or one at a fixed interval, or none, as requested. Until the
+    steady part it reads a byte of every received page, since otherwise shared memory would never be
+    mapped.
     """
     doing, every_s, tokens, nbytes, count = RUN, 0.0, 0, 0, 0
     warm = WARM_SHARE * work.tokens / work.processes

@@ -1,4 +1,4 @@
-"""Consuming a loader as a trainer would, with a line of JSON for every mark that is passed."""
+"""Consume a loader as a trainer does, and write a line of JSON at every mark."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def say(**fields: Any) -> None:
 
 
 def mark(name: str, work: Work, tokens: int, nbytes: int, count: int) -> None:
-    """CPU is that of this process and all below it. Processes that only receive take equal shares
-    of what their server has used until then: the sum over all of them is the whole, each part of it
-    seen when one of them passed its mark.
+    """Write a mark with the CPU time of this process and its descendants.
+
+    Processes that only receive count equal shares of the CPU time of their server. Their sum is the
+    whole CPU time of the server, each share read at the mark of its process.
     """
     cpu = cpu_seconds(os.getpid()) + (
         cpu_seconds(work.server) / work.processes if work.server else 0.0
@@ -34,8 +35,9 @@ def mark(name: str, work: Work, tokens: int, nbytes: int, count: int) -> None:
 
 
 def consume(stream: Iterator[Any], work: Work, take_first: Callable[[Any], int] = touch) -> None:
-    """Takes microbatches until this process has its share of the tokens; ``take_first`` looks at
-    those before the steady part.
+    """Take microbatches until this process has its share of the tokens.
+
+    ``take_first`` receives those before the steady part.
     """
     share, tokens, nbytes, count = work.tokens / work.processes, 0, 0, 0
     first_step = [next(stream) for _ in range(work.step)]

@@ -1,4 +1,4 @@
-"""CPU and memory of a process and everything below it, from /proc."""
+"""CPU and memory of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its living descendants, and those it has already waited
-    for.
-    """
+    """Return user and system time of a process, its descendants, and its reaped children."""
     return sum(_own_cpu(p) for p in descendants(pid))
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """Proportional set size over the given processes and all below them: shared pages count once in
-    the sum.
-    """
+    """Return the PSS over processes and their descendants: shared pages count once in the sum."""
     return sum(pss_of(p) for pid in pids for p in descendants(pid))
 
 
 def read_bytes(pid: int, *, below: bool = False) -> int:
-    """Bytes that a process and all below it have asked of files and pipes; ``below``: of those
-    below it alone.
+    """Return the bytes that a process and its descendants have read from files and pipes.
+
+    ``below``: only those of the descendants.
     """
     return sum(_own_read(p) for p in descendants(pid)[below:])
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all living processes below it."""
+    """Return a process and all its living descendants."""
     found, todo = [], [pid]
     while todo:
         found.append(todo.pop())
@@ -64,7 +61,7 @@ def _own_cpu(pid: int) -> float:
 
 
 def pss_of(pid: int) -> int:
-    """Of this process alone."""
+    """Return the PSS of one process alone."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -82,7 +79,7 @@ def _own_read(pid: int) -> int:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has worked since it started, by anyone."""
+    """Return the CPU seconds of the whole machine since its start."""
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -90,7 +87,7 @@ def busy_seconds() -> float:
 
 
 def wait_for_idle(limit_s: float, below: float = 0.15, window_s: float = 1.0) -> None:
-    """Until the machine works less than ``below`` cores for a moment, or the limit has passed."""
+    """Wait until the machine uses less than ``below`` CPU cores, at most until the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         start, busy = time.monotonic(), busy_seconds()

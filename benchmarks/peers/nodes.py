@@ -1,6 +1,7 @@
-"""torchdata.nodes, put together for speed: every rank is a process; sources, weighted sampler,
-encoder and packer run in one background thread of it (reading and encoding release the interpreter
-lock, so a worker process would only add a pipe).
+"""torchdata.nodes, configured for speed.
+
+Every rank is a process. Sources, weighted sampler, encoder and packer run in one background thread
+of it. Reading and encoding release the interpreter lock, so a worker process would only add a pipe.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ SNAPSHOT_EVERY = 256
 
 
 class Tagged:
-    """One pass over a source's rows, each with the source's number: packing needs it, and the
-    sampler does not tell.
+    """One pass over the rows of a source, each with the number of the source.
+
+    Packing needs the number, and the sampler does not return it.
     """
 
     def __init__(self, rows: SourceRows, number: int):
@@ -46,8 +48,9 @@ class Tagged:
 
 
 class PackNode(BaseNode[Microbatch]):
-    """Packs encoded chunks. Its state leaves out the open microbatch: the benchmark never restores
-    it.
+    """Packs encoded chunks.
+
+    Its state omits the open microbatch: the benchmark never restores it.
     """
 
     def __init__(self, source: BaseNode, context: int):

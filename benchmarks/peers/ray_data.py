@@ -1,12 +1,14 @@
-"""The same job by Ray Data (``python -m peers.ray_data``): read Parquet, mix by weight, tokenize
-and pack in ``map_batches``, ``streaming_split`` to ranks that are actors.
+"""The same job by Ray Data: ``python -m peers.ray_data``.
+
+It reads Parquet, mixes by weight, tokenizes and packs in ``map_batches``, and splits by
+``streaming_split`` to ranks that are actors.
 
 ``ray-data`` reads every source as a dataset and mixes them by ``Dataset.mix``. ``ray-data-list``
-reads one list of files, drawn by weight beforehand: cheaper, and a mixture that nobody can change.
-Each choice below is the cheaper one for Ray Data: a block is a file (so it mixes files where all
-others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded, and
-ranks exist before the clock starts that leaves out the cluster. Sources repeat by links to their
-files: Ray Data reads a path once.
+reads one list of files, drawn by weight in advance: cheaper, but the mixture cannot change. Each
+choice below is the cheaper one for Ray Data. A block is a file, so it mixes files where the others
+mix rows. Packed ids are sent as int32, and the rank converts them. Tokenizers stay loaded. Ranks
+exist before the clock that excludes the cluster starts. Sources repeat by links to their files,
+since Ray Data reads a path once.
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ def tag(table: pa.Table, number: int) -> pa.Table:
 
 
 class Pack:
-    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its
-    end is a microbatch too.
+    """Packs the rows of a block by next-fit; a row of the result is a microbatch.
 
-    An actor: its tokenizer is loaded once, and it has a core to itself. As tasks, these would wait
-    until all that can be read has been: with many sources for minutes.
+    The rest at the end of a block is a microbatch too. It is an actor: its tokenizer is loaded
+    once, and it has a CPU core of its own. As tasks, these would wait until everything is read:
+    with many sources for minutes.
     """
 
     def __init__(self, work: Work):
@@ -119,7 +121,7 @@ def _lists(bounds: np.ndarray, values: np.ndarray) -> pa.ListArray:
 def widen(
     tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray, ramp: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The arrays of the batch contract, from packed ids."""
+    """Return the arrays of the batch contract from packed ids."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
     last = bounds[1:] - 1
@@ -150,7 +152,7 @@ def microbatches(batch: pa.Table, ramp: np.ndarray) -> Iterator[dict[str, np.nda
 
 
 class Rank:
-    """A trainer's worker, which takes its split."""
+    """The worker of a trainer, which takes its split."""
 
     def __init__(self, path: str, work: dict[str, Any]):
         self.work = Work(**work)
@@ -172,8 +174,9 @@ class Rank:
 
 
 def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[str]:
-    """A path for each of the wanted sources, files of a source in turn; source number in the
-    name.
+    """Return a path for each of the wanted sources, whose name has the number of the source.
+
+    The files of a source are used in turn.
     """
     folder.mkdir()
     met, made = dict.fromkeys(wanted, 0), []
@@ -186,7 +189,7 @@ def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[s
 
 
 def files_wanted(corpus: Corpus, work: Work) -> float:
-    """Of the whole run."""
+    """Return the number of files that the whole run needs."""
     tokens = (
         sum(source.words for source in corpus.sources)
         / len(corpus.sources)
@@ -277,7 +280,7 @@ def main() -> None:
 
 
 def _watch(taking: list[Any], line: Line) -> None:
-    """A rank that fails says so nowhere else."""
+    """Report a rank that failed, since nothing else reports it."""
     import ray
 
     try:

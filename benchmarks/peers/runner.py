@@ -1,4 +1,4 @@
-"""Runs one cell in fresh processes and turns their marks into figures."""
+"""Run one cell in fresh processes and compute its measurements from their marks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LAST = "end"
 
 
 class CellFailed(RuntimeError):
-    """A cell that ended early or never; carries what it wrote to its error stream."""
+    """A cell ended early or did not end; the message has the end of its stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run of one cell cost, over all of its processes."""
+    """The cost of one run of one cell, over all its processes."""
 
     peer: str
     job: str
@@ -68,7 +68,7 @@ class Figures:
 
     @property
     def steady_cpu(self) -> float:
-        """CPU seconds per million tokens: the figure that ratios are made of."""
+        """CPU seconds per million tokens in the steady part, from which ratios are computed."""
         return self.steady_cpu_s / self.steady_tokens * 1e6
 
     @property
@@ -81,7 +81,7 @@ class Figures:
 
     @property
     def speed(self) -> float:
-        """Million tokens per second of wall time, steady."""
+        """Million tokens per second of wall time in the steady part."""
         return self.steady_tokens / self.steady_wall_s / 1e6
 
     @property
@@ -90,9 +90,7 @@ class Figures:
 
 
 def run_cell(work: Work, timeout_s: float) -> Figures:
-    """Starts the cell's processes, lets them go together, samples memory until the last has
-    finished, kills them.
-    """
+    """Run the processes of a cell concurrently, sample their memory, and kill them at the end."""
     processes = work.ranks if work.peer in (*PROCESS_PER_RANK, *SERVED) else 1
     works = [replace(work, rank=rank, processes=processes) for rank in range(processes)]
     # An empty cache each time: Overlord keeps its index of the files there, and no peer has one to
@@ -135,9 +133,7 @@ def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen
 
 
 class _Cell:
-    """The processes of a cell while it runs. Where there is a server it is the first of them, the
-    ranks stand behind it.
-    """
+    """The processes of a running cell; a server is the first of them."""
 
     def __init__(self, work: Work, children: list[subprocess.Popen], errors: Any, deadline: float):
         self.work, self.served = work, work.peer in SERVED
@@ -193,7 +189,7 @@ class _Cell:
         self.lines.wait_for(lambda _: all(name in marks for marks in self.marks()), self.look)
 
     def look(self) -> None:
-        """At memory."""
+        """Sample the memory."""
         clients = pss_bytes(child.pid for child in self.ranks)
         self.peak = max(
             self.peak, clients + (pss_bytes([self.children[0].pid]) if self.served else 0)
@@ -207,7 +203,7 @@ class _Cell:
 
 
 class _Lines:
-    """The JSON lines of all processes of a cell, read as they come."""
+    """Reads the lines of JSON of all processes of a cell."""
 
     def __init__(self, work: Work, children: list[subprocess.Popen], errors: Any, deadline: float):
         self.work, self.children, self.errors, self.deadline = work, children, errors, deadline
@@ -220,7 +216,7 @@ class _Lines:
     def wait_for(
         self, done: Callable[[list[list[dict]]], bool], look: Callable[[], None] = lambda: None
     ) -> None:
-        """Reads until ``done(said)``; meanwhile ``look()`` every SAMPLE_S, and at the end."""
+        """Read until ``done(said)``; call ``look()`` every SAMPLE_S, and at the end."""
         next_look = 0.0
         while not done(self.said):
             now = time.monotonic()
@@ -283,7 +279,7 @@ def _figures(
 
 
 def _kill_group(child: subprocess.Popen) -> None:
-    """The cell leads a session of its own, so this reaches its workers and nobody else."""
+    """Kill a cell and its workers: the cell leads a process session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -1,7 +1,7 @@
-"""The process that launches and serves (``python -m peers.server``): planner here, loaders and
-constructors in hosts below it.
+"""The process that launches and serves a job: ``python -m peers.server``.
 
-The clock starts with the line on its input; index, fork server and hosts are start-up.
+The planner is in this process, loaders and constructors are in workers. The clock starts with a
+line of input; index, fork server and workers are start-up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from peers.work import Work
 
 
 def options(work: Work) -> dict[str, Any]:
-    """Its own choice, or so many loader hosts with a thread each; the sources are shared out
-    evenly.
+    """Return the launch options: defaults, or loader workers with one thread each.
+
+    Sources are then shared out evenly.
     """
     if not work.hosts:
         return {}

@@ -1,9 +1,9 @@
-"""torch's DataLoader as it is used in training: every rank is a process with a DataLoader and a
-worker (or more) of its own, and each worker opens all sources, mixes, encodes and packs.
+"""torch's DataLoader as training uses it.
 
-``torch`` hands out tensors the default way (each in its own piece of shared memory);
-``torch-numpy`` passes numpy arrays through the pipe instead, which is cheaper for arrays of this
-size and rarely seen.
+Every rank is a process with a DataLoader of one or more workers. Each worker opens all sources,
+mixes, encodes and packs. ``torch`` sends tensors in the default way, each in its own shared memory.
+``torch-numpy`` sends numpy arrays through the pipe, which is cheaper for arrays of this size and
+rarely used.
 """
 
 from __future__ import annotations

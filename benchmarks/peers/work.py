@@ -1,5 +1,6 @@
-"""What a cell has to do. Apart from the kernel, so that a process that only receives need not
-import what reads files.
+"""The work of a cell.
+
+It is separate from the kernel, so that a process that only receives need not import readers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one cell has to do; travels to its processes as JSON."""
+    """The work of one cell, which is sent to its processes as JSON."""
 
     peer: str
     job: str  # "null" or "tokenized"
@@ -34,7 +35,7 @@ class Work:
 
     @property
     def label(self) -> str:
-        """Return the name of the peer in tables."""
+        """The name of the peer in tables."""
         return f"{self.peer}@{self.arenas}" if self.arenas else self.peer
 
     @property
@@ -43,5 +44,5 @@ class Work:
 
     @property
     def step(self) -> int:
-        """Microbatches of one step that this process sees."""
+        """The number of microbatches of one step that this process receives."""
         return self.ranks * self.microbatches // self.processes

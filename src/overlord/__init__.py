@@ -1,6 +1,6 @@
-"""Overlord: one plan, one stream, every rank. The public names.
+"""The public names of Overlord: one plan, one stream, every rank.
 
-Names are loaded at first use, so that ``import overlord`` costs a trainer nothing it does not use.
+A module is imported at the first use of one of its names, so that ``import overlord`` stays fast.
 """
 
 from __future__ import annotations

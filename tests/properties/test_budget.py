@@ -81,7 +81,7 @@ class Rank:
         self.executor, self.host, self.rank, self.ended = executor, host, rank, False
 
     def put(self, told: StepInfo, bucket: Any) -> None:
-        self.executor.at(
+        self.executor.call_later(
             self.executor.delay(2.0), lambda: self.host.consumed([self.rank], told.step)
         )
 

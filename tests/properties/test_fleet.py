@@ -15,10 +15,10 @@ from overlord.dryrun.arrivals import arrivals
 from overlord.dryrun.machines import (
     ClusterShape,
     Constants,
-    colocated,
+    colocated_memory,
     connecting_s,
     connections,
-    overlord,
+    overlord_memory,
 )
 from tests.laws import examples
 
@@ -88,8 +88,11 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
         2,
     )
     # 8 ranks x 2 workers, each with itself and 30 sources, and two batches of 2 samples.
-    assert colocated(fleet, ONES).by_role == {"workers": 16 * 31, "batches": 16 * 2 * 2}
-    assert colocated(fleet, ONES, first_of_tp=True).total == colocated(fleet, ONES).total / 2
+    assert colocated_memory(fleet, ONES).by_role == {"workers": 16 * 31, "batches": 16 * 2 * 2}
+    assert (
+        colocated_memory(fleet, ONES, first_of_tp=True).total
+        == colocated_memory(fleet, ONES).total / 2
+    )
     links = connections(fleet)
     assert (links.total, links.loader_host, links.constructor, links.client, links.planner) == (
         2 * 2 + 8 + 2 + 2,
@@ -98,7 +101,7 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
         1,
         4,
     )
-    found = overlord(fleet, ONES)
+    found = overlord_memory(fleet, ONES)
     # workers, sources, and five steps' samples: three ready and two kept; a connection to each of
     # two constructors and one to the planner
     assert found.by_role["loaders"] == 2 + 30 + 5 * 4 + 2 * 3
@@ -113,11 +116,11 @@ def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(
     fleet: ClusterShape, more: int
 ) -> None:
     grown = replace(fleet, sources=fleet.sources + more)
-    theirs = colocated(grown, LIKELY).total - colocated(fleet, LIKELY).total
-    ours = overlord(grown, LIKELY).total - overlord(fleet, LIKELY).total
+    theirs = colocated_memory(grown, LIKELY).total - colocated_memory(fleet, LIKELY).total
+    ours = overlord_memory(grown, LIKELY).total - overlord_memory(fleet, LIKELY).total
     hosts = grown.loader_hosts - fleet.loader_hosts
     ends = (
-        (overlord(grown, LIKELY).total - overlord(fleet, LIKELY).total)
+        (overlord_memory(grown, LIKELY).total - overlord_memory(fleet, LIKELY).total)
         - hosts * LIKELY.host_bytes
         - more * LIKELY.source_bytes
     )
@@ -132,8 +135,8 @@ def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(
 def test_more_of_anything_never_takes_less(fleet: ClusterShape) -> None:
     for name in ("workers", "batch", "sources", "prefetch", "read_ahead"):
         more = replace(fleet, **{name: getattr(fleet, name) + 1})
-        assert overlord(more, LIKELY).total >= overlord(fleet, LIKELY).total
-        assert colocated(more, LIKELY).total >= colocated(fleet, LIKELY).total
+        assert overlord_memory(more, LIKELY).total >= overlord_memory(fleet, LIKELY).total
+        assert colocated_memory(more, LIKELY).total >= colocated_memory(fleet, LIKELY).total
         assert connecting_s(more, LIKELY) >= connecting_s(fleet, LIKELY)
 
 

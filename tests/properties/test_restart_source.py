@@ -379,7 +379,7 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
     loading.open(*PreparedJob(job, Options()).loaders_for(0, Cursor())[0])
 
     def refill() -> list[Any]:
-        return [loading.carry_out(read) for read in loading.carry_out(Refill(0, 2, 2))]
+        return [loading.execute(read) for read in loading.execute(Refill(0, 2, 2))]
 
     refill()
     assert len(executor.begun) == 1
@@ -395,7 +395,7 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
     refill()
     executor.end()
     [evaluate] = said
-    loading.carry_out(evaluate)
+    loading.execute(evaluate)
     executor.end()
     assert (said[1].generation, said[1].found.row.tolist()) == (3, [7]), "behind the last cursor"
 
@@ -442,7 +442,7 @@ def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
             for step in session.client(0):
                 found.append(step.plan_digest + fingerprint({0: [step]}))
                 for k in range(step.step % 3 if moving else 0):
-                    loop_of(session).ask(
+                    loop_of(session).call(
                         lambda k=k: runtime_of(session).event(RestartSource(k)), "the planner"
                     )  # type: ignore[misc]
             return found

@@ -342,7 +342,7 @@ def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_w
         with monkeypatch.context() as patch:
             patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
             leaving.close()
-            loop_of(session).ask(lambda: None, "what was asked of the planner to be given up")
+            loop_of(session).call(lambda: None, "what was asked of the planner to be given up")
         go.set()
         take([staying], STEPS - 3, got)
     assert got[0] == alone.steps[0]

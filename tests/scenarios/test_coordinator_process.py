@@ -151,7 +151,7 @@ def test_what_is_asked_of_a_coordinator_elsewhere_is_what_one_here_says(journal:
         for session in (here, there):
             play(session, steps=6)
             until(
-                lambda s=session: loop_of(s).ask(lambda: runtime_of(s).planner.next_step, "") == 10
+                lambda s=session: loop_of(s).call(lambda: runtime_of(s).planner.next_step, "") == 10
             )  # type: ignore[misc]
         assert there.plan(4).digest() == here.plan(4).digest()
         assert str(there.explain(4)) == str(here.explain(4))
@@ -166,7 +166,7 @@ def test_what_is_asked_of_a_coordinator_elsewhere_is_what_one_here_says(journal:
         assert there.summary_buffer().batch == here.summary_buffer().batch
         there.kill("planner")  # steps that nobody took are planned again, and known again
         until(
-            lambda: loop_of(there).ask(lambda: runtime_of(there).plans.steps(), "") == [6, 7, 8, 9]
+            lambda: loop_of(there).call(lambda: runtime_of(there).plans.steps(), "") == [6, 7, 8, 9]
         )
         assert there.plan(8).digest() == here.plan(8).digest()
 

@@ -91,7 +91,7 @@ def killing(*names: str) -> Callable[[ov.Session], None]:
                     os.kill(pid, signal.SIGKILL)
             assert not left_after(pids, WAIT_S)
 
-        loop_of(session).ask(kill, "the event loop", 2 * WAIT_S)
+        loop_of(session).call(kill, "the event loop", 2 * WAIT_S)
 
     return act
 
@@ -195,7 +195,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        loop_of(session).ask(beat, "the event loop")
+        loop_of(session).call(beat, "the event loop")
         until(answered)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import overlord as ov
 from overlord.drill.faults import DrillFault
-from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
+from overlord.drill.run import Drill, Outcome, run_disturbed, run_undisturbed
 from tests.internals import DRILL_STRIKES, running_job
 from tests.processes import WAIT_S, WORKER_RUNTIME, left_after, until, workers_lost
 from tests.scenarios.test_process import source
@@ -77,7 +77,7 @@ def by_lot(seed: int) -> list[DrillFault]:
 
 @pytest.fixture(scope="module")
 def calm() -> Outcome:
-    return undisturbed(Drill(job=job(), faults=(), steps=STEPS))
+    return run_undisturbed(Drill(job=job(), faults=(), steps=STEPS))
 
 
 @pytest.mark.parametrize(("seed", "shadows"), LOTS)
@@ -85,7 +85,7 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
     seed: int, shadows: str, calm: Outcome, tmp_path: Path
 ) -> None:
     faults = by_lot(seed)
-    hit = disturbed(
+    hit = run_disturbed(
         Drill(
             job=job(),
             faults=faults,
@@ -101,7 +101,7 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
     assert not left_after([strike.pid for strike in hit.strikes], WAIT_S), (
         "nor does one that was stopped go on when it wakes"
     )
-    assert hit.delivered.marks == calm.delivered.marks
+    assert hit.delivered.digests == calm.delivered.digests
     assert hit.delivered.order == calm.delivered.order
     assert hit.delivered.samples == calm.delivered.samples
 
@@ -123,7 +123,7 @@ def test_the_worker_that_was_hit_last_is_reported(
     delivered when it was hit.
     """
     asked = Drill(job=replace(job(), until=steps), faults=[fault], steps=10, options=OPTIONS)
-    hit = disturbed(asked, tmp_path)
+    hit = run_disturbed(asked, tmp_path)
     assert not hit.unrecovered
     assert workers_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
 
@@ -140,7 +140,7 @@ def test_one_that_does_not_come_back_is_named(
         strike(session, *how)
 
     DRILL_STRIKES.replace(monkeypatch, when_the_last_step_is_there)
-    hit = disturbed(
+    hit = run_disturbed(
         Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
         tmp_path,
     )

@@ -551,9 +551,10 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
             "where that was said by name, a job may live there by itself, too"
         )
         assert there.line() == "['', '']", "whoever stops it while another does has stopped it"
-        assert there.line() == "job 'still' is submitted: trainers cannot connect to it", (
-            "it was not told its name yet"
-        )
+        assert there.line() == (
+            "job 'still': expected a running job, got one that is submitted; trainers cannot "
+            "connect to it"
+        ), "it was not told its name yet"
         assert there.line() == "it did not stop within 3 s | []"
         assert (
             "the cluster that the program connected to is not used: it asks for no token"

@@ -171,7 +171,7 @@ def relocate(session: ov.Session, *hosts: int) -> bool:
     engine: Any = runtime_of(session)
     if has_launcher(session):
         return bool(launcher_of(session).ask("relocate", list(hosts)))
-    return bool(loop_of(session).ask(lambda: engine.rebalancer.relocate(hosts), "the planner"))
+    return bool(loop_of(session).call(lambda: engine.rebalancer.relocate(hosts), "the planner"))
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])

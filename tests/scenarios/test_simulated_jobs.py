@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ov
-from overlord.dryrun.constants import measured
+from overlord.dryrun.constants import load_or_measure
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from tests import pictures
@@ -39,7 +39,7 @@ def test_constants_are_measured_once_and_kept(tmp_path: Path) -> None:
     )
     blueprint, told = PreparedJob(job, Options()), list[str]()
     kept = tmp_path / "kept" / "fleet.json"
-    found = measured(
+    found = load_or_measure(
         blueprint, kept, again=False, progress=lambda what, done, of: told.append(what)
     )
     c = found.constants
@@ -57,7 +57,9 @@ def test_constants_are_measured_once_and_kept(tmp_path: Path) -> None:
     assert {"rows of every source", "stand-in jobs"} == set(told)
     told.clear()
     assert (
-        measured(blueprint, kept, again=False, progress=lambda what, done, of: told.append(what))
+        load_or_measure(
+            blueprint, kept, again=False, progress=lambda what, done, of: told.append(what)
+        )
         == found
     )
     assert told == []

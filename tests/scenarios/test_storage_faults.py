@@ -463,7 +463,7 @@ def test_mounts_that_hang_hold_up_their_own_sources_only(
         hang(switches, tmp_path)
         try:
             for k in range(4):
-                loop_of(session).ask(
+                loop_of(session).call(
                     lambda k=k: runtime_of(session).run([Refill(1 + k, 1, 1)]), "refill"
                 )  # type: ignore[misc]
             until(

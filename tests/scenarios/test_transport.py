@@ -15,7 +15,7 @@ import pytest
 
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.transport import server
-from overlord.transport.address import Address, shown
+from overlord.transport.address import Address, address_text
 from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
@@ -157,9 +157,9 @@ def test_an_address_reads_back():
 
 
 def test_an_address_without_a_port_is_shown_as_its_local_socket():
-    assert shown("overlord://127.0.0.1:0/abc") == "local socket @overlord-abc"
+    assert address_text("overlord://127.0.0.1:0/abc") == "local socket @overlord-abc"
     for other in ("overlord://127.0.0.1:80/abc", "", "what is none"):
-        assert shown(other) == other
+        assert address_text(other) == other
 
 
 def test_an_array_of_the_pool_is_sent_without_a_copy():
@@ -167,7 +167,7 @@ def test_an_array_of_the_pool_is_sent_without_a_copy():
     visible.
     """
     ring = SharedMemoryPool(name="mine")
-    with Story() as story, dialled(story.address, ring=ring) as link:
+    with Story() as story, dialled(story.address, pool=ring) as link:
         array = ring(MB)
         array[:] = 1
         link.send(array[100:200_000].view(np.int16))
@@ -205,7 +205,7 @@ def test_a_thousand_messages_need_a_handful_of_segments():
         for k in range(1000):
             link.send(message(k, 200_000))
             assert is_message(link.recv(SOON_S), k, 200_000)
-        assert link.ring.segments_made <= 4, f"{link.ring.segments_made} segments for 1000 messages"
+        assert link.pool.segments_made <= 4, f"{link.pool.segments_made} segments for 1000 messages"
         assert link.remote_mapped <= 4
         assert link.remote_held == 0
 
@@ -228,7 +228,7 @@ VIEWS = {
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_peers_segment_is_free_when_the_last_view_dies(kind: str):
     ring = SharedMemoryPool(max_segments=3, name="server", wait_s=0.05)
-    with Story(ring=ring) as story, dialled(story.address) as link:
+    with Story(pool=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         for k in range(3):
             story.opened[0].send(message(k))
@@ -245,7 +245,7 @@ def test_a_peers_segment_is_free_when_the_last_view_dies(kind: str):
 
 def test_a_reader_that_keeps_everything_gets_copies_and_the_pool_goes_on():
     ring = SharedMemoryPool(max_segments=4, name="server")
-    with Story(ring=ring) as story, dialled(story.address) as link:
+    with Story(pool=ring) as story, dialled(story.address) as link:
         link.max_held = 2
         story.wait(lambda s: s.opened)
         kept = []
@@ -265,7 +265,7 @@ def test_how_much_a_reader_may_hold_is_said_by_the_server():
 
 def test_the_peer_unmaps_segments_that_the_pool_has_dropped():
     ring = SharedMemoryPool(max_bytes=8 * MB, name="server")
-    with Story(ring=ring) as story, dialled(story.address) as link:
+    with Story(pool=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         sizes = [MB, 2 * MB, 4 * MB, 8 * MB, MB // 8, 8 * MB, MB // 8, 8 * MB]
         for k, nbytes in enumerate(sizes):
@@ -278,7 +278,7 @@ def test_the_peer_unmaps_segments_that_the_pool_has_dropped():
 def test_a_message_larger_than_the_pool_goes_through_the_socket():
     with (
         Story(echo=True) as story,
-        dialled(story.address, ring=SharedMemoryPool(max_bytes=MB)) as link,
+        dialled(story.address, pool=SharedMemoryPool(max_bytes=MB)) as link,
     ):
         link.send(message(1, 3 * MB))
         assert is_message(link.recv(SOON_S), 1, 3 * MB)
@@ -286,7 +286,7 @@ def test_a_message_larger_than_the_pool_goes_through_the_socket():
 
 def test_a_forked_child_that_ends_frees_nothing_of_its_parent():
     ring = SharedMemoryPool(max_segments=1, name="server", wait_s=0.05)
-    with Story(ring=ring) as story, dialled(story.address) as link:
+    with Story(pool=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         story.opened[0].send(message(4))
         value = link.recv(SOON_S)
@@ -312,7 +312,7 @@ def send_many(link: Any) -> None:
 
 def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
     ring = SharedMemoryPool(max_segments=3, name="server")
-    with Story(ring=ring) as story, child(read_nothing, story.address) as deaf:
+    with Story(pool=ring) as story, child(read_nothing, story.address) as deaf:
         deaf.hears()
         for k in range(3):
             story.opened[0].send(message(k))
@@ -342,7 +342,7 @@ def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: 
         go_on.wait(SOON_S)
 
     with Server(token=TOKEN, on_message=on_message) as server:
-        link = dialled(server.address, transport, ring=SharedMemoryPool(max_segments=4))
+        link = dialled(server.address, transport, pool=SharedMemoryPool(max_segments=4))
         link.send(1)
         assert stuck.wait(SOON_S)
         with pytest.raises(DataStall, match="overlord://"):

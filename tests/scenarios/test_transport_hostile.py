@@ -224,7 +224,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
             POOL_OF,
             lambda: [sealed_memfd("c", RELEASE_FLAGS, others_write=False)[0], os.eventfd(0)],
         ),
-        "expected to map",
+        "could not map",
     ),
 }
 

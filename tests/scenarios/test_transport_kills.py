@@ -60,7 +60,7 @@ def test_what_was_received_stays_readable_when_sender_and_connection_are_gone():
 
 def test_views_of_a_closed_connection_are_not_filled_by_a_sender_that_lives_on():
     ring = SharedMemoryPool(max_segments=2, name="server")
-    with Story(ring=ring) as story:
+    with Story(pool=ring) as story:
         link = dialled(story.address)
         story.wait(lambda s: s.opened)
         for k in range(2):
@@ -75,7 +75,7 @@ def test_views_of_a_closed_connection_are_not_filled_by_a_sender_that_lives_on()
 
 def test_a_killed_receiver_frees_what_it_held():
     ring = SharedMemoryPool(max_segments=3, name="server", wait_s=SOON_S)
-    with Story(ring=ring) as story, child(hold_messages, story.address, 3) as lease:
+    with Story(pool=ring) as story, child(hold_messages, story.address, 3) as lease:
         story.wait(lambda s: s.opened)
         for k in range(3):
             story.opened[0].send(message(k))
@@ -96,7 +96,7 @@ def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
     """
     with child(serve_echo, f"holds-for-a-client-{os.getpid()}") as server:
         ring = SharedMemoryPool(max_segments=2, name="client", wait_s=SOON_S)
-        link = dialled(server.hears(), ring=ring)
+        link = dialled(server.hears(), pool=ring)
         halt(server.process.pid or 0)  # it accepts nothing from now on
         for k in range(2):
             link.send(message(k))
@@ -111,7 +111,7 @@ def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
 def test_a_client_that_read_the_end_of_its_connection_has_its_segments_back_at_once():
     with child(serve_echo, f"holds-and-ends-{os.getpid()}") as server:
         ring = SharedMemoryPool(max_segments=2, name="client")
-        link = dialled(server.hears(), ring=ring)
+        link = dialled(server.hears(), pool=ring)
         halt(server.process.pid or 0)
         for k in range(2):
             link.send(message(k))

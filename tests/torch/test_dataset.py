@@ -139,7 +139,7 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
         ):  # a step that is refused is not lost: asked for again, it is refused again
             with pytest.raises(
                 ov.StateMismatch,
-                match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n"
+                match=r"the plan of step 0: saved .*, with 1 microbatches delivered.*\n"
                 r".*same mesh",
             ):
                 next(iter(second))

@@ -171,14 +171,18 @@ def test_a_step_without_labels_has_no_loss_and_no_division_by_nothing():
 def test_what_cannot_be_meant_is_refused():
     logits, labels = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     for words, call in {
-        "unknown gradients='total'; known: sum, mean": lambda: ot.token_loss(
+        "gradients: expected one of sum, mean, got 'total'": lambda: ot.token_loss(
             logits, labels, 1, gradients="total"
         ),
         "dp_size: expected the number of ranks": lambda: ot.token_loss(
             logits, labels, 1, gradients="mean"
         ),
-        "expected one of them, got neither": lambda: ot.token_loss(torch.zeros(3), None, 1),
-        "as many labels as rows of logits, 3, got 2": lambda: ot.token_losses(logits, labels[:2]),
+        "expected labels, or loss_mask with losses of tokens, got neither": lambda: ot.token_loss(
+            torch.zeros(3), None, 1
+        ),
+        "labels: expected as many as rows of logits, 3, got 2": lambda: ot.token_losses(
+            logits, labels[:2]
+        ),
         "chunk: expected at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
     }.items():
         with pytest.raises(ov.JobError, match=words):

@@ -120,8 +120,8 @@ def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_pat
         ("prefetch=many", "prefetch: expected a whole number of at least 1, got 'many'"),
         ("prefetch", "--option: expected NAME=VALUE, as in prefetch=8, got 'prefetch'"),
         ("loaders={web: 2", "--option: loaders: expected YAML, got '{web: 2'"),
-        ("address=head:6379", "--option: address: has an option of its own, --address"),
-        ("on_stall=print", "on_stall: is a function, which the command line cannot name"),
+        ("address=head:6379", "--option: address: expected as --address HOST:PORT, got --option"),
+        ("on_stall=print", "on_stall: expected in a program, since it is a function, got --option"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "serve"])
@@ -186,7 +186,7 @@ def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: 
     assert result.exit_code == 1, result.output
     said = " ".join(result.stdout.split())
     assert (
-        "kill:loader-worker/9@1 hit nothing: no such worker ran, only "
+        "kill:loader-worker/9@1 hit nothing: expected a running worker of that name or role, got "
         "constructor-worker/0, loader-worker/0" in said
     )
     assert "kill:constructor-worker*3@2 hit 1 instead of 3: no more of them ran" in said
@@ -431,7 +431,7 @@ def test_a_plan_can_be_asked_for_another_place_and_strategy(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--step", "10"), "ends after 10 steps"),
+        (("--step", "10"), "expected a step below 10, where the job ends, got 10"),
         (("--step", "1", "--place", "dq=4"), "'dq=4'"),
         (("--step", "1", "--place", "dp=0"), "place.dp"),
         (("--step", "1", "--strategy", "lmm_balance"), "did you mean 'llm_balance'?"),

@@ -371,7 +371,7 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError,
-            match="expected a Consumed of rank, step, got one with other fields; both sides "
+            match="expected a Consumed of rank, step, got a record with other fields; both sides "
             "must run the same version",
         ):
             decode(tree([8, "Consumed", *fields]), [])

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from overlord.drill.delivery import Delivered, compare
-from overlord.drill.faults import DrillFault, parse_faults, usual_faults
+from overlord.drill.faults import DrillFault, default_faults, parse_faults
 from overlord.drill.run import DrillReport, Outcome, Strike, unrecovered
 from overlord.drill.tables import waits_line
 from overlord.errors import JobError
@@ -96,7 +96,7 @@ def test_a_worker_is_restored_when_another_process_is_there_and_its_recovery_is_
         )
 
     assert left(11, 1) == {"loader-worker/0": "was not replaced"}
-    assert left(12, 1) == {"loader-worker/0": "has no row among the recoveries"}, (
+    assert left(12, 1) == {"loader-worker/0": "is not among the recoveries of the metrics"}, (
         "the row is of the time before"
     )
     assert left(12, 2) == {}
@@ -128,7 +128,7 @@ def test_a_fault_may_strike_again_and_again():
 
 
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():
-    found = usual_faults(40, planner=True)
+    found = default_faults(40, planner=True)
     assert [(f.action, f.target) for f in found] == [
         ("kill", "loader-worker"),
         ("kill", "planner"),
@@ -136,13 +136,13 @@ def test_the_usual_faults_are_one_of_each_kind_within_the_run():
         ("stop", "loader-worker"),
     ]
     assert all(0 < f.step < 40 for f in found)
-    assert "planner" not in {f.target for f in usual_faults(40, planner=False)}
+    assert "planner" not in {f.target for f in default_faults(40, planner=False)}
 
 
 def delivered(*rows: tuple[int, int, str, list[str]]) -> Delivered:
     made = Delivered()
     for rank, step, mark, samples in rows:
-        made.marks[rank, step] = mark
+        made.digests[rank, step] = mark
         made.order.setdefault(rank, []).append(step)
         made.samples.update(Counter((rank, s) for s in samples))
     return made

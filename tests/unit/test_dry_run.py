@@ -13,8 +13,14 @@ from click.testing import CliRunner
 
 import overlord as ov
 from overlord.cli.main import cli
-from overlord.dryrun.constants import Measured, chosen, probed, samples_of
-from overlord.dryrun.estimate import DryRunRequest, constants_of, fleet_of, placed, simulated
+from overlord.dryrun.constants import Measured, choose_sources, probe_sources, samples_per_step
+from overlord.dryrun.estimate import (
+    DryRunRequest,
+    constants_of,
+    estimate_sizes,
+    fleet_of,
+    job_at_size,
+)
 from overlord.dryrun.machines import ClusterShape
 from overlord.dryrun.run import DryRun, DryRunResult
 from overlord.dryrun.stand_ins import Probe
@@ -48,9 +54,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 def ran(
     job: ov.Job, fleet: ClusterShape, *, seen: list[DryRun] | None = None, row_s: float = 1e-4
 ) -> DryRunResult:
-    blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
+    blueprint = PreparedJob(job_at_size(job, fleet, LIKELY), Options())
     try:
-        probes = probed(blueprint, lambda what, done, of: None)
+        probes = probe_sources(blueprint, lambda what, done, of: None)
         probes = tuple(
             replace(p, row_s=row_s) for p in probes
         )  # what was measured differs from run to run
@@ -94,8 +100,10 @@ def test_ranks_that_gather_for_themselves_get_more_bytes_and_later(job: ov.Job) 
 def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) -> None:
     """Its time is real time, put on the virtual clock."""
     fleet, ticks = ClusterShape(gpus=8, sources=3, batch=16), iter(range(10**9))
-    blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
-    probes = tuple(replace(p, row_s=1e-6) for p in probed(blueprint, lambda what, done, of: None))
+    blueprint = PreparedJob(job_at_size(job, fleet, LIKELY), Options())
+    probes = tuple(
+        replace(p, row_s=1e-6) for p in probe_sources(blueprint, lambda what, done, of: None)
+    )
     found = DryRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(
         6, 2
     )  # every look is a second later
@@ -131,7 +139,7 @@ def test_loader_workers_are_as_many_as_reading_takes(job: ov.Job) -> None:
 
 def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job: ov.Job) -> None:
     blueprint = PreparedJob(job, Options())
-    found = Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
+    found = Measured(constants=LIKELY, probes=probe_sources(blueprint, lambda what, done, of: None))
     blueprint.close()
     kept = json.loads(json.dumps(found.to_dict()))
     assert Measured.of(kept, 3) == Measured(constants=LIKELY, probes=found.probes)
@@ -145,10 +153,12 @@ def test_the_command_shows_and_writes_what_it_found(
     job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kept(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
-        return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
+        return Measured(
+            constants=LIKELY, probes=probe_sources(blueprint, lambda what, done, of: None)
+        )
 
     monkeypatch.setattr(
-        "overlord.dryrun.estimate.measured", kept
+        "overlord.dryrun.estimate.load_or_measure", kept
     )  # stand-in jobs have their own test
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     done = CliRunner().invoke(
@@ -196,7 +206,8 @@ def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with
     job: ov.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=())
+        "overlord.dryrun.estimate.load_or_measure",
+        lambda *_, **__: Measured(constants=LIKELY, probes=()),
     )
     kept = []
     for made in (PreparedJob(job, Options()), PreparedJob(pictured(job, "s1"), Options())):
@@ -209,7 +220,8 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     job: ov.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=())
+        "overlord.dryrun.estimate.load_or_measure",
+        lambda *_, **__: Measured(constants=LIKELY, probes=()),
     )
     heavy = [replace(job.sources[0], weight=5.0), *job.sources[1:]]
     others = [
@@ -232,23 +244,26 @@ def test_stand_in_jobs_hold_a_source_with_images_and_few_samples_of_large_ones(j
         sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)]
         + [replace(job.sources[0], name="s")],
     )
-    assert [s.name for s in chosen(many, 3)] == ["t0", "t1", "t2"]
-    assert [s.name for s in chosen(pictured(many, "s"), 3)] == ["t0", "t1", "s"]
-    assert [s.name for s in chosen(replace(many, mixture={"t7": 1.0, "s": 1.0}), 2)] == ["t7", "s"]
+    assert [s.name for s in choose_sources(many, 3)] == ["t0", "t1", "t2"]
+    assert [s.name for s in choose_sources(pictured(many, "s"), 3)] == ["t0", "t1", "s"]
+    assert [s.name for s in choose_sources(replace(many, mixture={"t7": 1.0, "s": 1.0}), 2)] == [
+        "t7",
+        "s",
+    ]
     large, small = (Probe(row_s=1e-3, sample_bytes=1e3, meta={"tokens": [n]}) for n in (3000, 30))
-    assert samples_of(many, [large]) == samples_of(pictured(many, "s"), [small]) == 64
-    assert samples_of(pictured(many, "s"), [small, large]) == 4
+    assert samples_per_step(many, [large]) == samples_per_step(pictured(many, "s"), [small]) == 64
+    assert samples_per_step(pictured(many, "s"), [small, large]) == 4
 
 
 def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
     job: ov.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "overlord.dryrun.estimate.measured", lambda *_, **__: pytest.fail("measured")
+        "overlord.dryrun.estimate.load_or_measure", lambda *_, **__: pytest.fail("measured")
     )
     with pytest.raises(
         JobError,
         match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts "
         r'microbatches.*cp_split="none"',
     ):
-        simulated(pictured(job, "s1"), DryRunRequest(gpus=[64], cp=2))
+        estimate_sizes(pictured(job, "s1"), DryRunRequest(gpus=[64], cp=2))

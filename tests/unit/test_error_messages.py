@@ -324,7 +324,7 @@ def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
         (lambda s: s.client("0"), "expected a rank as a whole number, got '0'"),
         (
             lambda s: s.explain(ov.SampleId("web", "0", "0", "3")),
-            "expected a step's number or a SampleId",
+            "expected the number of a step, a SampleId",
         ),  # type: ignore[arg-type]
         (lambda s: s.explain(ov.SampleId("web", -1, 0, 3)), "epochs are counted from 0"),
         (lambda s: s.explain(ov.SampleId("web", 0, -1, 3)), "has files 0 to 0"),

@@ -218,7 +218,9 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):
             session.explain(-1)
-        with pytest.raises(PlanError, match=r"expected a step's number or a SampleId, got 1\.5"):
+        with pytest.raises(
+            PlanError, match=r"expected the number of a step, a SampleId or its text, got 1\.5"
+        ):
             session.explain(1.5)  # type: ignore[arg-type]
 
 
@@ -495,7 +497,7 @@ def test_the_command_explains_a_step_and_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("--step", "99"), 2, "the job has no such step: it ends after 10 steps"),
+        (("--step", "99"), 2, "expected a step below 10, where the job ends, got 99"),
         (("--sample", "wb/e0/f0/r0"), 2, "did you mean 'web'"),
         (("--sample", "web"), 2, "expected a sample id such as"),
         ((), 2, "either --step K or --sample ID"),

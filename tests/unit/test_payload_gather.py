@@ -122,7 +122,7 @@ class Here:
     def run(self, commands: Any) -> None:
         self._queue.extend(commands)
         while self._queue:
-            self.building.carry_out(self._queue.popleft(), self._queue)
+            self.building.execute(self._queue.popleft(), self._queue)
 
 
 def test_payload_of_several_workers_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:

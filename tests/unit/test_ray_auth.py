@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from overlord.concurrency.platform import NetworkPlatform
-from overlord.ray.auth import ClusterRefused, check_joined, check_token, is_refused, same_head
+from overlord.ray.auth import (
+    ClusterRefused,
+    authentication_disabled,
+    check_joined,
+    check_token,
+    same_head,
+)
 from overlord.ray.worker import LaunchSpec, adopt_environment
 from overlord.transport.address import reachable
 
@@ -102,7 +108,7 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert is_refused()
+    assert authentication_disabled()
     with caplog.at_level(logging.WARNING, "overlord"):
         check_token(lambda: False, OPEN.__getitem__)
     [said] = caplog.messages

@@ -24,8 +24,8 @@ def silent_raylet(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     answers = threading.Event()
     monkeypatch.setattr(connection.ray, "shutdown", lambda: answers.wait(WAIT_S))
-    hasty = replace(connection.TIMEOUTS, disconnect_s=0.05, hold_s=0.05)
-    monkeypatch.setattr(connection, "TIMEOUTS", hasty)
+    short_timeouts = replace(connection.TIMEOUTS, disconnect_s=0.05, hold_s=0.05)
+    monkeypatch.setattr(connection, "TIMEOUTS", short_timeouts)
     yield answers
     answers.set()
 

@@ -11,7 +11,6 @@ from overlord.ray.node_choice import (
     Layout,
     Node,
     Spot,
-    again,
     at_most,
     choose,
     constructors_by_node,
@@ -19,13 +18,14 @@ from overlord.ray.node_choice import (
     has_label,
     labels_wanted,
     moves,
+    node_without_ranks,
     problems,
+    spot_for_restart,
     surplus,
-    with_one_name,
+    unique_names,
     without_job,
-    without_ranks,
 )
-from overlord.ray.placement import RayPlace, no_room
+from overlord.ray.placement import RayPlace, room_text
 
 TRAINERS = [
     Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8),
@@ -96,15 +96,17 @@ def test_one_that_is_started_again_goes_elsewhere_when_its_node_is_gone() -> Non
     before = all_spots(
         ["constructor-worker/0", "constructor-worker/1", "loader-worker/0"], TRAINERS, BESIDE
     )
-    assert again(before["constructor-worker/1"], TRAINERS) == before["constructor-worker/1"]
-    assert again(before["constructor-worker/1"], TRAINERS[:1]) is None
+    assert (
+        spot_for_restart(before["constructor-worker/1"], TRAINERS) == before["constructor-worker/1"]
+    )
+    assert spot_for_restart(before["constructor-worker/1"], TRAINERS[:1]) is None
     assert choose("constructor-worker/1", TRAINERS[:1], BESIDE, before).node == "t0"
 
 
 def test_one_that_is_started_again_asks_for_nothing_where_others_have_what_it_had() -> None:
     spot = Spot(node="n", cores=1.0, memory=100)
-    assert again(spot, [Node(id="n", idle_cores=0.5)]) == Spot(node="n")
-    assert again(spot, [Node(id="n", idle_cores=4, idle_memory=99)]) == Spot(node="n")
+    assert spot_for_restart(spot, [Node(id="n", idle_cores=0.5)]) == Spot(node="n")
+    assert spot_for_restart(spot, [Node(id="n", idle_cores=4, idle_memory=99)]) == Spot(node="n")
 
 
 def test_a_core_and_memory_are_asked_for_where_there_is_room_and_nothing_where_there_is_none() -> (
@@ -166,12 +168,12 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
         ),
         Node(id="b", name="gpu-0"),
     ]
-    said = no_room(RayPlace(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
+    said = room_text(RayPlace(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
     assert said.startswith(
         "a node with 1 core and 1 MB and scratch=1 idle (nodes have data-0 4 cores and "
         "1024 MB and scratch=0.5, gpu-0 0"
     )
-    assert "scratch" not in no_room(RayPlace(num_cpus=9), nodes)
+    assert "scratch" not in room_text(RayPlace(num_cpus=9), nodes)
 
 
 # constructors and their groups
@@ -212,14 +214,14 @@ def test_no_constructor_worker_serves_two_nodes_while_there_are_enough_and_none_
 
 
 def test_two_names_of_one_node_are_one() -> None:
-    assert with_one_name(TRAINERS, ["gpu-0", "t0", "10.0.0.1", "10.0.0.2"]) == (
+    assert unique_names(TRAINERS, ["gpu-0", "t0", "10.0.0.1", "10.0.0.2"]) == (
         "gpu-0",
         "gpu-0",
         "gpu-0",
         "gpu-1",
     )
     twins = [Node(id="x", name="same"), Node(id="y", name="same")]
-    assert with_one_name(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
+    assert unique_names(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
 
 
 # cores that other jobs have taken since
@@ -259,7 +261,7 @@ def after_loss(
     """Return the spots after nodes were lost and their workers restarted on the others."""
     placed = all_spots(names, nodes, layout)
     for name in names:
-        placed[name] = again(placed[name], left) or choose(name, left, layout, placed)
+        placed[name] = spot_for_restart(placed[name], left) or choose(name, left, layout, placed)
     return placed
 
 
@@ -269,7 +271,7 @@ def test_a_share_that_is_exceeded_after_a_loss_is_found_and_workers_go_to_the_no
     placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
     assert {spot.node for spot in placed.values()} == {"t"}, "a job does not die for a share"
     [found] = surplus([TRAINER], ONE_TRAINER, placed, {})
-    assert (found.node.name, found.hosts, found.allowed, len(found.leave)) == ("gpu-0", 8, 2, 6)
+    assert (found.node.name, found.workers, found.allowed, len(found.leaving)) == ("gpu-0", 8, 2, 6)
     assert moves([TRAINER], ONE_TRAINER, placed, {}) == {}, "nothing else has room"
     joined = Node(id="n", name="cpu-1", idle_cores=8)
     wanted = moves([TRAINER, joined], ONE_TRAINER, placed, {})
@@ -292,7 +294,7 @@ def test_workers_leave_a_node_whose_memory_they_exceed() -> None:
     placed = {f"loader-worker/{i}": Spot(node="n") for i in range(3)}
     full = Node(id="n", idle_cores=8, idle_memory=250)
     [found] = surplus([full], Layout(), placed, dict.fromkeys(placed, 100))
-    assert found.leave == ("loader-worker/2",)
+    assert found.leaving == ("loader-worker/2",)
     assert list(moves([full, OTHER], Layout(), placed, dict.fromkeys(placed, 100))) == [
         "loader-worker/2"
     ]
@@ -326,7 +328,7 @@ def test_constructors_alone_never_exceed_a_share() -> None:
         {"constructor-worker/0": Spot(node="t"), "loader-worker/0": Spot(node="t")},
         {},
     )
-    assert found.leave == ("loader-worker/0",)
+    assert found.leaving == ("loader-worker/0",)
 
 
 def test_workers_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_hold_there_too() -> (
@@ -370,8 +372,8 @@ def test_workers_move_once_and_no_node_is_exceeded_while_there_is_room(
 
 
 def test_the_planner_goes_to_a_node_without_ranks() -> None:
-    assert without_ranks([TRAINER, OTHER, Node(id="h", name="head")], ONE_TRAINER) == OTHER
-    assert without_ranks([TRAINER], ONE_TRAINER) is None, "then any will do"
+    assert node_without_ranks([TRAINER, OTHER, Node(id="h", name="head")], ONE_TRAINER) == OTHER
+    assert node_without_ranks([TRAINER], ONE_TRAINER) is None, "then any will do"
 
 
 # labels and resources
@@ -418,9 +420,9 @@ def test_workers_ask_for_resources_of_the_cluster_where_there_are_some() -> None
     )
     assert spots[:2] == [Spot(node="f", cores=1.0, memory=10, resources={"scratch": 1.0})] * 2
     assert spots[2] == Spot(node="f"), "there is none left, so it asks for nothing"
-    assert again(spots[0], [Node(id="f", idle_cores=8, resources={"scratch": 2.0})]) == Spot(
-        node="f"
-    )
+    assert spot_for_restart(
+        spots[0], [Node(id="f", idle_cores=8, resources={"scratch": 2.0})]
+    ) == Spot(node="f")
 
 
 def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -> None:

@@ -18,7 +18,7 @@ from overlord.ray.folder import MAX_ROOT, Folder, _root
 from overlord.ray.private_folder import (
     NotPrivate,
     check_private,
-    exposed,
+    exposure_of,
     make_private,
     rename_private,
     trusted_owners,
@@ -108,29 +108,29 @@ def test_a_name_that_somebody_took_first_is_refused_and_nothing_of_theirs_is_tou
 
 def test_a_path_is_exposed_where_others_can_rename_one_of_its_folders(shared: Path) -> None:
     (shared / "open" / "mine").mkdir(parents=True)
-    assert exposed(shared / "open" / "mine") == ""
+    assert exposure_of(shared / "open" / "mine") == ""
     (shared / "open").chmod(0o1777)
-    assert exposed(shared / "open" / "mine") == "", (
+    assert exposure_of(shared / "open" / "mine") == "", (
         "the sticky bit keeps entries with their owners, as in /tmp"
     )
     (shared / "open").chmod(0o777)
-    assert exposed(shared / "open" / "mine") == f"{shared}/open has mode 0777"
+    assert exposure_of(shared / "open" / "mine") == f"{shared}/open has mode 0777"
     (shared / "link").symlink_to(shared / "open" / "mine")
-    assert exposed(shared / "link") == f"{shared}/open has mode 0777", "where it leads counts"
+    assert exposure_of(shared / "link") == f"{shared}/open has mode 0777", "where it leads counts"
     shared.chmod(0o700)
-    assert exposed(shared / "link") == "", "nobody else gets there"
+    assert exposure_of(shared / "link") == "", "nobody else gets there"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another account")
 def test_a_path_below_a_folder_of_another_account_is_exposed_to_it(shared: Path) -> None:
     (shared / "theirs" / "mine").mkdir(parents=True)
     os.chown(shared / "theirs", 65534, 65534)
-    assert exposed(shared / "theirs" / "mine") == f"{shared}/theirs belongs to account 65534"
-    assert exposed(shared / "theirs" / "mine", owners=False) == ""
+    assert exposure_of(shared / "theirs" / "mine") == f"{shared}/theirs belongs to account 65534"
+    assert exposure_of(shared / "theirs" / "mine", owners=False) == ""
     os.chown(shared / "theirs", 0, 0)
     (shared / "link").symlink_to(shared / "theirs")
     os.lchown(shared / "link", 65534, 65534)
-    assert exposed(shared / "link" / "mine") == f"{shared}/link belongs to account 65534"
+    assert exposure_of(shared / "link" / "mine") == f"{shared}/link belongs to account 65534"
 
 
 def test_root_of_the_machine_is_trusted_in_a_user_namespace_too(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
     assert _root() == shared
     shared.chmod(0o777)
     assert _root() == Path("/tmp")
-    assert f"files of Ray put into /tmp instead of {shared}" in caplog.text
-    monkeypatch.setattr(folder, "exposed", lambda path: f"{path} has mode 0777")
+    assert f"put files of Ray into /tmp instead of {shared}" in caplog.text
+    monkeypatch.setattr(folder, "exposure_of", lambda path: f"{path} has mode 0777")
     with pytest.raises(
         NotPrivate,
         match=r"^/tmp: expected a folder where other accounts cannot rename .*; set TMPDIR to",

@@ -17,29 +17,32 @@ def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itse
     err, out = tmp_path / "worker.err", tmp_path / "worker.out"
     err.write_text("of an actor before\n")
     out.touch()
-    words = WorkerOutput.of(WorkerOutput.into("10.0.0.7", [str(err), str(out), ""]))
-    assert words.last() == [], "it has said nothing yet"
+    words = WorkerOutput.from_hello(WorkerOutput.to_hello("10.0.0.7", [str(err), str(out), ""]))
+    assert words.last_lines() == [], "it has said nothing yet"
     err.write_text("of an actor before\n:actor_name:Hosted\nTraceback\n\nsegmentation fault")
     out.write_text("and this\n")
-    assert words.last() == ["Traceback", "segmentation fault", "and this"]
+    assert words.last_lines() == ["Traceback", "segmentation fault", "and this"]
     assert words.where == f"its last output is in {err} and {out} on node 10.0.0.7"
 
 
 def test_they_are_few_however_much_was_said_and_none_where_the_file_is_gone(tmp_path: Path) -> None:
     err = tmp_path / "worker.err"
     err.touch()
-    words = WorkerOutput.of(WorkerOutput.into("n", [str(err)]))
+    words = WorkerOutput.from_hello(WorkerOutput.to_hello("n", [str(err)]))
     err.write_text("".join(f"line {i}\n" for i in range(100_000)))
-    assert words.last() == [f"line {i}" for i in range(100_000 - LINES, 100_000)]
+    assert words.last_lines() == [f"line {i}" for i in range(100_000 - LINES, 100_000)]
     err.write_bytes(b"\xff" * 10 * BYTES)
-    assert sum(map(len, words.last())) <= BYTES
+    assert sum(map(len, words.last_lines())) <= BYTES
     err.unlink()
-    assert words.last() == []
+    assert words.last_lines() == []
 
 
 def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
     for said in (None, {}, {"node": "n", "files": ["x"]}, {"node": 3, "files": {}}):
-        assert (WorkerOutput.of(said).last(), WorkerOutput.of(said).where) == ([], "")
+        assert (
+            WorkerOutput.from_hello(said).last_lines(),
+            WorkerOutput.from_hello(said).where,
+        ) == ([], "")
 
 
 def test_a_worker_that_is_given_up_names_one_place_for_what_it_said() -> None:

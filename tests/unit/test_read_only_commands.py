@@ -15,7 +15,7 @@ import yaml
 
 import overlord as ov
 from overlord.cli.main import cli
-from overlord.dryrun.constants import Measured, probed
+from overlord.dryrun.constants import Measured, probe_sources
 from overlord.session.session import Session
 from overlord.setup.prepared_job import PreparedJob
 from tests.properties.test_fleet import LIKELY
@@ -40,10 +40,12 @@ LOOKS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def constants(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
-        return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
+        return Measured(
+            constants=LIKELY, probes=probe_sources(blueprint, lambda what, done, of: None)
+        )
 
     monkeypatch.setattr(
-        "overlord.dryrun.estimate.measured", constants
+        "overlord.dryrun.estimate.load_or_measure", constants
     )  # stand-in jobs have a test of their own
     monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -286,7 +286,7 @@ def test_a_hung_read_is_reported_and_given_up_after_its_deadline_and_dropped_whe
         assert "a read has not ended for 122.0 s" in str(error)
         assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
-        loop.ask(lambda: None, "the event loop")
+        loop.call(lambda: None, "the event loop")
         executor.submit("more", lambda: "more", lambda *outcome: told.append(outcome))
         until(lambda: len(told) == 2)
         assert told[1] == ("more", None)
@@ -341,7 +341,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
                 "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
             )
 
-        loop.ask(submit, "the event loop")
+        loop.call(submit, "the event loop")
         until(lambda: len(told) == n)
         return told[-1]
 

@@ -898,7 +898,7 @@ def test_plans_kept_for_people_are_bounded_by_their_samples_too(
         with pytest.raises(PlanError, match="no longer held"):
             session.plan(5)
         assert (
-            loop_of(session).ask(
+            loop_of(session).call(
                 lambda: sum(len(s.plan) for s in runtime_of(session).plans), "the event loop"
             )
             <= 40

@@ -379,7 +379,7 @@ def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_rais
     try:
         with pytest.raises(
             OverlordError,
-            match=r"loader-worker/7: expected 1048576 bytes of shared memory, .* is 5120 bytes: "
+            match=r"loader-worker/7: could not allocate 1048576 bytes of shared memory: .* is 5120 bytes: "
             r".*ulimit -f",
         ):
             SharedMemoryPool(name="loader-worker/7")(MB)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from overlord.job.job import Job
 
-# Launch options that --option refuses, with the reason.
+# Launch options that --option refuses, each with the reason.
 REFUSED_OPTIONS = {
-    "address": "has an option of its own, --address",
-    "on_stall": "is a function, which the command line cannot name",
-    "progress": "is a function, which the command line cannot name",
+    "address": "expected as --address HOST:PORT, got --option",
+    "on_stall": "expected in a program, since it is a function, got --option",
+    "progress": "expected in a program, since it is a function, got --option",
 }
 # Exit codes: failures were found; the job cannot run; Ctrl-C; SIGTERM.
 FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143
@@ -130,7 +130,7 @@ def read_options(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Return a console; a file or a pipe counts as 120 columns wide."""
+    """Return a console for stdout or stderr; a file or a pipe has 120 columns."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
@@ -157,7 +157,7 @@ def run_guarded(act: Callable[[], None], debug: bool) -> None:
 
 
 def fail(fault: Exception, debug: bool, code: int, text: str) -> NoReturn:
-    """Print an error, with ``debug`` also its traceback, and exit with ``code``."""
+    """Print an error and exit with ``code``; with ``debug`` print its traceback too."""
     if debug:
         traceback.print_exception(fault)
     error(text)
@@ -172,5 +172,5 @@ def error(text: str, more: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark about the result to stderr, apart from the result."""
+    """Print a remark about the result to stderr."""
     click.echo(f"note: {text}", err=True)

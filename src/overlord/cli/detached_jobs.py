@@ -1,4 +1,4 @@
-"""Jobs that run on a Ray cluster without the process that submitted them.
+"""Detached jobs: they run on a Ray cluster without the process that submitted them.
 
 A detached Ray actor owns the session of such a job, and other processes find it by its name.
 ``submit`` returns when trainers can connect; the submitting process may then exit. ``jobs`` and
@@ -22,7 +22,7 @@ from overlord.concurrency.platform import INTERFACE
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.ray import cluster
-from overlord.ray.auth import MODE, is_refused
+from overlord.ray.auth import MODE, authentication_disabled
 from overlord.serving.session_server import ServedAddress
 from overlord.setup.options import address_problems
 
@@ -56,7 +56,10 @@ class Status:
 
 
 class JobActor:
-    """Owns the session of one job, as a detached Ray actor. Ray calls it from several threads."""
+    """A detached Ray actor that owns the session of one job.
+
+    Ray calls it from several threads.
+    """
 
     def __init__(self, name: str) -> None:
         self._session: Session | None = None
@@ -72,17 +75,17 @@ class JobActor:
         host: str,
         port: int,
         token: str | None,
-        refused: bool,
+        unauthenticated: bool,
     ) -> tuple[str, str]:
         """Launch and serve the job; return the address for trainers and their token.
 
-        The submitting process may exit before that, so the outcome is stored here. ``refused``:
-        the submitting process disabled Ray's token authentication explicitly; otherwise the
-        cluster was seen to require a token.
+        The submitting process may exit before that, so the outcome is stored here.
+        ``unauthenticated``: the submitting process disabled Ray's token authentication
+        explicitly. Otherwise it has checked that the cluster requires a token.
         """
         self._state, self._name = STARTING, name
         cluster.CLUSTER.trusted = True
-        if refused:
+        if unauthenticated:
             os.environ[MODE] = "disabled"
         try:
             session, self._served = self._launch(path, code, host, port, token)
@@ -103,7 +106,7 @@ class JobActor:
         sys.path.extend(p for p in path if p not in sys.path)
         import overlord as ov
 
-        job, options = cluster.opened(code)
+        job, options = cluster.unpickle(code)
         # The submitting process may name the head by a name that this node cannot resolve.
         here = {"address": cluster.head_now()}
         self._session = session = ov.launch(job, runtime="ray", **options | here)
@@ -117,10 +120,11 @@ class JobActor:
         return "" if found is None else str(found)
 
     def served(self) -> tuple[str, str]:
-        """Return the address for trainers and their token again, for a caller that lost them."""
+        """Return the address for trainers and their token; raise if the job is not running."""
         if self._served is None or self._state != RUNNING:
             raise OverlordError(
-                f"job {self._name!r} is {self._state}: trainers cannot connect to it"
+                f"job {self._name!r}: expected a running job, got one that is {self._state}; "
+                "trainers cannot connect to it"
             )
         return self._served.address, self._served.token
 
@@ -140,7 +144,7 @@ class JobActor:
         session.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the fields of ``Status``."""
+        """Return the fields of ``Status`` by name."""
         session, address = self._session, self._served.address if self._served else ""
         base: dict[str, Any] = {
             "name": self._name,
@@ -228,7 +232,7 @@ def submit(
                 host,
                 port,
                 token,
-                is_refused(),
+                authentication_disabled(),
             )
             what = f"job {job.name!r} to start (start_s sets the limit)"
             address_there, token_there = cluster.ask(
@@ -318,7 +322,7 @@ def _actor(name: str, what: str) -> Any:
         known = [other for other in known if other != name]
         raise JobError(
             [
-                "no job called "
+                "no job is called "
                 f"{name!r}{did_you_mean(name, known) if known else '; this cluster has no jobs'}"
             ],
             what,
@@ -347,7 +351,10 @@ def _status(name: str, actor: Any, nodes: Mapping[str, str]) -> Status:
 
 
 def _checked(address: str | None, what: str) -> str:
-    """Return the address of a cluster; one of this process alone would end with this process."""
+    """Return the address of a cluster; raise ``JobError`` if it is missing or malformed.
+
+    A cluster that this process starts would end with this process.
+    """
     if address is None:
         wanted = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
         raise JobError(

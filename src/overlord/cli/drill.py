@@ -64,13 +64,13 @@ def drill(
     """Run a job, kill its workers, and compare every byte with an undisturbed run."""
 
     def act() -> None:
-        from overlord.drill.faults import parse_faults, usual_faults
+        from overlord.drill.faults import default_faults, parse_faults
         from overlord.drill.run import Drill, refuse_too_late, run_drill
         from overlord.drill.tables import drill_view
         from overlord.observe.tables import progress_bar
 
         job = read_job(job_yaml, modules)
-        wanted = usual_faults(steps, planner=True) if faults is None else parse_faults(faults)
+        wanted = default_faults(steps, planner=True) if faults is None else parse_faults(faults)
         refuse_too_late(wanted, steps)
         plan = Drill(
             job=job,

@@ -44,7 +44,7 @@ class DataReport:
 
 
 def is_data(what: str) -> bool:
-    """Whether an argument names data and not a job file."""
+    """Return whether an argument names data and not a job file."""
     # An existing job file wins, even if its name holds * or ?.
     if what.lower().endswith(JOB_FILES) and os.path.isfile(what):
         return False
@@ -54,7 +54,7 @@ def is_data(what: str) -> bool:
 
 
 def inspect_data(uri: str) -> DataReport:
-    """List files and columns, and read the first rows."""
+    """Return the files, columns and first row of data."""
     name = (
         re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
         or "data"
@@ -123,7 +123,7 @@ def _ids_column(schema: Mapping[str, str]) -> str | None:
 
 
 def remarks(report: DataReport) -> list[str]:
-    """Return what the reader must still change in the suggested job file."""
+    """Return remarks on the suggested job file: what the user still has to change."""
     tokens = _ids_column(report.schema) is not None
     found = []
     if not tokens and text_columns(report.schema):
@@ -142,7 +142,7 @@ def remarks(report: DataReport) -> list[str]:
 
 
 def data_view(report: DataReport) -> RenderableType:
-    """Return tables of the files and the columns with the first row, and the job file."""
+    """Return tables of files and columns, with the first row, and a job file."""
     from rich.console import Group
     from rich.text import Text
 

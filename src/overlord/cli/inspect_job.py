@@ -1,6 +1,6 @@
-"""Checks of ``overlord inspect``: the files, sampled rows and failures of every source.
+"""The checks of ``overlord inspect``: files, sampled rows and failures of every source.
 
-Every source is checked on its own, so that a failure of one does not hide the others.
+Every source is checked separately, so that a failure of one does not hide the others.
 """
 
 from __future__ import annotations

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosition:
-    """The state from which planning begins. ``state`` None: the beginning of the job file."""
+    """The state from which planning begins; None as ``state`` is the beginning of the job."""
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins
     digest: str = ""  # of the wanted step, as the run planned it; empty: unknown
     place: str = ""  # the mesh that the run planned for
     skipped: tuple[Skip, ...] = ()  # steps that a call of `skip` removed from the run
-    note: str = ""  # a remark for the reader of the answer
+    note: str = ""  # a remark for the user
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """The journal of a job at one moment. An unfinished record at its end does not count."""
+    """The journal of a job at one moment, without an unfinished record at its end."""
 
     job: Job
     found: Recovered
@@ -52,7 +52,7 @@ class RecordedSteps:
         """The first step that the journal still holds."""
         return self.found.snapshots[0]
 
-    def at(self, step: int) -> JobPosition:
+    def position_before(self, step: int) -> JobPosition:
         """Return the newest state from which a step can be planned as in the run."""
         found = self.found
         if found.empty:

@@ -122,7 +122,7 @@ def _descriptions(reading: Reading) -> dict[int, str]:
 
 
 def describe(entry: Entry, names: tuple[str, ...]) -> str:
-    """Describe one record of a job in a line."""
+    """Return one record of a job as a line of text."""
     body, step = entry.body, entry.number
     if entry.kind == PLAN:
         given = samples_of(body).tolist()
@@ -153,7 +153,7 @@ def describe(entry: Entry, names: tuple[str, ...]) -> str:
 
 
 def _step(step: int) -> str:
-    """Name the last step that all ranks acknowledged."""
+    """Return the last step that all ranks acknowledged as text."""
     return f"step {step}" if step >= 0 else "none"
 
 
@@ -162,7 +162,7 @@ def _name(names: tuple[str, ...], i: int) -> str:
 
 
 def replay_faults(reading: Reading) -> tuple[str, ...]:
-    """Replay the records of a job and return why it cannot be resumed, if it cannot.
+    """Replay the records of a job; return the reasons why it cannot be resumed.
 
     Steps must be in order, and every snapshot must equal the state that the plans before it give.
     """
@@ -200,7 +200,7 @@ def _body(record: Record) -> Any:
 
 
 def outline(value: Any, deep: int = DEEP) -> Any:
-    """Shorten a value: arrays to type and size, long lists and texts to their beginning."""
+    """Return a short form of a value: arrays as type and size, long lists and texts cut."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

@@ -18,12 +18,12 @@ SHOWN = 40  # sources of a table, those with the most work first
 
 
 def partition_view(made: Partition, tokens: float, measured: int) -> RenderableType:
-    """Return the partition with its reasons. ``measured``: sources whose cost was measured."""
+    """Return the partition with its reasons; the cost of ``measured`` sources was measured."""
     r, h, n = made.resources, made.hosting, len(made.shares)
     memory = "" if r.memory_bytes is None else f" of {size(r.memory_bytes)}"
     other = r.beside_s / made.sample_s if made.sample_s else 0.0
     facts = [
-        f"{n} sources on {r.cores} cores: {made.loading_cores} for loading, the rest for "
+        f"{n} sources on {r.cores} CPU cores: {made.loading_cores} for loading, the rest for "
         "constructors and planner "
         f"({other:.0%} of the work)",
         f"{sum(h.loaders)} loaders in {h.n_hosts} workers of {h.threads} threads; a loader "

@@ -1,4 +1,4 @@
-"""Plan one step without running the job up to it.
+"""Plan one step of a job without running the steps before it.
 
 Samples of earlier steps are drawn and skipped; no batch is built for them.
 """
@@ -68,9 +68,9 @@ def planned(
 
     With a journal, planning begins at the state that the journal has before the step. Nothing is
     written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
-    ``note`` receives remarks for the reader of the answer.
+    ``note`` receives remarks for the user.
     """
-    begin = RecordedSteps.of(job).at(step)
+    begin = RecordedSteps.of(job).position_before(step)
     allow = ("strategy",) if what_if else ()
     with _planning_session(job, begin, note, allow=allow) as (session, first):
         if step > first:
@@ -80,7 +80,7 @@ def planned(
             if progress:
                 progress(min(step + 1, int(session.metrics()["planned_steps"])))
         if taker.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
-            raise PlanError(f"the job has no such step: it ends after {ends} steps", step)
+            raise PlanError(f"expected a step below {ends}, where the job ends, got {step}", step)
         if not what_if and first == begin.first:
             _compare(session, step, begin, note)
         yield session
@@ -177,9 +177,9 @@ def _planning_session(
 
 
 def _compare(session: Session, step: int, begin: JobPosition, note: Note) -> None:
-    """Report a plan that differs from the one in the journal.
+    """Pass a remark to ``note`` if the plan differs from the one in the journal.
 
-    Its files have changed since, or the job file has another mesh or sync.
+    Files have changed since, or the job file has another mesh or sync.
     """
     from overlord.journal.job_journal import slots_of  # needed only here
 
@@ -216,7 +216,7 @@ class _StepTaker:
         self._thread.start()
 
     def waits(self) -> bool:
-        """Wait 0.1 s; return True if the step is still missing. Raise what the job raised."""
+        """Wait 0.1 s; return True if the step is still missing, or raise the error of the job."""
         self._thread.join(0.1)
         if self._thread.is_alive():
             return True

@@ -41,7 +41,7 @@ def profile_job(
 ) -> Profiled:
     """Measure all sources; a failure of one does not hide the others.
 
-    One source at a time: memory can be attributed to a source only while no other is measured.
+    Sources are measured one at a time, since otherwise memory could not be attributed to a source.
     """
     from overlord.setup.measure import machine, measure
 
@@ -65,7 +65,7 @@ def profile_job(
 
 
 def micro(seconds: float) -> str:
-    """Format seconds with a fitting unit, from s to ns."""
+    """Return seconds as text with a fitting unit, from s to ns."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -119,7 +119,7 @@ def profile_view(profile: JobProfile) -> RenderableType:
         shown.append(
             Text(
                 f"measured on {profile.machine}; waited: the time of read and transform in "
-                "which no core was busy",
+                "which no CPU core was busy",
                 "dim",
             )
         )
@@ -127,7 +127,7 @@ def profile_view(profile: JobProfile) -> RenderableType:
 
 
 def file_state(profile: JobProfile) -> str:
-    """Return the share of file state in memory, with a bar: Fig. 4 of the paper in a line."""
+    """Return the share of file state in memory as a line with a bar: Fig. 4 of the paper."""
     share, n = profile.file_share(), len(profile.sources)
     held = sum(p.file_bytes for p in profile.sources.values())
     return (
@@ -146,7 +146,7 @@ def _quantile_table(every: Sequence[SourceProfile]) -> RenderableType:
 
 
 def cdf_svg(profile: JobProfile) -> str:
-    """Plot the distribution of P and M over sources, in units of the median, on a log axis."""
+    """Return a plot of the distribution of P, T and M over sources, relative to the median."""
     every = list(profile.sources.values())
     drawn = []
     for k, (name, of, _) in enumerate(QUANTITIES):

@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def never_ends(job: Job) -> bool:
-    """True if the data of a job has no end; ``until`` decides which sources may repeat forever."""
+    """Return whether a job never ends: sources repeat forever, and ``until`` allows it."""
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )
@@ -109,7 +109,7 @@ def step_digest(taken: Taken) -> str:
 
 
 def resume_from(given: Path) -> dict[str, Any] | str:
-    """Return a saved state, or "auto"; write ./auto for a file of that name."""
+    """Return a saved state, or "auto"; a file of that name is given as ./auto."""
     return "auto" if str(given) == "auto" else read_state(given)
 
 

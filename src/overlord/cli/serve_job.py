@@ -113,9 +113,11 @@ def read_token(path: Path | None) -> str | None:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
-        raise JobError([f"cannot be read: {fault}"], str(path)) from fault
+        raise JobError(
+            [f"token file cannot be read: {fault}; give a readable file"], str(path)
+        ) from fault
     if not token:
-        raise JobError(["expected a token, got an empty file"], str(path))
+        raise JobError(["expected a token, got an empty file; write the token into it"], str(path))
     return token
 
 
@@ -136,7 +138,9 @@ def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
     if finish is not None and finish.error is not None:
         raise finish.error
     if session.internals.loop.broken is not None:
-        raise OverlordError(f"the session stopped: {session.internals.loop.broken}")
+        raise OverlordError(
+            f"the event loop of the session stopped: {session.internals.loop.broken}"
+        )
 
 
 def progress_line(session: Session, total: int) -> str:

@@ -1,4 +1,4 @@
-"""``overlord simulate``: estimate a job on a large cluster; the dry run of the paper."""
+"""``overlord simulate``: estimate a job on a large cluster, as the dry run of the paper does."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ COUNT = click.IntRange(min=1)
 
 
 class Sizes(click.ParamType):
+    """Numbers of GPUs or nodes with commas between them."""
+
     name = "N,N,..."
 
     def convert(
@@ -143,7 +145,7 @@ def simulate(
 
     def act() -> None:
         from overlord.cli.simulate_report import constants_view, memory_view, time_view, waits_of
-        from overlord.dryrun.estimate import DryRunRequest, simulated
+        from overlord.dryrun.estimate import DryRunRequest, estimate_sizes
 
         job = read_job(job_yaml, modules)
         request = DryRunRequest(
@@ -161,7 +163,7 @@ def simulate(
             broadcast=broadcast,
         )
         with _ProgressBars() as progress:
-            found, stored, cells = simulated(job, request, again=again, progress=progress)
+            found, stored, cells = estimate_sizes(job, request, again=again, progress=progress)
         console = make_console()
         console.print(constants_view(found.constants, stored))
         for view in (memory_view(cells), time_view(cells, pace_s)):

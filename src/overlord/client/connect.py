@@ -29,7 +29,7 @@ from overlord.errors import (
     StateMismatch,
 )
 from overlord.messages.control import EncodedState
-from overlord.transport.connection import AGAIN_S
+from overlord.transport.connection import RETRY_S
 
 log = logging.getLogger("overlord")
 
@@ -85,7 +85,7 @@ def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
             if time.monotonic() >= deadline:
                 raise fault or stall from None
             fault = stall
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:

@@ -27,7 +27,7 @@ from overlord.constructor.pack import BatchArrays
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.messages.control import EncodedState
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
-from overlord.transport.address import shown
+from overlord.transport.address import address_text
 from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection, open_connection
 
 log = logging.getLogger("overlord")
@@ -236,7 +236,7 @@ class RemoteStepQueue:
         if isinstance(self._fault, DataStall):  # the session describes the remedy
             return self._fault.waiting_for
         return (
-            f"{self._name} at {shown(self.address)}, whose connection broke "
+            f"{self._name} at {address_text(self.address)}, whose connection broke "
             f"{self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
         )
 
@@ -265,11 +265,11 @@ class RemoteStepQueue:
                 if not self._steps and not self._ended and self._link is link:
                     self._changed.wait(seconds)
         else:
-            self._read(link, seconds, looked=True)
+            self._read(link, seconds, polled=True)
 
-    def _read(self, link: SocketConnection, seconds: float, *, looked: bool = False) -> Any:
+    def _read(self, link: SocketConnection, seconds: float, *, polled: bool = False) -> Any:
         try:
-            value = link.recv(seconds, looked=looked)
+            value = link.recv(seconds, polled=polled)
             if value is not TIMEOUT:
                 self._received_at = self._now()
                 self._handle_message(value)
@@ -473,7 +473,7 @@ class RemoteStepQueue:
         self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
 
     def _give_up(self, gone: float) -> NoReturn:
-        fault, who = self._fault, shown(self.address) or "it"
+        fault, who = self._fault, address_text(self.address) or "it"
         either = (
             f" ({CONTROL_SERVER} could not be reached either)"
             if isinstance(fault, ActorLost) and fault.name == CONTROL_SERVER

@@ -49,7 +49,7 @@ class ConstructorWorker(Worker):
         images: PixelForm | None = None,
     ):
         super().__init__(f"constructor-worker/{number}", settings)
-        self._ring = self._platform.ring(self.name, settings.ring_bytes)
+        self._pool = self._platform.memory_pool(self.name, settings.ring_bytes)
         self._session = settings.generation
         # Building never waits for a segment: short work runs on the event loop, and only the loop
         # releases segments.
@@ -61,7 +61,7 @@ class ConstructorWorker(Worker):
             run=self.run,
             cannot=self._events.put,
             hooks=hooks,
-            slabs=SharedBufferPool(self._ring),
+            slabs=SharedBufferPool(self._pool),
             broadcast=settings.broadcast,
             images=images,
             spoiled=self._events.put,
@@ -86,7 +86,7 @@ class ConstructorWorker(Worker):
 
     def _serve(self, token: str, **where: Any) -> Server:
         return self._platform.serve(
-            token, self._ring, self._message, self._opened, self._closed, **where
+            token, self._pool, self._message, self._opened, self._closed, **where
         )
 
     def listen(self, worker: str, token: str) -> str:
@@ -226,7 +226,7 @@ class ConstructorWorker(Worker):
     def _execute(self, command: Any) -> None:
         match command:
             case Build() | Deliver() | EndRank() | Unfinish() | Release():
-                self._building.carry_out(command, self.commands.queue)
+                self._building.execute(command, self.commands.queue)
             case _:
                 raise TypeError(f"no handler for the command {type(command).__name__}")
 
@@ -248,7 +248,7 @@ class ConstructorWorker(Worker):
                 else self._gathering.waiting() or self._building.waiting(rank)
             )
 
-        return self._event_loop.ask(describe, "the constructor worker's event loop", 1.0)
+        return self._event_loop.call(describe, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
         """Return the last step that a rank's client took, after all received bytes are read.
@@ -269,7 +269,7 @@ class ConstructorWorker(Worker):
         ]
 
     def figures(self) -> dict[str, Any]:
-        return self._event_loop.ask(
+        return self._event_loop.call(
             lambda: {
                 "pid": os.getpid(),
                 "node": self._platform.node(),
@@ -288,7 +288,7 @@ class ConstructorWorker(Worker):
         super().close()
         for server in self._servers:
             server.close()
-        self._ring.close()
+        self._pool.close()
 
     def check(self) -> None:
         self._building.check()

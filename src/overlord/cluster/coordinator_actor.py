@@ -160,7 +160,7 @@ class CoordinatorActor:
 
     def doing(self) -> str:
         """Describe what a blocked event loop executes: the step and the function."""
-        return f"step {self._coordinator.planner.next_step}, {self._event_loop.at()}"
+        return f"step {self._coordinator.planner.next_step}, {self._event_loop.running_call()}"
 
     def _writes(self) -> bool:
         return self._opens_journal or self._coordinator.journal.settling

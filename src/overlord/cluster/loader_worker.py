@@ -93,7 +93,7 @@ class LoaderWorker(Worker):
         self._failover = settings.failover
         self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose plan was executed since the last rollback
-        self._ring = self._platform.ring(self.name, settings.ring_bytes)
+        self._pool = self._platform.memory_pool(self.name, settings.ring_bytes)
         self._links: dict[int, Connection] = {}  # by constructor worker
         self._where: dict[int, str] = {}  # and its address
         self._sent_bytes = 0
@@ -109,7 +109,7 @@ class LoaderWorker(Worker):
     def _connect(self, constructor: int, address: str, token: str) -> None:
         hello = {"role": "loader", "host": self._number, "incarnation": self._incarnation}
         link, _ = self._platform.open_connection(
-            address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
+            address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, pool=self._pool
         )
         self._links[constructor] = link
         self._platform.thread(
@@ -234,7 +234,7 @@ class LoaderWorker(Worker):
     def _execute(self, command: Any) -> None:
         match command:
             case Refill() | Read() | Evaluate():
-                self.commands.queue.extend(self._loading.carry_out(command))
+                self.commands.queue.extend(self._loading.execute(command))
             case Announce(loader=loader, found=found):
                 hosted = self._loading.slots.get(loader)
                 if hosted is not None and hosted.standby:
@@ -323,8 +323,8 @@ class LoaderWorker(Worker):
             )
             takes, pieces = [number[rows] for rows in routed.take], [tokens]
         for i, (c, take) in enumerate(zip(routed.to, takes, strict=True)):
-            tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
-            items = None if (wanted := images[i]) is None else self._in_ring(wanted)
+            tokens = self._into_pool(pieces if take is None else [Ragged.concat(pieces).take(take)])
+            items = None if (wanted := images[i]) is None else self._into_pool(wanted)
             n += self._hand(
                 c, StepPayload(routed.step, self._number, tokens, routed.generation, items)
             )
@@ -368,7 +368,7 @@ class LoaderWorker(Worker):
                 return 0
             raise ActorLost(f"constructor-worker/{constructor}", lost.reason) from lost
 
-    def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
+    def _into_pool(self, pieces: Sequence[Ragged]) -> Ragged:
         """Join pieces in a segment of shared memory: the one copy on the way to the constructor.
 
         Without room they stay in this process and are copied once more. To wait for a segment
@@ -381,7 +381,7 @@ class LoaderWorker(Worker):
             narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
         )
         total = sum(map(len, spans))
-        room = self._ring.take(max(1, total * dtype.itemsize))
+        room = self._pool.take(max(1, total * dtype.itemsize))
         values = (
             np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
         )
@@ -403,14 +403,14 @@ class LoaderWorker(Worker):
 
     def figures(self) -> dict[str, Any]:
         """Return what this worker does and holds, as plain values."""
-        return self._event_loop.ask(
+        return self._event_loop.call(
             lambda: {
                 "pid": os.getpid(),
                 "node": self._platform.node(),
                 "loaders": self._loading.figures(),
                 "busy": self._loading.busy(),
                 "memory": self._loading.held_bytes()
-                | {"sending": self._ring.nbytes},  # of shared memory, in use and free
+                | {"sending": self._pool.nbytes},  # of shared memory, in use and free
                 "files": self._handles.metrics(),
                 "pss": pss_bytes(),
                 "links": len(self._links),
@@ -427,7 +427,7 @@ class LoaderWorker(Worker):
         for worker in self._workers.values():
             worker.close()
         self._handles.close()
-        self._ring.close()
+        self._pool.close()
 
     def check(self) -> None:
         self._loading.check()

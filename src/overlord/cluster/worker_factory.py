@@ -26,15 +26,15 @@ from overlord.ray.node_choice import (
     Node,
     Spot,
     Surplus,
-    again,
     at_most,
     choose,
     constructors_by_node,
     labels_wanted,
     moves,
+    node_without_ranks,
+    spot_for_restart,
     surplus,
     without_job,
-    without_ranks,
 )
 from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.scaling.loader_placement import LoaderPlacement
@@ -93,7 +93,7 @@ class NodePlacement:
             ):  # all that was asked for is in the figures of now
                 self._nodes = {}
             before = self._placed.get(name)
-            if before is None or (spot := again(before, nodes)) is None:
+            if before is None or (spot := spot_for_restart(before, nodes)) is None:
                 spot = choose(name, self._without_job(nodes, name), layout, self._placed, memory)
             self._placed[name], self._memory[name], self._last_start = (
                 spot,
@@ -108,7 +108,7 @@ class NodePlacement:
         one, else any.
         """
         found = (
-            without_ranks(nodes, layout)
+            node_without_ranks(nodes, layout)
             if (nodes := self._living_nodes()) and (layout := self._layout()).rank_nodes
             else None
         )
@@ -174,7 +174,7 @@ class NodePlacement:
             rows = [
                 {
                     "node": s.node.name or s.node.address,
-                    "hosts": s.hosts,
+                    "hosts": s.workers,
                     "allowed": s.allowed,
                     "for_s": now - since,
                 }
@@ -202,7 +202,7 @@ class NodePlacement:
                     "node had room. They move when one has"
                 )
                 log.warning(
-                    words, s.node.name or s.node.address, s.hosts, self._layout().share, s.allowed
+                    words, s.node.name or s.node.address, s.workers, self._layout().share, s.allowed
                 )
         for node, (since, s) in self._crowded.items():
             if node not in crowded:

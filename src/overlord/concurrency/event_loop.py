@@ -27,16 +27,16 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class BlockingWork(Protocol):
-    """Work that may wait for storage, for minutes or forever.
+    """The properties of work that may wait for storage, for minutes or forever.
 
-    So it must not run on the event loop.
+    Such work runs on the event loop only if ``quick`` allows it.
     """
 
     @property
     def many(self) -> bool:
-        """Whether the work waits for replies rather than for a core.
+        """Whether the work waits for replies and not for a CPU core.
 
-        Many such calls may run concurrently.
+        Then many calls may run concurrently.
         """
         ...
 
@@ -44,26 +44,26 @@ class BlockingWork(Protocol):
     def quick(self) -> bool:
         """Whether the work never hangs.
 
-        Such work may run on the event loop, under ``hasty``, if it was short so far.
+        Such work may run on the event loop, within ``no_wait()``, if it was short so far.
         """
         ...
 
-    def hasty(self) -> AbstractContextManager[None]:
+    def no_wait(self) -> AbstractContextManager[None]:
         """Return a context in which work raises ``errors.WouldBlock`` instead of waiting."""
         ...
 
     def overdue(self) -> Exception | None:
-        """Return an error if the work should be given up.
+        """Return an error if the work exceeded its deadline and should be given up.
 
-        Another thread calls it periodically. A result that arrives later is dropped.
+        A watch thread calls it periodically. A result that arrives later is dropped.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs work in threads and passes its result to ``done`` on the event loop.
+    """Runs work and passes its result to ``done`` on the event loop.
 
-    The cost of work of one name is proportional to ``size``.
+    The time that work of one name takes is proportional to ``size``.
     """
 
     def submit(
@@ -119,22 +119,22 @@ class CommandLoop:
 
 
 # ----------------------------------------------------------------------------
-# The event loop of a process, and the threads that do its blocking work.
+# The event loop and the thread pool of a process.
 #
-# One thread runs all pure cores by direct call; a pool of threads reads, transforms and builds.
+# One thread runs all state machines by direct call; a pool of threads reads, transforms and builds.
 # Threads suffice because pyarrow, tokenizers, zstd and numpy's large copies release the
 # interpreter lock. A source whose transform holds it gets a worker process
 # (``transforms/transform_process.py``).
 
 OURS = str(Path(__file__).resolve().parents[1])  # the folder of this package
 
-WAITING = 32  # concurrent reads of object stores: they wait for replies, not for a core
+WAITING = 32  # concurrent reads of object stores: they wait for replies, not for a CPU core
 
 
 class EventLoop:
     """One thread that runs posted calls in order.
 
-    All pure cores run on it, so none needs a lock.
+    All state machines run on it, so none needs a lock.
     """
 
     def __init__(self, name: str):
@@ -144,7 +144,7 @@ class EventLoop:
             target=self._loop, name=f"overlord-loop-{name}", daemon=True
         )
         self.broken: BaseException | None = None
-        self.turn = 0.0  # start time of the running call
+        self.call_started = 0.0  # start time of the running call
         self._after: Callable[[], float | None] = lambda: None
 
     def start(
@@ -154,7 +154,7 @@ class EventLoop:
     ) -> None:
         """Start the thread.
 
-        ``failed`` receives an exception that no core handled; the loop ends with it. ``after`` runs
+        ``failed`` receives an exception that no call handled; the loop ends with it. ``after`` runs
         after calls. If it returns a number of seconds, it runs again after that time without a
         call.
         """
@@ -165,8 +165,11 @@ class EventLoop:
         """Run a call on the loop, without waiting for it."""
         self._calls.put(call)
 
-    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-        """Run a call on the loop and return its result."""
+    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+        """Run a call on the loop, wait for it, and return its result.
+
+        ``what`` is the subject of the ``DataStall`` at the deadline.
+        """
         if threading.current_thread() is self._thread or (self.stopped and self.broken is None):
             return call()  # after a clean stop nothing runs concurrently: state can be read
         done = threading.Event()
@@ -200,7 +203,7 @@ class EventLoop:
     def _loop(self) -> None:
         last, idle_s = 0.0, None
         while (call := self._next(idle_s)) is not None:
-            self.turn = time.perf_counter()
+            self.call_started = time.perf_counter()
             try:
                 call()
                 # Several calls in a row share one run of ``after``, unless that would be late.
@@ -214,16 +217,16 @@ class EventLoop:
                 return
 
     def _next(self, idle_s: float | None) -> Callable[[], None] | None:
-        """Return the next call, or a call without effect if none arrives in time."""
+        """Return the next call; a call without effect if none arrives in ``idle_s``."""
         try:
             return self._calls.get(timeout=idle_s)
         except queue.Empty:
             return _nothing
 
-    def at(self) -> str:
-        """Return the source position of the running call.
+    def running_call(self) -> str:
+        """Return function, file and line of the running call, as text.
 
-        Prefer the function of other code that Overlord called, else its own function.
+        If Overlord has called other code, it is the first function of that code.
         """
         frame, calls = sys._current_frames().get(self._thread.ident or 0), []
         while frame is not None:
@@ -261,18 +264,18 @@ class _Task:
     size: int
     waits: BlockingWork | None = None
     began: float = 0.0
-    over: bool = False  # its result was reported, or it was given up
+    reported: bool = False  # its result was reported, or it was given up
 
 
 class _WorkerThreads:
-    """Daemon threads with a queue; urgent work goes first.
+    """Daemon threads that execute queued tasks, urgent ones first.
 
-    Another thread starts when all are busy, up to ``most``. A thread that is stuck in a read does
-    not count.
+    Another thread starts when all are busy, up to ``max_threads``. A thread that is stuck in a read
+    does not count.
     """
 
-    def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
-        self._name, self._most, self._run = name, most, run
+    def __init__(self, name: str, max_threads: int, run: Callable[[_Task], None]):
+        self._name, self._max_threads, self._run = name, max_threads, run
         self._urgent, self._normal = deque[_Task](), deque[_Task]()
         self._changed = threading.Condition()
         self._idle = self._started = 0
@@ -289,7 +292,7 @@ class _WorkerThreads:
     def _grow(self) -> None:
         if len(self._urgent) + len(self._normal) <= self._idle or self._closed:
             return
-        if len(self._threads) < self._most or len(self._threads) < self._most + self._stuck():
+        if len(self._threads) < self._max_threads + self._stuck():
             self._started += 1
             self._threads.append(
                 threading.Thread(
@@ -321,18 +324,18 @@ class _WorkerThreads:
                 self._running.discard(task)
                 del task
                 # The stuck thread that this one replaced has returned.
-                if len(self._threads) > self._most + self._stuck():
+                if len(self._threads) > self._max_threads + self._stuck():
                     self._threads.remove(threading.current_thread())
                     return
 
     def watch(self) -> list[_Task]:
-        """Return running work that can hang, and start threads to replace stuck ones."""
+        """Return running tasks that can hang, and start a thread for each stuck one."""
         with self._changed:
             self._grow()
             return [task for task in self._running if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Stop accepting work.
+        """Drop queued tasks and end the threads.
 
         A thread in the middle of a read is not awaited: it is a daemon.
         """
@@ -348,12 +351,12 @@ class _WorkerThreads:
 
 
 class ThreadExecutor:
-    """Threads for work, and more threads for reads that wait for an object store.
+    """The thread pool of a process: threads for work, and others for reads of object stores.
 
     A store that does not answer must not block other work. Work that was short so far runs at once,
-    on the event loop. Longer work of the same name goes back to the threads as soon as it is
-    detected. Reads of a mount or a store never run on the loop, since they may hang; nor does user
-    code. Reads of a local disk do, unless they fail.
+    on the event loop. Once it takes longer, work of the same name runs in the threads again. Reads
+    of a mount or a store never run on the loop, since they may hang; nor does user code. Reads of a
+    local disk do, unless they fail.
     """
 
     def __init__(self, workers: int, loop: EventLoop, inline_s: float = TIMEOUTS.inline_s):
@@ -391,15 +394,15 @@ class ThreadExecutor:
         self, name: str, work: Callable[[], Any], done: Done, size: int, waits: BlockingWork | None
     ) -> bool:
         """Run the work on the event loop if it was short so far; return whether it ran."""
-        # The minimum of four: waiting for the interpreter lock prolongs some of them, waiting for
-        # storage prolongs all.
+        # Use the minimum of four: waiting for the interpreter lock prolongs some of them, waiting
+        # for storage prolongs all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
             return False
-        with nullcontext() if waits is None else waits.hasty():
+        with nullcontext() if waits is None else waits.no_wait():
             outcome = self._timed(name, work, size)
         if isinstance(outcome[1], WouldBlock):
             return False
-        if time.perf_counter() - self._loop.turn < TIMEOUTS.turn_s:
+        if time.perf_counter() - self._loop.call_started < TIMEOUTS.turn_s:
             done(*outcome)
         else:  # other calls wait for the loop: the follow-up goes after them
             self._loop.post(lambda: done(*outcome))
@@ -414,7 +417,7 @@ class ThreadExecutor:
             for task in (*self._workers.watch(), *self._waiting.watch()):
                 assert task.waits is not None
                 try:
-                    error = None if task.over else task.waits.overdue()
+                    error = None if task.reported else task.waits.overdue()
                 except Exception as fault:  # one failure must not end the watch of all others
                     error = fault
                 if error is not None:
@@ -439,9 +442,9 @@ class ThreadExecutor:
         self._report(task, *self._timed(task.name, task.work, task.size))
 
     def _report(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
-        """Report a result once; drop a result that arrives after its task was given up."""
+        """Pass the result of a task to its callback, unless the task was given up before."""
         with self._report_lock:
-            late, task.over = task.over, True
+            late, task.reported = task.reported, True
         if not late:
             self._loop.post(lambda: task.done(outcome, failure))
 
@@ -452,11 +455,11 @@ class ThreadExecutor:
 
 
 # ----------------------------------------------------------------------------
-# A queue of calls that a few daemon threads execute in order.
+# A queue of calls with its own daemon threads.
 
 
 class ThreadQueue:
-    """A few daemon threads that run calls in order."""
+    """A queue of calls that ``n`` daemon threads start in order."""
 
     def __init__(self, n: int, name: str):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -468,11 +471,11 @@ class ThreadQueue:
             thread.start()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Append a call."""
+        """Append a call to the queue."""
         self._work.put(work)
 
     def is_current(self) -> bool:
-        """Return whether the caller runs in one of the threads."""
+        """Return whether the calling thread is one of the queue's threads."""
         return threading.current_thread() in self._threads
 
     def _loop(self) -> None:

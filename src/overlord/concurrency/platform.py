@@ -1,7 +1,7 @@
 """The platform of a worker: clock, threads, shared memory and connections.
 
-Workers use these only through a platform. So the same workers run in a simulated cluster, where a
-seed makes machines slow, unreachable or lost.
+Workers use these only through a platform. So the same workers run in a simulated cluster, where
+machines become slow, unreachable or lost as a seed determines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_SEGMENTS = 4096
 
 
 class Platform:
-    """The real machine.
+    """The platform of a real machine.
 
-    It is sent with the configuration of a worker, so it holds settings only.
+    A platform is sent with the configuration of a worker, so it holds settings only.
     """
 
     ports: range | None = None  # TCP ports of servers on a network; None: any
@@ -42,14 +42,14 @@ class Platform:
         return os.environ.get(NODE, "")
 
     def inside(self) -> dict[str, Any]:
-        """Return where servers for other workers listen.
+        """Return the arguments of ``Server`` that say where a server for other workers listens.
 
-        All workers are on this machine, so they need no network.
+        All workers are on this machine, so it needs no network.
         """
         return {"tcp": not HAS_SHARED_MEMORY}
 
     def outside(self, host: str) -> dict[str, Any]:
-        """Return where servers for clients listen; ``host`` is the requested interface."""
+        """Return these arguments for a server for clients; ``host`` is the requested interface."""
         return {
             "host": host,
             "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY,
@@ -57,10 +57,10 @@ class Platform:
         }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
-        """Set up the process of a worker.
+        """Configure malloc arenas and time slices of a worker process.
 
         ``workers``: threads that run concurrently. ``links``: connections with a thread each.
-        ``background``: no caller waits for its single calls.
+        ``background``: no caller waits for a single call of the worker.
         """
         limit_arenas(workers, links)
         if background:
@@ -74,11 +74,11 @@ class Platform:
         return ThreadExecutor(workers, loop)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
-        """Run ``work`` in a thread; it may block."""
+        """Run ``work`` in a new daemon thread; it may block."""
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-        """Call ``call`` every ``seconds`` in a thread, until the returned function is called."""
+        """Repeat ``call`` every ``seconds`` in a thread; return the function that stops it."""
         stopped = threading.Event()
 
         def beat() -> None:
@@ -95,13 +95,13 @@ class Platform:
         """Block this thread; not allowed on an event loop."""
         time.sleep(seconds)
 
-    def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
+    def memory_pool(self, name: str, max_bytes: int) -> SharedMemoryPool:
         return SharedMemoryPool(name=name, max_bytes=max_bytes, max_segments=MAX_SEGMENTS)
 
     def serve(
         self,
         token: str,
-        ring: SharedMemoryPool,
+        pool: SharedMemoryPool,
         on_message: OnMessage,
         on_open: OnOpen,
         on_close: OnClose,
@@ -112,7 +112,7 @@ class Platform:
             on_message=on_message,
             on_open=on_open,
             on_close=on_close,
-            ring=ring,
+            pool=pool,
             **where,
         )
 
@@ -123,9 +123,9 @@ class Platform:
         hello: dict[str, Any],
         *,
         timeout_s: float,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
-        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, ring=ring)
+        connection, welcome = open_connection(address, token, hello, timeout_s=timeout_s, pool=pool)
         connection.waits_for_segments = False
         return connection, welcome
 
@@ -135,10 +135,10 @@ class Platform:
 
 
 class NetworkPlatform(Platform):
-    """One machine of several, whose workers reach each other by the network.
+    """One machine of several, whose workers connect to each other over the network.
 
-    Workers on the same machine use shared memory. ``interface`` is for this process alone, since a
-    platform with it is not sent. The environment takes precedence.
+    Workers on the same machine use shared memory. ``interface`` is for this process alone: a
+    platform with an interface is never sent. The environment takes precedence.
     """
 
     def __init__(self, ports: range | None = None, interface: str = ""):
@@ -152,7 +152,7 @@ class NetworkPlatform(Platform):
         }
 
     def outside(self, host: str) -> dict[str, Any]:
-        """Return where servers for clients listen; ignore ``host``.
+        """Return the arguments of ``inside``; ignore ``host``.
 
         ``host`` names an interface of the session's machine, and this may be another machine.
         """

@@ -42,7 +42,7 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Executes the constructor commands of some buckets: ``carry_out(command) -> commands``.
+    """Executes the constructor commands of some buckets: ``execute(command) -> commands``.
 
     Results of work are passed to ``run``.
     """
@@ -148,7 +148,7 @@ class ConstructorService:
         """Roll back: the planner plans later steps again, and steps that are here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 
-    def carry_out(
+    def execute(
         self, command: Build | Deliver | EndRank | Unfinish | Release, queue: deque[Any]
     ) -> None:
         match command:

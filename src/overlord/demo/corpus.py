@@ -1,8 +1,8 @@
 """Write the demo corpus: six sources in six formats, and a tokenizer trained on them.
 
 Without the package tokenizers the sources hold token ids instead of text (formats.py). The corpus
-is written once: a stamp next to the files records its parameters, and a later run with the same
-parameters uses it again.
+is written once. A stamp next to the files records its parameters, and a later run with the same
+parameters reuses them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlord.transforms.base import Tokens
 from overlord.transforms.tokenize import Tokenize
 
 END = "<|end|>"
-TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and moves few merges
+TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and changes few merges
 FILES = 3  # per source
 
 Show = Callable[[str], None]
@@ -36,7 +36,7 @@ Row = str | list[int]  # a text, or its token ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The size of the demo: parameters of the corpus, and of the job that reads it."""
+    """The parameters of the demo corpus, and of the job that reads it."""
 
     seed: int = 7
     rows: int = 10_000  # per source, at most
@@ -58,15 +58,15 @@ def make_corpus(out: Path, shape: Shape, show: Show, formats: DemoFormats | None
         "python": platform.python_version(),
         **asdict(formats),
     }
-    mark = out / "corpus" / "made-from.json"
+    stamp_file = out / "corpus" / "made-from.json"
     if (
-        mark.is_file()
-        and _read_json(mark) == stamp
+        stamp_file.is_file()
+        and _read_json(stamp_file) == stamp
         and ((out / "tokenizer.json").is_file() or not formats.tokenizers)
     ):
         return False
     try:
-        mark.unlink(missing_ok=True)  # an interrupted run leaves no stamp
+        stamp_file.unlink(missing_ok=True)  # an interrupted run leaves no stamp
         training: list[str] = []
         for kind in KINDS:
             format = formats.format(kind)
@@ -74,8 +74,8 @@ def make_corpus(out: Path, shape: Shape, show: Show, formats: DemoFormats | None
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
                 raise OverlordError(
-                    f"demo source {kind.name!r}: expected {kind.what}, got none; this Python "
-                    "installation does not include them"
+                    f"demo source {kind.name!r}: expected {kind.what}, got none; use a Python "
+                    "installation that includes them"
                 )
             rows = texts if formats.tokenizers else [word_ids(text, shape.vocab) for text in texts]
             write_rows(out / "corpus" / kind.name, format, formats.column(kind), rows)
@@ -85,7 +85,7 @@ def make_corpus(out: Path, shape: Shape, show: Show, formats: DemoFormats | None
             (out / "tokenizer.json").write_text(
                 train_tokenizer(training, shape.vocab), encoding="utf-8"
             )
-        mark.write_text(json.dumps(stamp), encoding="utf-8")
+        stamp_file.write_text(json.dumps(stamp), encoding="utf-8")
     except OSError as fault:
         raise cannot_write(out, fault) from fault
     return True
@@ -111,14 +111,14 @@ def make_job(out: Path, shape: Shape, formats: DemoFormats | None = None) -> Job
 
 
 def later_mixture() -> dict[str, float]:
-    """Return the mixture of the second half of the run."""
+    """Return the mixture for the second half of the run."""
     return {kind.name: kind.later for kind in KINDS}
 
 
 def cannot_write(out: Path, fault: OSError) -> OverlordError:
     """Return the error for a folder that cannot be written."""
     return OverlordError(
-        f"cannot write to {out}: {fault.strerror or fault}; choose another folder with --out"
+        f"demo: cannot write to {out}: {fault.strerror or fault}; choose another folder with --out"
     )
 
 

@@ -27,13 +27,16 @@ class DemoFormats:
         return cls(find_spec("tokenizers") is not None, find_spec("zstandard") is not None)
 
     def format(self, kind: Kind) -> str:
-        """Return the file format: tar files cannot hold ids, and `.zst` needs a package."""
+        """Return the file format of a kind of text.
+
+        Tar files cannot hold ids, and `.zst` needs a package; another format replaces them.
+        """
         if kind.format == "tar" and not self.tokenizers:
             return "parquet"
         return "jsonl.gz" if kind.format == "jsonl.zst" and not self.zstandard else kind.format
 
     def column(self, kind: Kind) -> str:
-        """Return the column of the texts, or of their ids."""
+        """Return the name of the column with the texts, or with their ids."""
         return kind.column if self.tokenizers else IDS
 
     @property

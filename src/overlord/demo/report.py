@@ -1,6 +1,6 @@
 """The result of the demo as rows of text and as an HTML report.
 
-The terminal and the page show the same strings.
+The terminal and the report show the same rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BY_MICROBATCH = "By microbatch: the same if ranks wait for each other after ever
 
 
 def mix_rows(f: DemoResult) -> list[tuple[str, ...]]:
-    """Return the rows of the mixture table: means over all steps.
+    """Return the rows of the mixture table, with means over all steps.
 
     The draw is exact, so wanted and realised shares differ by less than one sample.
     """
@@ -82,7 +82,7 @@ def placing_rows(f: DemoResult) -> list[tuple[str, ...]]:
 
 
 def tiles(f: DemoResult) -> list[tuple[str, str]]:
-    """Return the main numbers with their labels."""
+    """Return the main numbers of the report with their labels."""
     before, after = f.compared["vanilla"].bucket.mean(), f.compared["llm_balance"].bucket.mean()
     return [
         (f"{before:.2f} → {after:.3f}", "imbalance by rank, vanilla → llm_balance"),

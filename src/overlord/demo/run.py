@@ -1,4 +1,4 @@
-"""Run the demo: write a corpus, run a job on it, kill workers, write a report; under a minute."""
+"""Run the demo: write a corpus, run a job on it, kill workers, write a report."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def _run_drill(job: Job, faults: str, console: Console, runtime: str) -> DrillRe
 
 
 def program() -> str:
-    """Return the command for this program; a new virtual environment is rarely on the PATH."""
+    """Return the shell command that starts this program.
+
+    It has a path if ``overlord`` is not on the PATH, as in a new virtual environment.
+    """
     script = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
     found = shutil.which("overlord")
     if found and os.path.abspath(found) == script:
@@ -122,7 +125,7 @@ def program() -> str:
 def _measure(
     job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str
 ) -> DemoResult:
-    """Run the job and return what it delivered and cost."""
+    """Run the job and return the measurements."""
     before = pss_bytes()
     trainer, meter = StandInTrainer(compute_s), Meter()
     plans: list[LoadingPlan] = []
@@ -164,13 +167,13 @@ def _measure(
 
 
 class StandInTrainer:
-    """Sleeps for the compute time of the slowest rank, so that data is loaded meanwhile."""
+    """A trainer that sleeps for the compute time of the slowest rank, while data is loaded."""
 
     def __init__(self, first_s: float):
         self._first_s, self._per_cost, self._slept_s, self._steps = first_s, 0.0, 0.0, 0
 
     def compute(self, taken: Taken) -> None:
-        """Sleep for one step."""
+        """Sleep for the compute time of one step."""
         loads = taken.plan.loads().sum(axis=1)
         if not self._per_cost:
             self._per_cost = self._first_s / (float(loads.mean()) or 1.0)

@@ -1,4 +1,4 @@
-"""Terminal output of the demo: live progress, then one step before and after planning, tables."""
+"""Terminal output of the demo: live progress, a step without and with planning, tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE_COLORS = ("blue", "green", "yellow", "cyan", "magenta", "red")
 
 
 def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
-    """Return progress, speed, imbalance and wait of the last step."""
+    """Return a line with the progress, speed, imbalance and wait of the last step."""
     done = f"step {meter.steps}/{steps}"
     return (
         f"{done:<12} {meter.tokens_per_s / 1e3:6.0f}k tokens/s   imbalance {imbalance:.3f}   "
@@ -39,7 +39,7 @@ def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
 
 
 def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> RenderableType:
-    """Return one frame: progress, the mix so far, and the load of every rank in this step."""
+    """Return one frame of the live view: progress, mix so far, and load of every rank."""
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
     wanted, realised = meter.wanted / meter.steps, meter.samples / meter.samples.sum()

@@ -17,7 +17,8 @@ import numpy as np
 
 from overlord.hashing import key64, keyed_hash
 
-# Characters, about 12,000 tokens: beyond the demo's context, so that some documents are too long.
+# Most characters of a text, about 12,000 tokens: above the context of the demo, so that some
+# documents are too long.
 LONGEST = 48_000
 EXCLUDED = {
     "test",
@@ -62,7 +63,7 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of text: its origin, its storage, and its weights in the mixture."""
+    """One kind of text: its origin, its file format, and its weights in the mixture."""
 
     name: str
     format: str

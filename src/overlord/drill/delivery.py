@@ -1,6 +1,6 @@
 """Record the bytes that the ranks of a run receive, and compare two runs.
 
-Only delivered steps count; plans are not consulted.
+Only delivered steps count; plans are not compared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delivered:
-    """For every step of every rank: a digest of its bytes, and its samples."""
+    """The deliveries of a run: a digest of the bytes, and the samples, of every step and rank."""
 
-    marks: dict[tuple[int, int], str] = field(default_factory=dict)  # (rank, step) -> digest
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # by (rank, step)
     samples: Counter[tuple[int, Any]] = field(default_factory=Counter)  # (rank, sample)
     order: dict[int, list[int]] = field(default_factory=dict)  # rank -> steps in arrival order
 
@@ -28,7 +28,7 @@ class Delivered:
         content: list[Any] = [f"{step.step} {step.global_valid_tokens}"]
         for microbatch in (*step, *step.encoder):
             content += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
-        self.marks[rank, step.step] = digest(*content)
+        self.digests[rank, step.step] = digest(*content)
         self.order.setdefault(rank, []).append(step.step)
         for microbatch in step:
             self.samples.update((rank, piece.sample) for piece in microbatch.samples)
@@ -37,7 +37,7 @@ class Delivered:
     def chain(self) -> str:
         """One digest of all steps of all ranks."""
         return digest(
-            *(f"{rank}/{step} {mark}" for (rank, step), mark in sorted(self.marks.items()))
+            *(f"{rank}/{step} {found}" for (rank, step), found in sorted(self.digests.items()))
         )
 
 
@@ -55,12 +55,12 @@ class Difference:
 
 
 def compare(wanted: Delivered, found: Delivered) -> Difference:
-    """Compare an undisturbed run with a disturbed one."""
+    """Return the differences between an undisturbed run and a disturbed one."""
     lost, repeated = wanted.samples - found.samples, found.samples - wanted.samples
     changed = [
         at
-        for at in sorted({*wanted.marks, *found.marks})
-        if wanted.marks.get(at) != found.marks.get(at)
+        for at in sorted({*wanted.digests, *found.digests})
+        if wanted.digests.get(at) != found.digests.get(at)
     ]
     disordered = [
         rank

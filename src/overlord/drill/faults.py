@@ -1,4 +1,4 @@
-"""The faults of a drill, and their short text form: ``kill:planner@20``. Nothing is killed here."""
+"""The faults of a drill as values, and their short text form: ``kill:planner@20``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ WANTED = (
 class DrillFault:
     """One fault of a drill.
 
-    ``target`` is the name of a worker, or a role. ``count`` workers of a role are hit, those with
+    ``target`` is the name of a worker, or a role. A fault of a role hits the ``count`` workers with
     the lowest numbers.
     """
 
-    action: str  # kill: SIGKILL; stop: SIGSTOP, until the worker was replaced
+    action: str  # kill: SIGKILL; stop: SIGSTOP, until the worker is replaced
     target: str
-    step: int  # it strikes after this number of steps was taken
+    step: int  # number of taken steps after which the fault strikes
     count: int = 1
-    every: int = 0  # it strikes again after this number of further steps; 0: once
+    every: int = 0  # number of steps between two strikes; 0: it strikes once
 
     def strikes_at(self, taken: int) -> bool:
-        """Whether the fault strikes after ``taken`` steps."""
+        """Return whether the fault strikes after ``taken`` steps."""
         return taken == self.step or bool(
             self.every and taken > self.step and (taken - self.step) % self.every == 0
         )
@@ -65,7 +65,10 @@ def _number(name: str) -> int:
 
 
 def parse_faults(text: str) -> list[DrillFault]:
-    """Parse ``kill:loader-worker@10,stop:planner@20``; one error lists every mistake."""
+    """Parse the text of faults; raise one ``JobError`` that lists every mistake.
+
+    An example is ``kill:loader-worker@10,stop:planner@20``.
+    """
     found, problems = list[DrillFault](), list[str]()
     for word in filter(None, (w.strip() for w in text.split(","))):
         match = _FORM.fullmatch(word)
@@ -75,7 +78,9 @@ def parse_faults(text: str) -> list[DrillFault]:
         action, target = match["action"], match["target"]
         role = target.partition("/")[0]
         if action not in (KILL, STOP):
-            problems.append(f"{word!r}: unknown {action!r}{did_you_mean(action, (KILL, STOP))}")
+            problems.append(
+                f"{word!r}: unknown signal {action!r}{did_you_mean(action, (KILL, STOP))}"
+            )
         if role not in ROLES:
             problems.append(f"{word!r}: unknown worker {role!r}{did_you_mean(role, ROLES)}")
         count, every = int(match["count"] or 1), int(match["every"] or 0)
@@ -99,8 +104,11 @@ def parse_faults(text: str) -> list[DrillFault]:
     return found
 
 
-def usual_faults(steps: int, planner: bool) -> list[DrillFault]:
-    """Return the default faults of a drill: one of each kind, evenly spaced."""
+def default_faults(steps: int, planner: bool) -> list[DrillFault]:
+    """Return the default faults of a drill: one of each kind, evenly spaced.
+
+    ``planner``: include a kill of the planner.
+    """
     kinds = [
         (KILL, "loader-worker"),
         *([(KILL, "planner")] if planner else []),

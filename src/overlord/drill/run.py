@@ -1,6 +1,6 @@
-"""Run a job twice, the second time with faults.
+"""Run a job twice, the second time with faults, and compare what was delivered.
 
-``overlord drill``, the demo and the benchmark of faults use it.
+``overlord drill``, the demo and the benchmark of faults use this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-SETTLE_S = 30.0  # seconds for workers that were hit last to be replaced
+SETTLE_S = 30.0  # seconds after the last step for hit workers to be replaced
 LOST_AFTER_S = 2.0  # seconds; short, so that a drill does not wait long for a stopped worker
 POLL_S = 0.05
-Show = Callable[[str, int], None]  # (name of the run, steps taken)
+OnProgress = Callable[[str, int], None]  # (name of the run, steps taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Drill:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One worker that was hit."""
+    """The hit of one worker by a fault."""
 
     fault: DrillFault
     name: str
@@ -82,7 +82,7 @@ class DrillReport:
         return compare(self.undisturbed.delivered, self.disturbed.delivered)
 
     def sentence(self) -> str:
-        """Return the result of the drill in a line."""
+        """Return the result of the drill as one line of text."""
         strikes = self.disturbed.strikes
         kills = sum(s.fault.action == KILL for s in strikes)
         stops, d = len(strikes) - kills, self.difference
@@ -95,14 +95,14 @@ class DrillReport:
         return f"{hits}, {d.lost} samples lost, {d.repeated} repeated, {equal}"
 
 
-def run_drill(drill: Drill, show: Show = lambda run, taken: None) -> DrillReport:
+def run_drill(drill: Drill, on_progress: OnProgress = lambda run, taken: None) -> DrillReport:
     """Run the job undisturbed in one process, then in several processes with the faults."""
-    calm = undisturbed(drill, show)
+    calm = run_undisturbed(drill, on_progress)
     with TemporaryDirectory(prefix="overlord-drill-") as scratch:
-        return DrillReport(drill, calm, disturbed(drill, Path(scratch), show))
+        return DrillReport(drill, calm, run_disturbed(drill, Path(scratch), on_progress))
 
 
-def undisturbed(drill: Drill, show: Show = lambda run, taken: None) -> Outcome:
+def run_undisturbed(drill: Drill, on_progress: OnProgress = lambda run, taken: None) -> Outcome:
     """Run the job in this process, without a journal and without faults."""
     outcome = Outcome()
     with ov.launch(replace(drill.job, journal=None), runtime="local") as session:
@@ -110,23 +110,25 @@ def undisturbed(drill: Drill, show: Show = lambda run, taken: None) -> Outcome:
             session,
             replace(drill, faults=(), step_s=0.0),
             outcome,
-            lambda taken: show("undisturbed", taken),
+            lambda taken: on_progress("undisturbed", taken),
         )
     return outcome
 
 
-def disturbed(drill: Drill, scratch: Path, show: Show = lambda run, taken: None) -> Outcome:
+def run_disturbed(
+    drill: Drill, scratch: Path, on_progress: OnProgress = lambda run, taken: None
+) -> Outcome:
     """Run the job in several processes with its faults.
 
-    The journal is in ``scratch``, because a planner cannot restart without one. A journal of the
-    job itself is not touched.
+    The journal is in ``scratch``, because the planner cannot be restarted without one. A journal
+    of the job itself is not touched.
     """
     outcome = Outcome()
     job = replace(drill.job, journal=str(scratch / "journal"))
     options = {"runtime": "process", "lost_after_s": LOST_AFTER_S, **drill.options}
     with ov.launch(job, **options) as session:
         try:
-            _train(session, drill, outcome, lambda taken: show("with faults", taken))
+            _train(session, drill, outcome, lambda taken: on_progress("with faults", taken))
             late = (fault for fault in drill.faults if fault.step > len(outcome.waits_s))
             outcome.missed += [
                 (fault, f"never struck: the data ended after {len(outcome.waits_s)} steps")
@@ -134,12 +136,15 @@ def disturbed(drill: Drill, scratch: Path, show: Show = lambda run, taken: None)
             ]
             _settle(session, outcome)
         finally:
-            _continue(outcome.strikes)
+            _continue_stopped(outcome.strikes)
         outcome.recoveries = list(session.metrics().get("recoveries", []))
     return outcome
 
 
-def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int], None]) -> None:
+def _train(
+    session: Session, drill: Drill, outcome: Outcome, on_step: Callable[[int], None]
+) -> None:
+    """Take the steps of all ranks, apply the faults, and record both in ``outcome``."""
     clients = {rank: session.client(rank) for rank in range(session.job.place.world_size)}
     for taken in range(drill.steps):
         if due := [fault for fault in drill.faults if fault.strikes_at(taken)]:
@@ -152,14 +157,14 @@ def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int
         outcome.waits_s.append(time.perf_counter() - start)
         for rank, step in steps.items():
             outcome.delivered.add(rank, step)
-        show(taken + 1)
+        on_step(taken + 1)
         if drill.step_s:
             time.sleep(drill.step_s)
         outcome.steps_s.append(time.perf_counter() - start)
 
 
 def worker_pids(session: Session) -> dict[str, int]:
-    """Return the processes of a session that a fault can hit, by name."""
+    """Return the pids of the processes of a session that a fault can hit, by name."""
     return _processes(session.metrics())
 
 
@@ -183,7 +188,11 @@ def _strike(session: Session, faults: Sequence[DrillFault], taken: int, outcome:
         names = fault.choose(list(running))
         if not names:
             outcome.missed.append(
-                (fault, f"hit nothing: no such worker ran, only {', '.join(sorted(running))}")
+                (
+                    fault,
+                    "hit nothing: expected a running worker of that name or role, got "
+                    f"{', '.join(sorted(running))}",
+                )
             )
         elif len(names) < fault.count:
             outcome.missed.append(
@@ -214,10 +223,10 @@ def _settle(session: Session, outcome: Outcome) -> None:
 
 
 def unrecovered(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
-    """Return the workers that were hit and have not recovered, with what is missing."""
+    """Return the workers that were hit and have not recovered, each with the reason as text."""
     running, recovered = _processes(metrics), _recovered(metrics)
     found = {
-        name: "has no row among the recoveries"
+        name: "is not among the recoveries of the metrics"
         for name, strike in last.items()
         if recovered[name] <= strike.recovered
     }
@@ -228,8 +237,8 @@ def unrecovered(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[
     }
 
 
-def _continue(strikes: Sequence[Strike]) -> None:
-    """Continue stopped workers, so that one that was never declared lost can exit."""
+def _continue_stopped(strikes: Sequence[Strike]) -> None:
+    """Continue stopped workers, so that a worker that never counted as lost can exit."""
     for strike in strikes:
         if strike.fault.action != KILL:
             with contextlib.suppress(ProcessLookupError):
@@ -239,4 +248,11 @@ def _continue(strikes: Sequence[Strike]) -> None:
 def refuse_too_late(faults: Sequence[DrillFault], steps: int) -> None:
     """Raise ``JobError`` if a fault would strike after the last step."""
     if late := [fault for fault in faults if fault.step >= steps]:
-        raise JobError([f"{fault}: the drill ends after {steps} steps" for fault in late], "faults")
+        raise JobError(
+            [
+                f"{fault}: expected a step below {steps}, where the drill ends, got {fault.step}; "
+                "let it strike earlier, or run more steps"
+                for fault in late
+            ],
+            "faults",
+        )

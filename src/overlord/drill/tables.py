@@ -21,7 +21,7 @@ ROWS = 24  # strikes and recoveries that are listed
 
 
 def drill_view(report: DrillReport) -> RenderableType:
-    """Return the faults, recoveries, waits and differences of a drill."""
+    """Return tables of the faults, recoveries, waits and differences of a drill."""
     hit, d = report.disturbed, report.difference
     views: list[RenderableType] = [grid(STRIKE_HEAD, strike_rows(hit), 2)]
     if hit.recoveries:
@@ -57,13 +57,13 @@ def strike_rows(hit: Outcome) -> list[list[str]]:
 
 
 def wait_at(outcome: Outcome, taken: int) -> str:
-    """Return the longest wait of the four steps after a strike."""
+    """Return the longest wait of the four steps after a strike, as text."""
     waits = outcome.waits_s[taken : taken + 4]
     return f"{1e3 * max(waits):.0f} ms" if waits else "-"
 
 
 def waits_line(report: DrillReport) -> str:
-    """Return the median and the longest wait of a step.
+    """Return the median and the longest wait of a step, as text.
 
     Step 0 waits for the start of all workers, so it counts only if a fault struck before it.
     """

@@ -1,6 +1,6 @@
-"""Compute when the payload of a step has arrived everywhere. Pure.
+"""Compute when the payload of a step has arrived at all receivers.
 
-Every node sends one message after another, and receives one after another.
+The functions are pure. Every node sends one message after another, and receives one after another.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ def arrivals(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the arrival times of a step's payload.
 
-    Sender h sends ``nbytes[h, r]`` to receiver r on node ``node_of[r]``. It starts at
-    ``start[h]``; the node receives nothing else from ``free[node]`` on.
+    Sender h sends ``nbytes[h, r]`` to receiver r on node ``node_of[r]``. Sender h starts at
+    ``start[h]``; a node has received all earlier messages at ``free[node]``.
 
-    Returns the time when each receiver has everything (-inf: it is sent nothing), when each sender
-    is done, and when each node is free again. Senders start with different receivers, because
-    otherwise all would wait for the same one. A node receives messages in the order of arrival.
+    The result has three arrays: the time when each receiver has its payload (-inf if nothing is
+    sent to it), when each sender is done, and when each node is free again. Senders start with
+    different receivers, because otherwise all would wait for the same one. A node receives messages
+    in the order of arrival.
     """
     senders, receivers = nbytes.shape
     turn = (
@@ -68,7 +69,7 @@ def _received(
     lead = at - total
     lead[starts] = np.maximum(lead[starts], free[node[starts]])
     span = float(lead.max() - lead.min()) + 1.0
-    # Each node is raised above the one before, so that one running maximum serves all nodes.
+    # Each node is shifted above the one before, so that one running maximum serves all nodes.
     raised = lead + span * np.cumsum(first)
     received = total + np.maximum.accumulate(raised) - span * np.cumsum(first)
     last = np.append(starts[1:], len(at)) - 1

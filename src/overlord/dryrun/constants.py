@@ -1,8 +1,8 @@
 """Measure the constants of the dry run on this machine.
 
-A few rows of every source are read, and a small version of the job runs in processes. A process
-opens sources as a worker of a colocated loader does. Connections are opened and used. Times are CPU
-seconds where two ends share this process or other work shares its cores.
+A few rows of every source are read, and a small version of the job runs in processes. Another
+process opens sources as a worker of a colocated loader does. Connections are opened and used. Times
+are CPU seconds where both ends are in this process, or other work shares its CPU cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The constants, and the probe of every source."""
+    """The measured constants of this machine, and the probe of every source."""
 
     constants: Constants
     probes: tuple[Probe, ...]
@@ -81,7 +81,9 @@ class Measured:
             return None
 
 
-def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Progress) -> Measured:
+def load_or_measure(
+    prepared: PreparedJob, stored: Path, *, again: bool, progress: Progress
+) -> Measured:
     """Return the constants that an earlier run stored, or measure and store them.
 
     ``again``: measure even if constants are stored.
@@ -94,11 +96,11 @@ def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Prog
             found = None
         if found is not None:
             return found
-    probes = probed(prepared, progress)
+    probes = probe_sources(prepared, progress)
     progress("stand-in jobs", 0, 4)
     made = _colocated(prepared)
     progress("stand-in jobs", 1, 4)
-    few, many, samples = min(2, n), min(SOURCES, n), samples_of(prepared.job, probes)
+    few, many, samples = min(2, n), min(SOURCES, n), samples_per_step(prepared.job, probes)
     small = _small_job(prepared.job, few, samples)
     progress("stand-in jobs", 2, 4)
     large = _small_job(prepared.job, many, samples) if many > few else small
@@ -124,10 +126,11 @@ def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Prog
     return found
 
 
-# ---- rows
+# ----------------------------------------------------------------------------
+# Probes: the cost of the rows of every source.
 
 
-def probed(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
+def probe_sources(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
     """Read a few rows of every source with its own loader and reader."""
     found, n = [], len(prepared.job.sources)
     for i in range(n):
@@ -169,8 +172,8 @@ def _probe(prepared: PreparedJob, i: int) -> Probe:
             worker.close()
     name = prepared.job.sources[i].name
     raise OverlordError(
-        f"source {name!r}: expected a sample among its first rows, got none; the job cannot be "
-        "simulated"
+        f"source {name!r}: expected a sample among its first rows, got none; remove the source, or "
+        "loosen its filters, to simulate the job"
     )
 
 
@@ -187,11 +190,12 @@ def _probe_of(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
     return Probe(row_s=row_s, sample_bytes=nbytes / len(evaluated.found), meta=meta)
 
 
-# ---- processes
+# ----------------------------------------------------------------------------
+# Stand-in jobs: memory and CPU of workers, in processes of their own.
 
 
 class _StandInProcess:
-    """A stand-in job in a process of its own, which exchanges lines of JSON."""
+    """A stand-in job in a process of its own, which exchanges lines of JSON with this one."""
 
     def __init__(self, **request: Any):
         self._process = subprocess.Popen(
@@ -218,8 +222,8 @@ class _StandInProcess:
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
             raise OverlordError(
-                f"a stand-in job failed or took longer than {CHILD_S:.0f} s: "
-                f"{self._process.stderr.read()[-2000:]}"
+                f"stand-in job: expected a result within {CHILD_S:.0f} s, got none; the end of its "
+                f"stderr: {self._process.stderr.read()[-2000:]}"
             )
         found: dict[str, Any] = json.loads(line)
         return found
@@ -246,8 +250,8 @@ def _colocated(prepared: PreparedJob) -> dict[str, float]:
     files, columns = files[:SOURCES], columns[:SOURCES]
     if not files:
         raise OverlordError(
-            "simulate: expected a source on a local disk, got none; the memory of a colocated "
-            "loader cannot be measured without one"
+            "simulate: expected a source on a local disk, got none; simulate with one source on a "
+            "local disk, by which the memory of a colocated loader is measured"
         )
     half = len(files) // 2
     with _StandInProcess(
@@ -262,17 +266,17 @@ def _colocated(prepared: PreparedJob) -> dict[str, float]:
     return {"worker_bytes": max(0, first), "opened_bytes": max(0.0, slope)}
 
 
-def samples_of(job: Job, probes: Sequence[Probe]) -> int:
-    """Return the samples per step of a stand-in job; with images fewer, by their tokens."""
+def samples_per_step(job: Job, probes: Sequence[Probe]) -> int:
+    """Return the samples per step of a stand-in job; fewer with images, by their tokens."""
     if PixelForm.of(job.sources) is None:
         return SAMPLES
     return max(FEWEST, min(SAMPLES, int(IMAGE_TOKENS / max(probe.tokens for probe in probes))))
 
 
-def chosen(job: Job, n: int) -> tuple[Source, ...]:
-    """Return n sources of a job in its order, preferably those with a weight.
+def choose_sources(job: Job, n: int) -> tuple[Source, ...]:
+    """Return ``n`` sources of a job in its order, preferably those with a weight.
 
-    Sources with images keep their share, at least one.
+    Sources with images keep their share; at least one of them is chosen.
     """
     ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
     pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
@@ -289,10 +293,13 @@ def _weight(job: Job, source: Source) -> float:
 
 
 def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
-    """Run a small version of the job in processes: n sources in one loader worker, one rank."""
+    """Run a small version of the job in processes, and measure memory and CPU of its workers.
+
+    It has ``n`` sources in one loader worker, one constructor worker and one rank.
+    """
     from overlord.session.launch import launch
 
-    sources = chosen(job, n)
+    sources = choose_sources(job, n)
     names = {s.name for s in sources}
     mixture = (
         {k: v for k, v in job.mixture.items() if k in names}
@@ -350,7 +357,7 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
 
 
 def _complete_metrics(session: Any) -> dict[str, Any]:
-    """Poll the metrics until all workers answer."""
+    """Return metrics of a session in which all workers answered; poll until then."""
     deadline = time.monotonic() + CHILD_S
     while True:
         found: dict[str, Any] = session.metrics()
@@ -363,7 +370,7 @@ def _complete_metrics(session: Any) -> dict[str, Any]:
             return found
         if time.monotonic() > deadline:
             raise OverlordError(
-                "a stand-in job: expected metrics of all workers, got none within "
+                "stand-in job: expected metrics of all workers, got none within "
                 f"{CHILD_S:.0f} s from {', '.join(silent)}"
             )
         time.sleep(0.1)
@@ -381,7 +388,7 @@ def _per_source(few: dict[str, float], many: dict[str, float], n: int, m: int) -
 
 
 def _resident(pid: int) -> int:
-    """Return the RSS of a process: a worker that is alone on its node shares no pages."""
+    """Return the RSS of a process, not its PSS: a worker alone on its node shares no pages."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -396,11 +403,15 @@ def _cpu_s(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
-# ---- connections
+# ----------------------------------------------------------------------------
+# Cost of connections, messages and bytes.
 
 
 def _connections() -> dict[str, float]:
-    """Measure connections. Both ends are in this process, so each has half of its CPU time."""
+    """Measure the costs of a connection.
+
+    Both ends are in this process, so each end has half of the CPU time.
+    """
     from overlord.process.resources import own_bytes
 
     server = Server(

@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from overlord.dryrun.constants import Measured, measured
+from overlord.dryrun.constants import Measured, load_or_measure
 from overlord.dryrun.machines import (
     ClusterShape,
     Constants,
     Links,
     MemoryEstimate,
-    colocated,
+    colocated_memory,
     connecting_s,
     connections,
-    overlord,
+    overlord_memory,
 )
 from overlord.dryrun.run import BUSY, THREADS, DryRun, DryRunResult
 from overlord.errors import JobError
@@ -34,7 +34,7 @@ STEPS, WARM = 9, 5  # steps that are run, and the first of them, which fill the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunRequest:
-    """The arguments of a dry run; all but ``gpus`` are the same for every size."""
+    """The arguments of a dry run of one job at the cluster sizes ``gpus``."""
 
     gpus: Sequence[int]
     tp: int = 1
@@ -52,7 +52,7 @@ class DryRunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The estimate for one size, with constructors or without."""
+    """The estimate for one cluster size, with or without constructors."""
 
     fleet: ClusterShape
     overlord: MemoryEstimate
@@ -118,15 +118,15 @@ def constants_of(
     job = prepared.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)
     lengths = f"context {job.batch.context}, on_long {job.on_long}"
-    mark = digest(
+    key = digest(
         *files, *sources, lengths, *(pipeline.fingerprint for pipeline in prepared.pipelines)
     )
-    stored = Path(prepared.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
-    return measured(prepared, stored, again=again, progress=progress), stored
+    stored = Path(prepared.options.cache_dir or default_cache_dir()) / f"fleet-{key[:24]}.json"
+    return load_or_measure(prepared, stored, again=again, progress=progress), stored
 
 
-def refuse(job: Job, request: DryRunRequest) -> None:
-    """Raise the error of a launch at one of these sizes, before anything is measured."""
+def check_request(job: Job, request: DryRunRequest) -> None:
+    """Raise ``JobError`` if a launch at one of the sizes would fail, before measuring."""
     for gpus in request.gpus:
         fleet = _shape(job, request, gpus)
         try:
@@ -143,7 +143,7 @@ def refuse(job: Job, request: DryRunRequest) -> None:
 def fleet_of(
     job: Job, request: DryRunRequest, gpus: int, constants: Constants, constructors: bool
 ) -> ClusterShape:
-    """Return the cluster of one size, with as many loader workers as reading needs."""
+    """Return the shape of a cluster of ``gpus``, with as many loader workers as reading needs."""
     made = replace(_shape(job, request, gpus), constructors=constructors)
     samples = request.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
     hosts = request.hosts or max(
@@ -177,7 +177,7 @@ def _samples(job: Job, constants: Constants) -> float:
     )
 
 
-def placed(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
+def job_at_size(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
     """Return the job with the mesh and the batch size of a cluster."""
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
     if job.batch.samples:
@@ -187,7 +187,7 @@ def placed(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
     return replace(job, place=place, batch=batch, journal=None, until="all")
 
 
-def simulated(
+def estimate_sizes(
     job: Job,
     request: DryRunRequest,
     *,
@@ -196,12 +196,12 @@ def simulated(
     clock: Callable[[], float] = time.thread_time,
     cache_dir: Path | None = None,
 ) -> tuple[Measured, Path, list[Cell]]:
-    """Estimate every size; return the constants, the file that stores them, and the cells.
+    """Estimate a job at every size; return the constants, the file that stores them, and the cells.
 
     ``clock`` times the planner.
     """
-    refuse(job, request)
-    # Endless sources: a large cluster would finish a small corpus at once.
+    check_request(job, request)
+    # The sources repeat, since a large cluster would finish a small corpus at once.
     endless = tuple(replace(source, epochs=None) for source in job.sources)
     prepared = PreparedJob(
         replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir)
@@ -226,7 +226,7 @@ def _cell(
     clock: Callable[[], float],
     progress: Progress,
 ) -> Cell:
-    job = placed(prepared.job, fleet, found.constants)
+    job = job_at_size(prepared.job, fleet, found.constants)
     made = prepared.placed(job.place)
     made.given, made.job = replace(made.given, batch=job.batch), replace(made.job, batch=job.batch)
     what = f"{fleet.gpus} GPUs{'' if fleet.constructors else ' without constructors'}"
@@ -236,9 +236,9 @@ def _cell(
     fleet = replace(fleet, hosts=ran.loader_hosts)
     return Cell(
         fleet=fleet,
-        overlord=overlord(fleet, found.constants),
-        colocated=colocated(fleet, found.constants),
-        colocated_tp=colocated(fleet, found.constants, first_of_tp=True),
+        overlord=overlord_memory(fleet, found.constants),
+        colocated=colocated_memory(fleet, found.constants),
+        colocated_tp=colocated_memory(fleet, found.constants, first_of_tp=True),
         links=connections(fleet),
         connecting_s=connecting_s(fleet, found.constants),
         ran=ran,

@@ -1,7 +1,7 @@
 """Memory and connections of a cluster, with Overlord and with a colocated loader in every rank.
 
-Pure, computed from measured constants. Memory is that of data loading alone, over all nodes: the
-interpreter, torch and the model of a trainer do not count.
+The functions are pure and use measured constants. Memory is that of data loading alone, over all
+nodes: the interpreter, torch and the model of a trainer do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IN_FLIGHT = 2  # batches that a worker of a colocated loader has ready: torch's 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Costs that stand-in jobs measured on one machine, in bytes, seconds, bytes per second."""
+    """Costs measured on one machine, in bytes, seconds, and bytes per second."""
 
     worker_bytes: float  # a worker process of a colocated loader without open sources
     opened_bytes: float  # per source that it opens
@@ -51,10 +51,10 @@ class Constants:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Constants:
-        """Read plain values; raise ``ValueError`` if one is missing."""
+        """Return the constants of plain values; raise ``ValueError`` if one is missing."""
         names = [f.name for f in fields(Constants)]
         if missing := [name for name in names if name not in values]:
-            raise ValueError(f"expected {', '.join(names)}, got no {', '.join(missing)}")
+            raise ValueError(f"constants: expected {', '.join(names)}, got no {', '.join(missing)}")
         return Constants(**{name: float(values[name]) for name in names})
 
 
@@ -108,9 +108,10 @@ class ClusterShape:
 
     @property
     def fetching(self) -> int:
-        """The number of ranks that receive arrays: one per tensor-parallel group, which broadcasts.
+        """The number of ranks that receive arrays.
 
-        Only the first and the last pipeline stage receive arrays.
+        With a broadcast it is one per tensor-parallel group of the first and the last pipeline
+        stage.
         """
         return self.dp * self.cp * min(2, self.pp) if self.broadcast else self.gpus
 
@@ -140,7 +141,7 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes over all nodes, by role."""
+    """An estimate of memory: bytes over all nodes, by role."""
 
     by_role: Mapping[str, float]
     nodes: int
@@ -156,8 +157,10 @@ class MemoryEstimate:
         return self.total / self.nodes
 
 
-def colocated(fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False) -> MemoryEstimate:
-    """Estimate a loader in every rank whose workers open every source.
+def colocated_memory(
+    fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False
+) -> MemoryEstimate:
+    """Estimate the memory of a loader in every rank, whose workers open every source.
 
     ``first_of_tp``: only one rank of a tensor-parallel group loads.
     """
@@ -170,10 +173,10 @@ def colocated(fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False) -
     )
 
 
-def overlord(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
-    """Estimate Overlord by role.
+def overlord_memory(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
+    """Estimate the memory of Overlord by role.
 
-    Without constructors every rank that receives arrays gathers payload and builds for itself.
+    Without constructors every rank that receives arrays gathers payload and builds its own batches.
     """
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
@@ -206,7 +209,7 @@ def overlord(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Connections for payload, steps and plans: in total, and per process of each role."""
+    """Numbers of connections for payload, steps and plans: in total, and per process by role."""
 
     total: int
     loader_host: int
@@ -221,7 +224,7 @@ class Links:
 
 
 def connections(fleet: ClusterShape) -> Links:
-    """Count the connections of a cluster."""
+    """Return the numbers of connections of a cluster."""
     loaders, builders = fleet.loader_hosts, fleet.constructor_hosts
     if not fleet.constructors:
         # Every fetching rank is connected to every loader worker, and every rank to the planner.

@@ -1,7 +1,7 @@
-"""Run a cluster of any size on a virtual clock.
+"""Simulate a cluster of any size on a virtual clock.
 
 Planner, loaders and assemblers are those of a real job. Reading, sending and building take the
-measured constants. The time of the planner is not modelled: it runs and is timed.
+times that were measured. The planner runs, and its time is measured, not modelled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ THREADS = 8  # threads of a loader worker that read concurrently
 # a reserve for steps that cost more.
 BUSY = 0.7
 MAX_EVENTS = 5_000_000
-LEAST_WAIT = 0.01  # share of a step; shorter waits are not reported
+LEAST_WAIT = 0.01  # share of the step time; shorter waits are not reported
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """The measured steps of a run, without the first ones."""
+    """The times of the steps of a run, without the first steps."""
 
     steps: tuple[StepTimes, ...]
     loader_hosts: int
@@ -89,7 +89,7 @@ class DryRunResult:
             return f"source {self.source!r}: {why}"
         if self.planner_s > pace_s:
             return f"the planner, which needs {self.planner_s:.2f} s per step"
-        return "uneven reading: nothing takes longer than a step on average"
+        return "uneven reading: no part needs more than the step time on average"
 
     def median(self, what: str) -> float:
         """Return the median of an attribute over the steps."""
@@ -103,7 +103,7 @@ class DryRunResult:
 def loaders_of(
     prepared: PreparedJob, probes: Sequence[Probe], batch: int, pace_s: float
 ) -> dict[str, int]:
-    """Return the loaders of each source: enough that none is busier than ``BUSY``.
+    """Return the number of loaders of each source, such that none is busier than ``BUSY``.
 
     A source cannot have more loaders than chunks that it reads at a time.
     """
@@ -133,13 +133,13 @@ class DryRun:
         pace_s: float = 1.0,
         clock: Callable[[], float] = lambda: 0.0,
     ):
-        asked = loaders_of(prepared, probes, fleet.batch, pace_s)
+        wanted = loaders_of(prepared, probes, fleet.batch, pace_s)
         hosting = place_loaders(
             loads_of(prepared),
-            [asked[name] for name in prepared.job.names],
+            [wanted[name] for name in prepared.job.names],
             cores=fleet.loader_hosts,
             sources_per_host=fleet.sources_per_host,
-            named=asked,
+            named=wanted,
         )
         self._made = made = prepared.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock
@@ -180,7 +180,7 @@ class DryRun:
         self._ended = False
 
     def _receivers(self) -> None:
-        """Set up the receivers of payload: constructor workers, or every fetching rank."""
+        """Create the receivers of payload: constructor workers, or every fetching rank."""
         fleet, place = self._fleet, self._made.job.place
         self._groups = [list(ranks) for ranks in place.buckets("DP")]
         n = fleet.constructor_hosts
@@ -231,7 +231,7 @@ class DryRun:
     def run(
         self, steps: int, warm: int, on_step: Callable[[int], None] = lambda step: None
     ) -> DryRunResult:
-        """Run until ``steps`` are trained; steps after the first ``warm`` count."""
+        """Run until ``steps`` are trained; return the times of all steps but the first ``warm``."""
         self._wanted = steps
         for assembler in self._assemblers:
             for rank in assembler.ranks:
@@ -270,7 +270,7 @@ class DryRun:
     # planner
 
     def _handle(self, events: Sequence[Any]) -> None:
-        """Pass events to the planner; virtual time advances by the measured time."""
+        """Pass events to the planner; the virtual time advances by the time that it took."""
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
         took = self._clock() - start
@@ -379,7 +379,7 @@ class DryRun:
     # constructors and ranks
 
     def _payload_arrived(self, c: int, stage: PlannedStep) -> None:
-        """Build a step whose payload has arrived at a constructor worker."""
+        """Build a step whose payload has arrived at constructor worker ``c``."""
         commands: list[Any] = []
         for g in np.flatnonzero(self._builder_of == c).tolist():
             self._assemblers[g].handle(stage)
@@ -412,7 +412,7 @@ class DryRun:
                 self._has(command.step, 1, when)
 
     def _built_by_ranks(self, stage: PlannedStep, step: StepTimes, last: np.ndarray) -> None:
-        """Build a step without constructors: every fetching rank builds for its group.
+        """Deliver a step without constructors, when the last fetching rank has built it.
 
         The other ranks only receive the description of the step.
         """
@@ -432,7 +432,7 @@ class DryRun:
             self._at(step.last, self._train)
 
     def _train(self) -> None:
-        """Start the next step, if all ranks have it and the previous step has ended."""
+        """Start to train the next step, if all ranks have it and the previous step has ended."""
         number = self._trained + 1
         step = self.steps.get(number)
         if step is None or step.has < self._fleet.gpus or step.last > self.now:

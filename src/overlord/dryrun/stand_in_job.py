@@ -1,7 +1,7 @@
 """Stand-in jobs, each in a process of its own: ``python -m overlord.dryrun.stand_in_job``.
 
 They measure the memory of a worker of a colocated loader, and of a client, with real files and a
-real client. A job reads a request as JSON from its input and writes answers as JSON.
+real client. A job reads a request as JSON from stdin and writes results as JSON to stdout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ HELD_BYTES = 2**20  # bytes that are read at once of a file in another format th
 def open_sources(
     files: list[list[str]], columns: list[list[str] | None], counts: list[int]
 ) -> None:
-    """Fork a worker as torch's DataLoader does; it opens all sources and reads a batch of each.
+    """Measure the memory of a forked worker that opens sources and reads a batch of each.
 
-    Answer the memory that it adds without open sources, and with each number of ``counts`` open.
+    The fork is as in torch's DataLoader. Print the memory that the worker adds without open
+    sources, and with each number of ``counts`` open.
     """
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
@@ -32,24 +33,24 @@ def open_sources(
     gc.collect()
     gc.freeze()
     alone = own_bytes()
-    answers, ask = os.pipe()
+    readable, writable = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - the parent measures its memory
         held: list[Any] = []
         for names, wanted in zip(files, columns, strict=True):
-            os.write(ask, b".")
+            os.write(writable, b".")
             signal.sigwait({signal.SIGUSR1})
             held.append(_open(pq, names[0], wanted))
-        os.write(ask, b".")
+        os.write(writable, b".")
         signal.pause()
     found = []
     for n in range(len(files) + 1):
-        os.read(answers, 1)
+        os.read(readable, 1)
         if n in (0, *counts):
             found.append(own_bytes() + own_bytes(child) - alone)
         os.kill(child, signal.SIGUSR1 if n < len(files) else signal.SIGKILL)
     os.waitpid(child, 0)
-    _answer({"bytes": found})
+    _print_result({"bytes": found})
 
 
 def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
@@ -62,9 +63,9 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 
 
 def connect_client(address: str, token: str, steps: int) -> None:
-    """Connect a client and answer the memory that it adds to its process, without steps.
+    """Connect a client and print the memory that it adds to its process, without steps.
 
-    After the next line of input, take ``steps`` steps and answer their tokens and bytes.
+    After the next line of input, take ``steps`` steps and print their tokens and bytes.
     """
     from overlord.client.connect import connect
     from overlord.process.resources import own_bytes
@@ -74,18 +75,18 @@ def connect_client(address: str, token: str, steps: int) -> None:
     client = connect(address, 0, token)
     added = own_bytes() - before
     next(client)  # workers have started
-    _answer({"bytes": added})
+    _print_result({"bytes": added})
     sys.stdin.readline()
     tokens = nbytes = 0
     for _ in range(steps):
         step = next(client)
         nbytes += step.nbytes
         tokens += sum(sample.length for microbatch in step for sample in microbatch.samples)
-    _answer({"tokens": tokens, "bytes": nbytes})
+    _print_result({"tokens": tokens, "bytes": nbytes})
     sys.stdin.readline()  # stay connected while the parent measures the workers
 
 
-def _answer(found: dict[str, Any]) -> None:
+def _print_result(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 

@@ -1,6 +1,7 @@
-"""Readers that read no files: rows of a source's index, with the metadata of a few probed rows.
+"""Stand-in readers that read no files.
 
-Loaders and planner run unchanged on them, so that one machine can plan for a cluster of any size.
+They return the rows of a source's index with the metadata of a few probed rows. Loaders and planner
+run unchanged on them, so that one machine can plan for a cluster of any size.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Probe:
             "meta": {name: list(v) for name, v in self.meta.items()},
         }
 
-    def drawn(self, which: np.ndarray) -> dict[str, Column]:
-        """Return the columns of these samples."""
+    def columns(self, which: np.ndarray) -> dict[str, Column]:
+        """Return the metadata columns of the probed samples with these numbers."""
         found: dict[str, Column] = {}
         for name, values in self.meta.items():
             if isinstance(values[0], (list, tuple)):
@@ -57,7 +58,7 @@ class Probe:
 
 
 class StandInReader:
-    """Answers ``Read`` and ``Evaluate`` of a loader without reading files.
+    """Executes ``Read`` and ``Evaluate`` commands of a loader without reading files.
 
     Every raw row becomes one of the probed samples, chosen by the key of the row.
     """
@@ -99,7 +100,7 @@ class StandInReader:
         key, file, row = (column[: command.rows] for column in self._window)
         self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
         n, none = len(key), np.zeros(0, np.int64)
-        meta = self._probe.drawn(
+        meta = self._probe.columns(
             (key % np.uint64(len(self._probe.meta["tokens"]))).astype(np.int64)
         )
         found = SampleBlock(

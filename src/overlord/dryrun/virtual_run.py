@@ -1,8 +1,7 @@
 """Run a job on a virtual clock with seeded delays and orderings: ``ov.simulate``.
 
-Nothing is modelled twice: the runtime is the local one, and only the time at which work ends is
-drawn from a seed. Under any seed a run must give the stream of the local runtime, byte for byte; a
-failing seed is the bug report.
+The runtime is the local one; only the time at which work ends is drawn from a seed. Under any seed
+a run must give the stream of the local runtime, byte for byte. A seed that fails reproduces a bug.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from overlord.setup.prepared_job import PreparedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Durations in virtual seconds: log-normal around a median, so that orders vary widely."""
+    """The distributions of durations in virtual seconds: log-normal, with these medians."""
 
     work_s: float = 0.010
-    step_s: float = 0.050  # of a rank between two steps
+    step_s: float = 0.050  # compute time of a rank between two steps
     sigma: float = 1.0
     slow: Mapping[int, float] = field(default_factory=dict)  # rank -> factor on its step_s
 
@@ -55,11 +54,11 @@ class VirtualExecutor:
         self.now = 0.0
 
     def delay(self, median_s: float) -> float:
-        """Draw a duration."""
+        """Return a random duration with this median."""
         return median_s * float(np.exp(self._delays.sigma * self._random.standard_normal()))
 
-    def at(self, after_s: float, call: Callable[[], None]) -> None:
-        """Call a function after a virtual time."""
+    def call_later(self, after_s: float, call: Callable[[], None]) -> None:
+        """Call a function after ``after_s`` of virtual time."""
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
@@ -83,7 +82,7 @@ class VirtualExecutor:
             else:
                 done(outcome, None)
 
-        self.at(self.delay(self._delays.work_s), finish)
+        self.call_later(self.delay(self._delays.work_s), finish)
 
     def close(self) -> None:
         """Drop all pending events."""
@@ -100,7 +99,7 @@ class VirtualExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """``session.add_source`` of a simulated run."""
+    """A call of ``session.add_source`` in a simulated run."""
 
     source: Source
     at: int = 0
@@ -109,10 +108,11 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Restart the loaders of a source at the position of the draw.
+    """A restart of the loaders of a source at the position of the draw.
 
-    A move of its loaders to another worker does the same. It happens after ``after`` executed
-    events, or, with ``step``, while that step's plan is executed. The stream must not change.
+    A move of its loaders to another worker does the same. The restart happens after ``after``
+    executed events, or, with ``step``, while that step's plan is executed. The stream must not
+    change.
     """
 
     source: str
@@ -125,13 +125,13 @@ Trainer = Callable[[int, int], Mapping[str, float] | None]  # (rank, step) -> it
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A simulated trainer: takes a step, computes for a while, takes the next."""
+    """A simulated trainer of one rank, which takes steps and computes between them."""
 
     rank: int
     inbox: list[tuple[StepInfo, BucketBatch]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     last: StepInfo | None = None  # of the last step
-    owes: list[int] = field(default_factory=list)  # steps without a report yet
+    unreported: list[int] = field(default_factory=list)  # steps without a report yet
     idle: bool = True
     ended: bool = False
     error: Exception | None = None
@@ -163,7 +163,7 @@ class Run:
 
 
 class _Simulation:
-    """One run: the local runtime, simulated trainers, and an event queue instead of time."""
+    """One simulated run: the local runtime, simulated trainers, and an event queue."""
 
     def __init__(
         self,
@@ -194,11 +194,11 @@ class _Simulation:
         self._runtime.on_stage.append(self._staged)
         self._runtime.on_lost.append(lambda event: self._log.add(event, 0))
         for trainer in self._trainers:
-            trainer.wake = partial(self._executor.at, 0.0, partial(self._wake, trainer))
-            trainer.owes = [s for s in range(first - 2, first) if s >= 0]
+            trainer.wake = partial(self._executor.call_later, 0.0, partial(self._wake, trainer))
+            trainer.unreported = [s for s in range(first - 2, first) if s >= 0]
 
     def apply(self, event: SetMixture | Skip | Add | Moved) -> None:
-        """Apply a change; a moved source is restarted later."""
+        """Apply a change; the restart of a source is only scheduled."""
         if isinstance(event, Moved):
             self._moves.append(event)
             return
@@ -257,24 +257,24 @@ class _Simulation:
         info, bucket = trainer.inbox.pop(0)
         trainer.last = info
         trainer.steps.append(Step(info, bucket, trainer.rank))
-        trainer.owes.append(info.step)
+        trainer.unreported.append(info.step)
         self._runtime.consumed([trainer.rank], info.step)
         if self._save:
             self._states[info.step] = self._export(info)
         delays = self._delays
-        self._executor.at(
+        self._executor.call_later(
             self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)),
             partial(self._take, trainer),
         )
 
     def _send_reports(self, trainer: _Rank) -> None:
-        """Send the pending reports; the one of the last step may come later."""
+        """Send the pending reports of a trainer; the report of the last step may be sent later."""
         while (
             self._report is not None
-            and trainer.owes
-            and (len(trainer.owes) > 1 or self._executor.delay(1.0) > 1.0)
+            and trainer.unreported
+            and (len(trainer.unreported) > 1 or self._executor.delay(1.0) > 1.0)
         ):
-            step = trainer.owes.pop(0)
+            step = trainer.unreported.pop(0)
             if (values := self._report(trainer.rank, step)) is not None:
                 report = checked_report(trainer.rank, step, values, self._runtime.planner.next_step)
                 if self._runtime.planner.in_time(report):

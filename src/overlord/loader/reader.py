@@ -312,8 +312,8 @@ class SourceReader:
         """
         return bool(getattr(self.chunks, "never_hangs", False)) and not self._has_user_code
 
-    def hasty(self) -> AbstractContextManager[None]:
-        """Within this context a read raises ``WouldBlock`` instead of waiting."""
+    def no_wait(self) -> AbstractContextManager[None]:
+        """Return a context in which a read raises ``WouldBlock`` instead of waiting."""
         manager: AbstractContextManager[None] = getattr(self.chunks, "no_wait", nullcontext)()
         return manager
 

@@ -121,7 +121,7 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Executes loader commands: ``carry_out(command) -> commands``.
+    """Executes loader commands: ``execute(command) -> commands``.
 
     Results of work are passed to ``run``. With ``keeps`` it can roll back over unacknowledged
     steps. Without it nothing is retained.
@@ -272,7 +272,7 @@ class LoaderService:
 
     # Commands
 
-    def carry_out(self, command: Refill | Read | Evaluate) -> Sequence[Any]:
+    def execute(self, command: Refill | Read | Evaluate) -> Sequence[Any]:
         slot = self.slots.get(command.loader)
         if slot is None:  # the loader was moved while the command was in transit
             return ()

@@ -1,6 +1,6 @@
 """Explain a step (its rows and their placement) or a sample (its step and place).
 
-Explanations are values that print as tables.
+An explanation is a value that prints as a table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEAREST = 5  # most expensive samples of the slowest bucket that are named
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Known:
-    """Everything that explanations need of a session, at one moment."""
+    """A snapshot of the data of a session that explanations need."""
 
     job: Job
     names: tuple[str, ...]  # names of sources: the job's, then those added during the run
@@ -45,13 +45,13 @@ class Known:
     loaders: tuple[str, ...] = ()
 
     def lookup(self, source: int) -> SampleLookup:
-        """Return the order of a source's rows."""
+        """Return the object that locates rows in the stream of a source."""
         return SampleLookup(
             index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows
         )
 
     def path(self, source: int, file: int) -> str:
-        """Return the path of a file, or an empty text if there is none."""
+        """Return the path of a file; an empty text if the source has no such file."""
         files = self.indexes[source].files
         return files[file].path if file < len(files) else ""
 
@@ -67,7 +67,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """An explanation: print it, read its fields, or convert it by ``to_dict()``."""
+    """The base of explanations: print one, read its fields, or convert it by ``to_dict()``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -150,7 +150,7 @@ class StepExplanation(Explanation):
     digest: str
     samples: int
     tokens: int
-    unit: str  # what is mixed: samples or tokens
+    unit: str  # the unit of the mixture: samples or tokens
     sources: tuple[SourceShare, ...]
     weights_from: str
     trail: tuple[str, ...]
@@ -172,7 +172,7 @@ class SlotOfSample:
     size: int
     cost: float
     share: float  # of its bucket's cost
-    nth_of_bucket: int  # by decreasing cost, from 1
+    nth_of_bucket: int  # rank by decreasing cost in its bucket, from 1
     nth_of_step: int
     why: str
 
@@ -206,14 +206,19 @@ def explain(what: int | str | SampleId, known: Known) -> Explanation:
     try:
         numbers = [operator.index(n) for n in (what[1:] if isinstance(what, SampleId) else (what,))]
     except TypeError:
-        raise PlanError(f"explain: expected a step's number or a SampleId, got {what!r}") from None
+        raise PlanError(
+            f"explain: expected the number of a step, a SampleId or its text, got {what!r}"
+        ) from None
     if isinstance(what, SampleId):
         return explain_sample(SampleId(what.source, *numbers), known)
     return explain_step(stage_of(numbers[0], known.stages, known.state.step), known)
 
 
 def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> PlannedStep:
-    """Return a retained step. ``following``: the first step that is not planned yet."""
+    """Return a retained planned step; raise ``PlanError`` if it is not retained.
+
+    ``following``: the first step that is not planned yet.
+    """
     for stage in stages:
         if stage.plan.step == step:
             return stage
@@ -254,7 +259,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
-    """Describe the origin of the weights with which a step was drawn."""
+    """Describe where the weights of a step's draw come from."""
     after, step = stage.after, stage.plan.step
     assert isinstance(after, StreamState), "explanations need the steps of the planner itself"
     since = (
@@ -392,7 +397,10 @@ def find(sample: SampleId, plan: LoadingPlan) -> int:
 
 
 def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
-    """Return the numbers of source and chunk; refuse an id that no run of the job can have."""
+    """Return the numbers of source and chunk of a sample id.
+
+    Raise ``PlanError`` for an id that no run of the job can have.
+    """
     if sample.source not in known.names:
         raise PlanError(
             f"no sample {sample}: unknown source "
@@ -490,7 +498,7 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     bucket, cost = int(a.bucket[i]), float(a.cost[i])
     inside = np.flatnonzero(a.bucket == bucket)
     load = float(a.cost[inside].sum())
-    in_bucket, in_step = _nth(a.cost[inside], int((inside < i).sum())), _nth(a.cost, i)
+    in_bucket, in_step = _cost_rank(a.cost[inside], int((inside < i).sum())), _cost_rank(a.cost, i)
     mean = float(a.cost.mean()) or 1.0
     method = (
         next(
@@ -518,8 +526,8 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     )
 
 
-def _nth(costs: np.ndarray, i: int) -> int:
-    """Return the position by decreasing cost, from 1; equals keep the order of the draw.
+def _cost_rank(costs: np.ndarray, i: int) -> int:
+    """Return the rank of item ``i`` by decreasing cost, from 1; ties keep the order of the draw.
 
     The balancers break ties in the same way.
     """

@@ -21,7 +21,7 @@ FILES = 3  # files of a source that are listed
 
 
 def text(explained: Explanation) -> str:
-    """Format an explanation."""
+    """Return an explanation as text."""
     if isinstance(explained, StepExplanation):
         return _step(explained)
     assert isinstance(explained, SampleExplanation)
@@ -31,7 +31,10 @@ def text(explained: Explanation) -> str:
 def columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last_left: bool = False
 ) -> list[str]:
-    """Align rows: ``left`` columns of text, then numbers; with ``last_left`` the last is text."""
+    """Return the lines of a table: ``left`` columns of text, then columns of numbers.
+
+    ``last_left``: the last column is text too.
+    """
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
     lines = []
@@ -45,15 +48,15 @@ def columns(
     return lines
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Format names and values in two aligned columns."""
+def name_value_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return names and values as lines with two aligned columns."""
     width = max(len(name) for name, _ in rows)
     return [f"{name.ljust(width)}  {value}" for name, value in rows]
 
 
 def _step(e: StepExplanation) -> str:
     status = "skipped: planned and not delivered" if e.skipped else "planned"
-    lines = facts(
+    lines = name_value_lines(
         [
             ("step", f"{e.step} ({status})"),
             ("holds", f"{e.samples:,} samples, {e.tokens:,} tokens; digest {e.digest}"),
@@ -91,7 +94,7 @@ def _step(e: StepExplanation) -> str:
 
 
 def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
-    """Return the imbalance that determines the time of a step, by when ranks synchronize."""
+    """Return the imbalance that determines the time of a step, by ``sync`` of the job."""
     return imbalance["bucket" if sync == "step" else "microbatch"]
 
 
@@ -105,7 +108,7 @@ def waits(sync: str, imbalance: Mapping[str, float]) -> str:
 
 
 def _from(source: SourceShare) -> str:
-    """Name the files with the most samples; full paths are in the fields of the explanation."""
+    """Return the files with the most samples as text, without their folders."""
     most = sorted(source.files, key=lambda f: -f.samples)[:FILES]
     words = [
         f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} "
@@ -129,7 +132,7 @@ def _module(m: ModulePlacement, e: StepExplanation) -> list[str]:
         if alone
         else f"{m.slowest_items:,} items, the most expensive of them:"
     )
-    lines = facts(
+    lines = name_value_lines(
         [
             (
                 m.name,
@@ -187,4 +190,4 @@ def _sample(e: SampleExplanation) -> str:
             ("", f"size {p.size:,}, cost {p.cost:.4g}: {p.share:.1%} of its bucket"),
             ("why", p.why),
         ]
-    return "\n".join(facts(rows))
+    return "\n".join(name_value_lines(rows))

@@ -25,8 +25,8 @@ def job_metrics(
 ) -> dict[str, Any]:
     """Return steps, samples, tokens, sources, the mix of the last steps, reports and memory.
 
-    ``figures``: the rows of loaders, constructors and workers. ``sources``: by name, the zeroed
-    counters of storage and images, which stand for a source whose readers do not answer.
+    ``figures``: the rows of loaders, constructors and workers. ``sources``: by name, counters of
+    storage and images with the value 0, for a source whose readers do not answer.
     """
     totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
@@ -41,7 +41,7 @@ def job_metrics(
 
 
 ROLES = {"loader-worker": "loaders", "constructor-worker": "constructors"}  # by worker name
-BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a loader
+LOADER_BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # columns of a loader
 
 
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
@@ -68,7 +68,7 @@ def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _planner_process(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of the planner, if it has a process of its own."""
+    """Return the row of the planner process; empty if the planner runs in the session."""
     return [figures["planner"]] if "planner" in figures else []
 
 
@@ -94,7 +94,7 @@ def _by_source(
             "read_s": 0.0,
             "transform_s": 0.0,
             "ready": 0,
-            **dict.fromkeys(BYTES, 0),
+            **dict.fromkeys(LOADER_BYTES, 0),
             "shadow_bytes": 0,
             "bytes": 0,
             **zeros,
@@ -103,15 +103,15 @@ def _by_source(
     }
     for row in figures["loaders"]:
         s = stats[row["source"]]
-        for what in ("read_s", "transform_s", "ready", *BYTES):
+        for what in ("read_s", "transform_s", "ready", *LOADER_BYTES):
             s[what] += row[what]
-        s["bytes"] += sum(row[what] for what in BYTES)
+        s["bytes"] += sum(row[what] for what in LOADER_BYTES)
         for what in ("store", "storage", "images"):
             if row.get(what) is not None:
-                s[what] = added_up([s.get(what, {}), row[what]])
-    # Standbys count separately: their memory is the price of a recovery without a pause.
+                s[what] = sum_counters([s.get(what, {}), row[what]])
+    # Standbys count separately: their memory is the cost of a recovery without a pause.
     for row in figures.get("shadows", ()):
-        stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in BYTES)
+        stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in LOADER_BYTES)
     return stats
 
 
@@ -130,21 +130,23 @@ def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
     }
 
 
-def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum counters by name; a counter may be a mapping of counters."""
+def sum_counters(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of counters by name; a counter may be a mapping of counters."""
     out: dict[str, Any] = {}
     for some in counts:
         for name, n in some.items():
             out[name] = (
-                added_up([out.get(name, {}), n]) if isinstance(n, Mapping) else out.get(name, 0) + n
+                sum_counters([out.get(name, {}), n])
+                if isinstance(n, Mapping)
+                else out.get(name, 0) + n
             )
     return out
 
 
 def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
-    """Return columns over the last steps: ``step``, and shares by source.
+    """Return the mix of the last steps as columns: ``step``, and shares by source.
 
-    Shares are ``wanted``, and realised in ``samples`` and in ``tokens``.
+    Shares are ``wanted``, and those of the drawn ``samples`` and ``tokens``.
     """
     steps = list(mixed)
     shares = np.zeros((3, len(steps), len(names)))
@@ -162,7 +164,7 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
 
 
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """Return name, role, process and state of everything that runs for the job.
+    """Return a row for each part of the job that runs: name, role, pid and state.
 
     A pid is None if the process is on another machine or unknown.
     """
@@ -214,5 +216,5 @@ def _constructor_name(row: Mapping[str, Any]) -> str:
 
 
 def loader_name(row: Mapping[str, Any]) -> str:
-    """Return the name of a loader."""
+    """Return the name of the loader of a row."""
     return f"loader/{row['source']}/{row['loader']}"

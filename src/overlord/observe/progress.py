@@ -37,7 +37,7 @@ class Taken:
 
 @dataclass(slots=True)
 class Meter:
-    """Counters of a watched run. Times count from the creation of the meter."""
+    """Counters of a watched run; the measured time begins with the creation of the meter."""
 
     steps: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class Meter:
     source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, taken: Taken) -> None:
-        """Count a step."""
+        """Add a taken step to the counters."""
         if not self.steps:
             self.first_wait_s = taken.wait_s
         self.steps += 1
@@ -65,7 +65,7 @@ class Meter:
             self.peak_pss = max(self.peak_pss, pss_bytes())
 
     def _count(self, plan: LoadingPlan) -> None:
-        """Count by plan; the planner's totals would include prefetched steps not yet taken."""
+        """Add the samples of a plan; the planner's totals would include steps not yet taken."""
         n = len(plan.names)
         if not len(self.samples):
             self.wanted, self.samples, self.source_tokens = (
@@ -94,7 +94,7 @@ class Meter:
 
     @property
     def wait_ms(self) -> float:
-        """Mean wait per step without the first, which also includes opening files."""
+        """Mean wait per step in ms, without the first step, which includes opening files."""
         return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
 
 
@@ -118,7 +118,7 @@ def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -
 
 
 def interruptible(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread and wait for it.
+    """Run ``work`` in a thread, wait for it, and return its result.
 
     The main thread then handles Ctrl-C at once, even while native code runs in the thread.
     """

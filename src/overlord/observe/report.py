@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file: no scripts, fonts or links; light and dark."""
+"""A report as one self-contained HTML file, without scripts, fonts or links."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ pre { overflow-x: auto; font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A plot with its description. ``svg`` is trusted markup; other fields are plain text."""
+    """A plot with its description.
+
+    ``svg`` is trusted markup; the other fields are plain text.
+    """
 
     title: str
     shows: str
@@ -75,7 +78,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HtmlReport:
-    """The content of the page. Each plot and table names the command that made it."""
+    """The content of a report; each plot and table names the command that made it."""
 
     title: str
     lead: str

@@ -44,7 +44,7 @@ class SampleLookup:
     slice_rows: int
 
     def chunk_of(self, file: int, row: int) -> int:
-        """Return the chunk that holds a row, or -1 if there is no such row."""
+        """Return the chunk that holds a row; -1 if there is no such row."""
         chunks = self.index.chunks
         inside = (
             (chunks.file == file)
@@ -55,9 +55,9 @@ class SampleLookup:
         return int(at[0]) if len(at) else -1
 
     def passed(self, sample: SampleId, chunk: int, cursor: Cursor) -> bool | None:
-        """Whether the stream has passed this row.
+        """Return whether the stream has passed this row.
 
-        None: the row is in the group that the cursor is in, and only reading would tell.
+        Return None if the row is in the current group of the cursor, where only reading decides.
         """
         place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
         mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)

@@ -1,4 +1,4 @@
-"""Result of inspecting one source: files, rows, schema, sampled documents and failures."""
+"""The result of ``overlord inspect`` for one source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REASONS = 3  # reasons of bad rows that are named, the most frequent first
 
 @dataclass(slots=True, kw_only=True)
 class SourceReport:
-    """Result of inspecting one source.
+    """Files, rows, schema, sampled documents and failures of one source.
 
     ``failures``: the reasons why the job cannot use this source, or one of its files.
     """

@@ -1,8 +1,8 @@
 """Small plots as inline SVG text, without a library or scripts.
 
 Colours are CSS variables of the page, so that dark mode works. Series colours are ``var(--s0)`` to
-``var(--s5)``; text is always ink, never the colour of a series.
-Every mark has a ``<title>``, which browsers show on hover and read aloud.
+``var(--s5)``; text never has the colour of a series. Every line and bar has a ``<title>``, which
+browsers show on hover and read aloud.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import numpy as np
 
 Scale = Callable[[float], float]
 WIDTH = 860
-SHOWN = 16  # bars of a panel with a number above each; with more bars, numbers are noise
+SHOWN = 16  # bars of a panel up to which each bar has a number
 DIGIT = 7.5  # width of a character in pixels
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlotLine:
-    """One series over x. ``wanted`` is a dashed line under it, in the same colour."""
+    """One series of a line plot.
+
+    ``wanted`` is a dashed line under it, in the same colour.
+    """
 
     label: str
     color: str
@@ -59,7 +62,7 @@ def series_color(i: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The axes of a line plot. ``show`` formats a number of the y axis."""
+    """The axes of a line plot; ``show`` formats a number of the y axis."""
 
     x_label: str
     y_label: str
@@ -78,7 +81,10 @@ def lines(
     marks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Plot lines with their names at their ends; ``marks`` are labelled vertical lines."""
+    """Return a line plot with the names of lines at their ends, as SVG.
+
+    ``marks`` are labelled vertical lines.
+    """
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
     sy = _scale(axes.y_from, axes.y_to, height - bottom, top)
@@ -107,7 +113,7 @@ def lines(
 def ridges(
     rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
 ) -> str:
-    """Plot histograms of positive values over a log axis; every row has its own scale."""
+    """Return histograms of positive values over a log axis as SVG; each row has its own scale."""
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
@@ -155,7 +161,7 @@ def bars(
     bound_label: str,
     height: int = 320,
 ) -> str:
-    """Plot groups of stacked bars in units of ``mean``, with a line at the bound."""
+    """Return groups of stacked bars in units of ``mean`` as SVG, with a line at the bound."""
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
     sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
@@ -211,7 +217,7 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
 
 
 def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
-    """Draw a number above every bar, or only above the highest where numbers would overlap."""
+    """Return a number above each bar, or only above the highest if numbers would overlap."""
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
     shown = (
@@ -236,7 +242,7 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 def _end_labels(
     series: Sequence[PlotLine], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
-    """Draw names at the ends of lines, pushed apart where they would overlap.
+    """Return the names at the ends of lines, moved apart where they would overlap.
 
     A short stroke in the colour of the series leads to each name.
     """

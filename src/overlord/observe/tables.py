@@ -28,7 +28,7 @@ SOURCES = 24  # sources of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 DECISIONS = 12  # latest decisions of the autoscaler that are shown after a run
 REASONS = 5  # latest quarantined rows that are shown after a run
-# Names of memory in the result of a run, where the key of the metrics is not clear by itself.
+# Names of memory in the result of a run, for metrics keys that are not clear by themselves.
 MEMORY = {
     "ready": "buffered samples",
     "kept": "replay buffers",
@@ -42,14 +42,17 @@ LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: metrics key of 
 
 
 def bar(value: float, most: float, width: int) -> str:
-    """Return a bar of block characters, with a resolution of an eighth of a character."""
+    """Return a bar of block characters; ``most`` has the full width.
+
+    The resolution is an eighth of a character.
+    """
     eighths = round(8 * width * max(0.0, value) / most) if most > 0 else 0
     full, rest = divmod(min(eighths, 8 * width), 8)
     return "█" * full + (EIGHTHS[rest] if rest else "")
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
-    """Return a table without lines: the first columns are text, the others numbers."""
+    """Return a table without borders: the first columns are text, the others numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for k, name in enumerate(head):
         table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
@@ -59,7 +62,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int =
 
 
 def size(nbytes: float) -> str:
-    """Format a number of bytes with a fitting unit."""
+    """Return a number of bytes as text with a fitting unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1024 or unit == "GB":
             break
@@ -100,7 +103,7 @@ def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any]
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
-    """Return the result of a run: mix, speed, memory, and quarantined rows with reasons."""
+    """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
     head = (
         "source",
@@ -170,7 +173,7 @@ def tokens_lost(tokens: int, lost: int) -> str:
 
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the latest decisions of the autoscaler, and the sources that cannot keep up."""
+    """Return rows of the latest decisions of the autoscaler, and of sources that are too slow."""
     decisions = [
         ("scaling", f"after step {d['step']}: {d['words']}")
         for d in scaling.get("decisions", ())[-DECISIONS:]
@@ -183,7 +186,7 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the nodes with ranks that run more workers than ``sidecar`` allows."""
+    """Return a row for each node with ranks that runs more workers than ``sidecar`` allows."""
     text = (
         "node {node} has run {hosts} workers of this job for {for_s:.0f} s, {allowed} are "
         "allowed; they move when another node has room"
@@ -258,7 +261,7 @@ def _lengths(tokens: np.ndarray) -> str:
 
 
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
-    """Return a plan by bucket: relative cost as a bar, tokens, samples, and microbatches.
+    """Return a table of a plan by bucket: relative cost, tokens, samples and microbatches.
 
     Microbatches are shown as far as ``width`` allows.
     """
@@ -331,7 +334,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
 
 
 def _mix(plan: LoadingPlan) -> str:
-    """Return samples by source, in the job's order; of many sources only the largest."""
+    """Return the samples by source as text, in the job's order; of many sources the largest."""
     counts = np.bincount(plan.source, minlength=len(plan.names))
     shown = np.sort(np.argsort(-counts, kind="stable")[:SOURCES])
     named = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())

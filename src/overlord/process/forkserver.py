@@ -118,24 +118,26 @@ class Process(ForkServerProcess):
 
 
 def context() -> ForkServerContext:
-    """Return the context of all our processes.
+    """Return the multiprocessing context of all workers, with our modules in the preload list.
 
     The preload list takes effect when the fork server starts.
     """
     found = multiprocessing.get_context("forkserver")
-    asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # set by the program itself
-    asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
-    missing = [name for name in PRELOAD if name not in asked]
+    requested = list(
+        getattr(_server, "_preload_modules", ["__main__"])
+    )  # set by the program itself
+    requested = [] if requested == ["__main__"] else requested  # Python's default: see _Popen
+    missing = [name for name in PRELOAD if name not in requested]
     if missing:
         # Ours first: the first import of Arrow decides its memory pool.
-        found.set_forkserver_preload(missing + asked)
+        found.set_forkserver_preload(missing + requested)
     return found
 
 
-def process(**what: Any) -> Process:
-    """Return a process that is not started yet."""
+def process(**arguments: Any) -> Process:
+    """Return a child process of the fork server that is not started yet."""
     context()
-    return Process(**what)
+    return Process(**arguments)
 
 
 def warm_up() -> None:
@@ -171,7 +173,7 @@ def _runs(pid: int | None) -> bool:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started in the block."""
+    """Set environment variables inside the block, for a process that is started there."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -235,7 +237,7 @@ def die_with_parent() -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code; None means that the fork server has not reported it in time."""
+    """Return an exit code as text; None means that the fork server has not reported it in time."""
     if code is None:
         return "exit code unknown"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -264,9 +266,9 @@ def sendable(value: T, where: str) -> T:
 
 
 class _CheckingPickler(pickle.Pickler):
-    """A pickler that rejects objects that only this process has.
+    """A pickler that rejects classes and functions of a notebook, a prompt or ``-c``.
 
-    Such an object is sent by name, and the receiver would not find the name.
+    They are pickled by name, and another process would not find the name.
     """
 
     def reducer_override(self, found: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Cores, memory, allocation and CPU time slices of a process."""
+"""CPU cores, memory, allocation and CPU time slices of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # ----------------------------------------------------------------------------
-# Cores and memory that this process may use: those of the machine, or of its control group.
+# CPU cores and memory that this process may use: those of the machine, or of its control group.
 #
 # A container sees the whole machine in ``/proc``. Its limits are in the files of its control
 # group (cgroup), version 1 or 2. The kernel throttles or kills a process that exceeds them.
@@ -21,13 +21,13 @@ ROOT = Path("/")  # root of the system files; tests replace it
 
 
 def cores(root: Path | None = None) -> int:
-    """Return the number of cores that this process may use; a fraction of a core counts as one."""
+    """Return the number of CPU cores that this process may use; a fraction counts as one core."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([here, *(math.ceil(quota) for quota in _quotas(root or ROOT))]))
 
 
 def memory_bytes(root: Path | None = None) -> int:
-    """Return the bytes that all processes of this process's group may use together."""
+    """Return the bytes that all processes in the control group of this process may use together."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [
         _read(f / name)
@@ -47,7 +47,7 @@ def memory_bytes(root: Path | None = None) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the cores of each group with a limit, from its CPU time per period."""
+    """Yield the CPU cores of each control group with a limit: its CPU time per period."""
     for folder in _folders(root, "cpu"):
         words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(
             folder / "cpu.cfs_period_us"
@@ -91,12 +91,12 @@ def _lines(path: Path) -> list[str]:
 
 
 # ----------------------------------------------------------------------------
-# Memory allocation of a worker process: memory freed by one read serves the next one.
+# Memory allocation of a worker process.
 #
-# This holds for any source and any thread. Arrow's own allocator keeps freed memory apart for
-# every thread and size, so a worker process does not use it. The C library keeps freed memory in
-# *arenas*. The GNU C library assigns an arena to a thread at its first allocation, and never
-# assigns another.
+# Memory that one read frees should serve the next one, for any source and any thread. Arrow's own
+# allocator keeps freed memory apart for every thread and size, so a worker process does not use it.
+# The C library keeps freed memory in *arenas*. The GNU C library assigns an arena to a thread at
+# its first allocation, and never assigns another.
 #
 # Threads that share an arena wait for its lock at every allocation that their own cache does not
 # serve. Tokenizing allocates all the time. Threads with one arena each keep their freed memory
@@ -115,10 +115,10 @@ DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
 
 @contextlib.contextmanager
 def system_pool() -> Iterator[None]:
-    """Let Arrow allocate from the C library inside the block.
+    """Make Arrow use the allocator of the C library.
 
-    This holds for processes that are started and modules that are loaded in the block. The
-    environment is restored afterwards.
+    This holds for processes that are started, and for an Arrow that is loaded, inside the block.
+    The environment is restored afterwards.
     """
     if POOL in os.environ:
         yield
@@ -153,7 +153,7 @@ def arena_limit(workers: int, cores: int, *, links: int = 0, running: int = 1) -
 
 
 def chosen_by_user(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment sets the number of arenas.
+    """Return whether the user sets the number of malloc arenas by the environment.
 
     The variables are ``MALLOC_ARENA_MAX`` and the equivalent tunable.
     """
@@ -168,11 +168,11 @@ def limit_arenas(workers: int, links: int = 0) -> int:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # the GNU C library has it
     if mallopt is None or chosen_by_user(os.environ):
         return 0
-    limit = arena_limit(workers, cores(), links=links, running=_running())
+    limit = arena_limit(workers, cores(), links=links, running=_thread_count())
     return limit if mallopt(M_ARENA_MAX, limit) else 0
 
 
-def _running() -> int:
+def _thread_count() -> int:
     """Return the number of threads of this process, including those of native libraries."""
     try:
         return len(list(Path("/proc/self/task").iterdir()))
@@ -181,7 +181,7 @@ def _running() -> int:
 
 
 # ----------------------------------------------------------------------------
-# The memory of a process as its proportional set size (PSS).
+# The memory of a process, measured as its proportional set size (PSS).
 #
 # PSS divides shared pages among the processes that map them.
 
@@ -217,16 +217,16 @@ def _memory_field(pid: int | str, name: str) -> int:
 
 
 # ----------------------------------------------------------------------------
-# CPU time slices: worker threads run longer at a time and preempt no other process.
+# Long CPU time slices for worker threads, which then preempt no other process.
 #
 # With more workers than cores, the system switches between them every 3 ms. Each then finds the
 # caches filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two.
-# Slices of 20 ms win back half of that. Other processes do not wait longer: those with the
+# Slices of 20 ms save half of that. Other processes do not wait longer: those with the
 # common, shorter slice run first. Background work does not preempt a running process when it
 # wakes.
 
 SLICE_S = 0.02
-# system call numbers by machine: the C library has no function for it
+# number of the system call by machine: the C library has no function for it
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 # struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
 ATTRIBUTES = "IIQiIQQQ"

@@ -28,7 +28,7 @@ def run_all(steps: Steps) -> None:
 
 
 class CloseOnce:
-    """Shutdown steps that run once, however often and from whichever thread they are requested."""
+    """Shutdown steps that run once, even if several threads request the shutdown."""
 
     def __init__(self) -> None:
         self._lock = Lock()

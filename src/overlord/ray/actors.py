@@ -32,12 +32,17 @@ UNAVAILABLE = "it cannot be reached: its process is suspended, or its node is un
 class RayActor(ActorBody):
     """An actor in a process of Ray."""
 
-    def begin(self, spec: LaunchSpec, far: bool, code: bytes) -> int | None:
-        """Run the actor; unpickle its code once the module path is set up."""
+    def begin(self, spec: LaunchSpec, multi_machine: bool, code: bytes) -> int | None:
+        """Serve the calls of the actor until it ends; return its exit code.
+
+        The code is unpickled once the module path is set up.
+        """
         os.environ[NODE] = node_here()
         worker = ray_worker.global_worker
-        output = WorkerOutput.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
-        return self.live(spec, here() if far else "", lambda: opened(code), output)
+        output = WorkerOutput.to_hello(
+            here(), (worker.get_err_file_path(), worker.get_out_file_path())
+        )
+        return self.serve(spec, here() if multi_machine else "", lambda: unpickle(code), output)
 
 
 def actor_of(place: RayPlace, **named: str) -> Any:
@@ -57,24 +62,31 @@ def _ray_class() -> Any:
 
 
 def pickled(name: str, code: tuple[Any, ...]) -> bytes:
-    """Pickle code for another process, including definitions of the program's main file."""
+    """Return code in pickled form, including definitions of the program's main file.
+
+    ``name`` names the actor that receives the code, for the error.
+    """
     try:
         found: bytes = ray.cloudpickle.dumps(code)
     except Exception as fault:
         raise JobError(
-            [f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}"
+            [
+                f"factory or arguments cannot be sent to another process: {fault}; use "
+                "functions and arguments that can be pickled"
+            ],
+            f"actor {name!r}",
         ) from fault
     return found
 
 
-def opened(code: bytes) -> tuple[Any, ...]:
+def unpickle(code: bytes) -> tuple[Any, ...]:
     """Unpickle code. Use it only for code that arrived with the start of a process."""
     found: tuple[Any, ...] = ray.cloudpickle.loads(code)
     return found
 
 
 def has_process(actor: Any) -> bool:
-    """Return whether Ray has started a process for an actor; it waits for a node with room."""
+    """Return whether Ray has started a process for an actor that waits for a node with room."""
     return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
 
 
@@ -88,8 +100,8 @@ def kill(actor: Any) -> None:
 def end_process(actor: Any, pid: int) -> None:
     """Kill an actor. ``pid`` is its process if it runs on this machine, else 0.
 
-    Ray asks a process to exit, gives a suspended one five seconds, and needs its head for that. So
-    a local process is also killed by its pid.
+    Ray requests the exit of a process and waits five seconds for a suspended one. It needs its head
+    for that. So a local process is also killed by its pid.
     """
     kill(actor)
     with contextlib.suppress(OSError):
@@ -108,7 +120,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, exceptions.ActorUnavailableError):
         return UNAVAILABLE
     text = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
-    # This is all that Ray reports of a signal, a crash or os._exit.
+    # Ray reports nothing else of a signal, a crash or os._exit.
     if "unexpectedly exits with a connection error" in text:
         return DIED
     if "never ran" in text:  # Ray's text for an actor that did run, when its node is gone

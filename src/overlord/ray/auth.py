@@ -17,7 +17,7 @@ from pathlib import Path
 
 from overlord.errors import JobError
 from overlord.import_path import as_setting
-from overlord.ray.private_folder import exposed
+from overlord.ray.private_folder import exposure_of
 from overlord.ray.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
@@ -27,12 +27,12 @@ TOKENS = (
     "RAY_AUTH_TOKEN",
     "RAY_AUTH_TOKEN_PATH",
 )  # variables of the environment; the third source is a file
-WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+TOKEN_SOURCES = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 REFUSE = f"only {MODE}=disabled in the environment of this program turns authentication off"
 
 
 class ClusterRefused(Exception):
-    """The reason why a cluster is not used, as text for the user."""
+    """A cluster is not used; the message is the reason, for the user."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def reach(address: str) -> None:
-    """Raise unless the address accepts connections.
+    """Raise ``OSError`` unless the address accepts connections.
 
     Ray itself would wait as long as for a lost head.
     """
@@ -87,9 +87,10 @@ def _of_this_machine(address: str) -> bool:
 
 
 def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
-    """Raise unless a node runs on this machine: a program connects to a cluster by such a node.
+    """Raise ``ClusterRefused`` unless a node of the cluster runs on this machine.
 
-    ``nodes`` holds address and local socket of each node.
+    A program connects to a cluster by such a node. ``nodes`` holds address and local socket of each
+    node.
     """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
@@ -108,7 +109,7 @@ def check_folder(socket_path: str) -> None:
     ``ray start`` opens its folders to all accounts.
     """
     folder = str(Path(socket_path).parent)
-    if socket_path and folder not in _warned and (why := exposed(Path(folder), owners=False)):
+    if socket_path and folder not in _warned and (why := exposure_of(Path(folder), owners=False)):
         _warned.add(folder)
         remedy = (
             "start Ray with --temp-dir=DIR/ray, where DIR has mode 0700 (Security in docs/ray.md)"
@@ -124,11 +125,11 @@ def check_folder(socket_path: str) -> None:
 # authentication
 
 
-def is_refused() -> bool:
-    """Return whether the environment turns authentication off explicitly."""
+def authentication_disabled() -> bool:
+    """Return whether the environment disables token authentication explicitly."""
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
-        raise ClusterRefused(f"{MODE}: expected token or disabled, got {mode!r}")
+        raise ClusterRefused(f"{MODE}: expected token or disabled, got {mode!r}; set one")
     return mode.lower() == "disabled"
 
 
@@ -143,23 +144,29 @@ def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) 
     ``accepts(with_token)`` returns whether it accepts a client with the token found here, or
     without a token.
     """
-    if is_refused():
+    if authentication_disabled():
         if not accepts(False):
             raise ClusterRefused(
                 f"it requires a token, but {MODE}=disabled here; unset that, and set its "
-                f"token by {WHERE}"
+                f"token by {TOKEN_SOURCES}"
             )
-        warn("the cluster", "everyone who reaches its ports")
+        warn_unauthenticated("the cluster", "everyone who reaches its ports")
         return
     if not has_token():
-        raise ClusterRefused(f"expected the token of the cluster in {WHERE}, got none. {REFUSE}")
-    if accepts(False):  # before the token is sent: an intruder in the cluster would get it
+        raise ClusterRefused(
+            f"expected the token of the cluster in {TOKEN_SOURCES}, got none. {REFUSE}"
+        )
+    if accepts(
+        False
+    ):  # checked before the token is sent, which an intruder in the cluster would receive
         raise ClusterRefused(
             "it asks for no token, so everyone who reaches its ports can run code there: start "
             f"it with {MODE}=token. {REFUSE}"
         )
     if not accepts(True):
-        raise ClusterRefused(f"it rejects the token in {WHERE}")
+        raise ClusterRefused(
+            f"it rejects the token in {TOKEN_SOURCES}; set the token of this cluster"
+        )
 
 
 def asks_for_token(address: str) -> bool:
@@ -189,25 +196,29 @@ def asks_for_token(address: str) -> bool:
         answer, why = "", str(fault)
     if answer not in ("open", "closed"):
         log.warning(
-            "could not determine whether the cluster at %s asks for a token: %s", address, why
+            "assumed that the cluster at %s requires a token, since the query failed: %s",
+            address,
+            why,
         )
     return answer != "open"
 
 
-def check_own_refused() -> None:
-    """Refuse a cluster without tokens that the program connected to, unless that was allowed."""
-    if not is_refused():
+def check_open_cluster() -> None:
+    """Refuse the program's own cluster without tokens, unless authentication is disabled."""
+    if not authentication_disabled():
         remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
         problem = "it asks for no token, so everyone who reaches its ports can run code there"
         raise JobError(
             [f"the cluster that the program connected to is not used: {problem}: {remedy}"],
             "launch",
         )
-    warn("the cluster that the program connected to", "everyone who reaches its ports")
+    warn_unauthenticated(
+        "the cluster that the program connected to", "everyone who reaches its ports"
+    )
 
 
-def warn(what: str, who: str) -> None:
-    """Warn that a cluster is used without authentication; ``who`` can misuse it."""
+def warn_unauthenticated(what: str, who: str) -> None:
+    """Log a warning that a cluster is used without authentication; ``who`` can misuse it."""
     log.warning(
         "%s is used without token authentication: %s can run code in it, read its data and end "
         "its jobs (Security in docs/ray.md)",

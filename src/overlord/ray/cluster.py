@@ -18,7 +18,7 @@ from typing import Any
 
 from overlord.checks import did_you_mean
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.ray.actors import actor_of, has_process, kill, opened, pickled
+from overlord.ray.actors import actor_of, has_process, kill, pickled, unpickle
 from overlord.ray.connection import (
     RayConnection,
     check_program_connection,
@@ -47,23 +47,23 @@ __all__ = [
     "here",
     "kill",
     "node_here",
-    "opened",
     "pickled",
+    "unpickle",
 ]
 
 log = logging.getLogger("overlord")
 
 
 class Cluster:
-    """One cluster at a time; its connection stays open while any user holds it."""
+    """The shared connection to one Ray cluster, open while any user holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._users = 0
-        # One entry for each user that left and is not yet subtracted: Ray may hang, or be
+        # One entry for each user that left and is still in ``_users``: Ray may hang, or be
         # interrupted.
         self._left: deque[None] = deque()
-        self.trusted = False  # it was checked before that the cluster asks for a token
+        self.trusted = False  # another process has checked that the cluster requires a token
         self._connection = RayConnection()
         self._ours = False  # whether we opened the connection
         self._up = False  # whether there is anything to close
@@ -100,7 +100,7 @@ class Cluster:
         self.settle()
 
     def leave(self) -> None:
-        """Record that one user has left; never wait, and do not disconnect yet."""
+        """Record that one user no longer needs the cluster; never wait and never disconnect."""
         if os.getpid() == self._pid:
             self._left.append(None)
 
@@ -111,7 +111,8 @@ class Cluster:
         # Ray may hang in a start: waiting for it would block the closing of a session.
         if not self._lock.acquire(timeout=TIMEOUTS.release_s):
             log.warning(
-                "Ray did not complete its requests within %g s; left connected", TIMEOUTS.release_s
+                "kept the connection to Ray: its requests did not complete within %g s",
+                TIMEOUTS.release_s,
             )
             return
         try:
@@ -121,7 +122,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _held(self, what: str) -> Iterator[None]:
-        """Hold the lock, with all users subtracted that have left."""
+        """Hold the lock; update the number of users before and after the block."""
         if not self._lock.acquire(timeout=TIMEOUTS.hold_s):
             raise DataStall(f"Ray: {what}", TIMEOUTS.hold_s)
         try:
@@ -143,7 +144,7 @@ class Cluster:
             self._up = False
 
     @property
-    def far(self) -> bool:
+    def multi_machine(self) -> bool:
         """Whether the cluster may have other machines."""
         return not self._ours or self.address is not None
 
@@ -169,7 +170,7 @@ class Cluster:
                 "namespace": f"overlord-{job}-{self._run}",
             }
             actor = actor_of(place, **named).remote()
-            life: Future[Any] = actor.begin.remote(spec, self.far, code).future()
+            life: Future[Any] = actor.begin.remote(spec, self.multi_machine, code).future()
         return actor, life
 
     def has_process(self, actor: Any) -> bool | None:
@@ -204,7 +205,7 @@ class Cluster:
         for found in known:
             if found.has_name(node):
                 return found.id
-        if not self.far:
+        if not self.multi_machine:
             raise JobError(
                 [
                     f"node: expected None, since this runtime has one machine, got {node!r}; "
@@ -213,7 +214,7 @@ class Cluster:
                 f"actor {actor!r}",
             )
         raise JobError(
-            [f"unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"],
+            [f"node: unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"],
             f"actor {actor!r}",
         )
 
@@ -223,9 +224,9 @@ CLUSTER = Cluster()
 
 @contextlib.contextmanager
 def cluster(address: str | None = None) -> Iterator[Cluster]:
-    """Stay connected during the block.
+    """Stay connected to a cluster during the block.
 
-    Actor systems in the block need not wait for a cluster to start.
+    Actor systems that are created in the block do not start a cluster of their own.
     """
     CLUSTER.hold(address)
     try:

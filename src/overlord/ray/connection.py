@@ -23,15 +23,15 @@ from overlord.ray.auth import (
     MODE,
     ClusterRefused,
     asks_for_token,
+    authentication_disabled,
     check_folder,
     check_joined,
-    check_own_refused,
+    check_open_cluster,
     check_token,
-    is_refused,
     reach,
     same_head,
     token_named,
-    warn,
+    warn_unauthenticated,
 )
 from overlord.ray.folder import Folder, SigtermHandler, environment_kept
 from overlord.ray.ray_import import exceptions, ray, ray_constants, ray_worker, raylet
@@ -84,9 +84,9 @@ class RayConnection:
         settings["job_config"] = config = ray.job_config.JobConfig()
         config._py_driver_sys_path = FirstHere()
         try:
-            refused = is_refused()
+            disabled = authentication_disabled()
             self._set({MODE: "token"})
-            settings |= self._own_cluster(refused) if address is None else _check_cluster(address)
+            settings |= self._own_cluster(disabled) if address is None else _check_cluster(address)
             reread_environment()
             # The memory pool is for workers: Ray loads Arrow in them before any code of ours.
             with (
@@ -106,10 +106,15 @@ class RayConnection:
             raise
         ray_worker.print_to_stdstream = _log_output  # Ray prints a paragraph per killed process
 
-    def _own_cluster(self, refused: bool) -> dict[str, Any]:
-        """Return the settings of a cluster on this machine."""
-        if refused:
-            warn("the cluster that is started on this machine", "every user of this machine")
+    def _own_cluster(self, disabled: bool) -> dict[str, Any]:
+        """Return the settings of a cluster on this machine.
+
+        ``disabled``: token authentication is disabled.
+        """
+        if disabled:
+            warn_unauthenticated(
+                "the cluster that is started on this machine", "every user of this machine"
+            )
         self._folder = Folder()
         self._set({} if token_named() else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
         return {
@@ -159,7 +164,7 @@ class RayConnection:
         thread.start()
         try:
             thread.join(timeout_s)
-        except BaseException:  # Ctrl-C: half of a cluster would stay as long as the program lives
+        except BaseException:  # Ctrl-C: without this wait a part of the cluster would keep running
             thread.join(timeout_s)
             raise
         if thread.is_alive():
@@ -181,13 +186,13 @@ class RayConnection:
 def _shut_down(faults: list[BaseException]) -> None:
     try:
         ray.shutdown()
-    except BaseException as fault:  # a part of the cluster would stay: try once more
+    except BaseException as fault:  # a part of the cluster still runs: try once more
         faults.append(fault)
         ray.shutdown()
 
 
 def _check_cluster(address: str) -> dict[str, Any]:
-    """Raise unless the cluster at ``address`` can be used; return no additional settings."""
+    """Raise if the cluster at ``address`` cannot be used; return no additional settings."""
     reach(address)
     reread_environment()
     check_token(_has_token, lambda with_token: head_accepts(address, with_token))
@@ -199,11 +204,11 @@ def _check_cluster(address: str) -> dict[str, Any]:
 def check_program_connection(trusted: bool) -> None:
     """Check the authentication of a connection that the program opened itself.
 
-    ``trusted``: it is already known that the cluster asks for a token.
+    ``trusted``: another process has checked that the cluster requires a token.
     """
     shows_token = raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
     if not shows_token or not (trusted or asks_for_token(head_now())):
-        check_own_refused()
+        check_open_cluster()
 
 
 def _resume_own_processes() -> None:
@@ -226,7 +231,7 @@ def warn_if_exposed() -> None:
 
 
 def _log_output(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
-    log.debug("ray: %s", " ".join(map(str, data.get("lines", ()))))
+    log.debug("output of Ray: %s", " ".join(map(str, data.get("lines", ()))))
 
 
 def reread_environment() -> None:
@@ -320,13 +325,16 @@ def _is_connected_to(address: str) -> bool:
 
 
 def refuse_another(address: str | None, now: str, why: str) -> None:
-    """Raise if another cluster is requested: a process is connected to one at a time."""
+    """Raise if another cluster than the connected one is requested.
+
+    A process is connected to one cluster at a time. ``why`` says who opened the connection.
+    """
     if address is not None and not same_head(address, now) and not _is_connected_to(address):
         problem = (
             f"address: {address!r} was requested, but this process is connected to the "
             f"cluster at {now!r}, {why}"
         )
-        raise JobError([f"{problem}; close that first, or leave address out"], "launch")
+        raise JobError([f"{problem}; close that connection first, or leave address out"], "launch")
 
 
 def _problem(address: str | None, fault: Exception) -> str:

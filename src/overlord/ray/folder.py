@@ -18,17 +18,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overlord.ray.private_folder import REMEDY, NotPrivate, exposed, make_private, rename_private
+from overlord.ray.private_folder import (
+    REMEDY,
+    NotPrivate,
+    exposure_of,
+    make_private,
+    rename_private,
+)
 
 log = logging.getLogger("overlord")
 
 FOLDER = "ov-ray-"
-UNFINISHED = "ov-new-"  # prefix of a folder without a lock
+UNFINISHED = "ov-new-"  # prefix of a folder that is not locked yet
 LOCK = "lock"
 RAY = "r"  # inside the folder: Ray creates files with mode 0777, whatever the umask is
 # characters: the path of a socket has 107; Ray's own part takes 65, the folder 24, ``RAY`` 2
 MAX_ROOT = 16
-MAKING_S = 3600.0  # far above the time to create a folder: its creator was killed
+MAKING_S = 3600.0  # age after which the creator of an unfinished folder counts as killed
 
 
 class SigtermHandler:
@@ -52,8 +58,9 @@ class SigtermHandler:
                 self.restore()
 
     def restore(self) -> None:
-        """Restore the handler after the disconnect, unless the program has set another one since.
-        It has an effect only in the thread in which Ray could set its own.
+        """Restore the program's handler after the disconnect, unless it has set another one since.
+
+        It has an effect only in the main thread, in which Ray could set its own.
         """
         if self._ray_handler is not None and signal.getsignal(signal.SIGTERM) is self._ray_handler:
             # Not the main thread, or a handler that was not set from Python.
@@ -100,11 +107,11 @@ def remove_leftovers(root: Path) -> None:
     """Remove folders of programs that were killed."""
     for old in root.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):
-            if _ours(old):
+            if _is_own_folder(old):
                 _remove_unheld(old)
     for old in root.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError):
-            if _ours(old) and time.time() - old.stat().st_mtime > MAKING_S:
+            if _is_own_folder(old) and time.time() - old.stat().st_mtime > MAKING_S:
                 shutil.rmtree(old, ignore_errors=True)
 
 
@@ -124,26 +131,26 @@ def _remove_unheld(old: Path) -> None:
         os.close(lock)
 
 
-def _ours(old: Path) -> bool:
+def _is_own_folder(old: Path) -> bool:
     found = os.lstat(old)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _root() -> Path:
-    """Return the folder of temporary files.
+    """Return the folder of temporary files, in which folders for Ray are created.
 
-    Return /tmp if its path is too long or other accounts can change it.
+    Return /tmp if the path of that folder is too long, or if other accounts can change it.
     """
     root, standard = Path(tempfile.gettempdir()), Path("/tmp")
-    why = exposed(root) if len(str(root)) <= MAX_ROOT else "too long"
+    why = exposure_of(root) if len(str(root)) <= MAX_ROOT else "too long"
     if why and root != standard:
         if why != "too long":
             log.warning(
-                "files of Ray put into /tmp instead of %s: other accounts can change it, since %s",
+                "put files of Ray into /tmp instead of %s, which other accounts can change: %s",
                 root,
                 why,
             )
-        root, why = standard, exposed(standard)
+        root, why = standard, exposure_of(standard)
     if why:
         raise NotPrivate(
             f"{root}: expected a folder where other accounts cannot rename files of this "

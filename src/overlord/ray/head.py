@@ -1,8 +1,8 @@
 """Detect whether the head of a cluster answers.
 
-Ray's own calls wait for a lost head, some of them for an hour. So the head is pinged before them. A
-lost head may return: Ray allows it if its state is in an external store. Running actors continue
-without it. Starts wait for it, with a deadline. This module does not import Ray.
+Ray's own calls wait for a lost head, some of them for an hour. So we ping the head before each
+call. A lost head may return: Ray allows it if its state is in an external store. Running actors
+continue without it. Starts wait for it, with a deadline. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from overlord.ray.timeouts import TIMEOUTS
 
 
 class Head:
-    """The head of a cluster, as seen by pings.
+    """The head of a cluster, whose state is known from pings.
 
     ``ping`` returns once the head has answered, and raises if it does not within a second or two.
     """
@@ -34,7 +34,7 @@ class Head:
         try:
             self._ping()
         except Exception:
-            # It may have answered in between, when it was not pinged.
+            # Long after the last failed ping, the head may have answered in between.
             if self._lost_since is None or asked - self._last_miss > self._deadline_s:
                 self._lost_since = asked
             self._last_miss = time.monotonic()

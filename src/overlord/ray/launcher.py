@@ -1,4 +1,4 @@
-"""Actors that Ray places, starts and watches, and that are called by our own connections.
+"""The launcher of actors on Ray: Ray places, starts and watches them.
 
 Ray finds a machine, starts a process there, reports its end, and registers its name. The actor then
 connects to this process (``worker.py``), and all calls use that connection. So calls, errors and
@@ -26,14 +26,14 @@ from overlord.ray.cluster import CLUSTER
 from overlord.ray.connection import warn_if_exposed
 from overlord.ray.node_choice import Node
 from overlord.ray.nodes import here
-from overlord.ray.placement import RayPlace, no_room
+from overlord.ray.placement import RayPlace, room_text
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.ray.worker import LaunchSpec, this_machine
 from overlord.ray.worker_logs import WorkerOutput
 from overlord.rpc import timeouts as rpc_timeouts
 from overlord.rpc.actors import (
     CONTROL,
-    HURRY_S,
+    INTERRUPTED_S,
     SHUT_DOWN,
     SHUTDOWN_S,
     ActorHandle,
@@ -58,14 +58,14 @@ class RayRecord(ActorRecord):
         super().__init__(name)
         self.inbound = InboundConnection()
         self.actor: Any = None  # Ray's handle
-        self.near = False  # whether its process runs on this machine
+        self.local = False  # whether its process runs on this machine
         self.killed = ""  # the reason, once it was killed
         self.output = WorkerOutput()
 
     @property
     def pid(self) -> int:
         """The pid of its process if that runs on this machine, else 0."""
-        return (self.near and self.handle is not None and self.handle.pid) or 0
+        return (self.local and self.handle is not None and self.handle.pid) or 0
 
 
 class RayActorSystem(BaseActorSystem[RayRecord]):
@@ -81,8 +81,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
-            self.machine = NetworkPlatform(ports) if CLUSTER.far else Platform(ports)  # for workers
-            own = NetworkPlatform(ports, here()) if CLUSTER.far else self.machine
+            self.machine = (
+                NetworkPlatform(ports) if CLUSTER.multi_machine else Platform(ports)
+            )  # for workers
+            own = NetworkPlatform(ports, here()) if CLUSTER.multi_machine else self.machine
             self._listener: ActorListener[RayRecord] = ActorListener(
                 own,
                 on_end=self._ended,
@@ -106,8 +108,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     # starting
 
     def nodes(self) -> list[Node]:
-        """Return the nodes for actors; empty on a cluster of this machine alone."""
-        return CLUSTER.nodes() if CLUSTER.far else []
+        """Return the nodes on which actors can run; empty if the cluster has only this machine."""
+        return CLUSTER.nodes() if CLUSTER.multi_machine else []
 
     def pid_here(self, handle: ActorHandle) -> int:
         """Return the pid of an actor, once it is known and if it runs on this machine; else 0."""
@@ -134,8 +136,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             address=self.address,
             token=self._listener.token,
             lease_id=self._listener.expect(record),
-            environ=None if CLUSTER.far else dict(os.environ),
-            directory="" if CLUSTER.far else os.getcwd(),
+            environ=None if CLUSTER.multi_machine else dict(os.environ),
+            directory="" if CLUSTER.multi_machine else os.getcwd(),
             path=self._path,
         )
         self._starts.do(lambda: self._begin(record, spec, code))
@@ -151,21 +153,21 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
                 if isinstance(fault, OverlordError)
                 else f"{type(fault).__name__}: {str(fault)[:500]}"
             )
-            self._listener.died(spec.lease_id, f"Ray cannot start it: {text}")
+            self._listener.died(spec.lease_id, f"Ray could not start it: {text}")
             return
         if started is None:
             return
         actor, life = started
         with record.inbound.lock:
             record.actor, killed = actor, record.killed
-        if killed:  # meanwhile
+        if killed:  # while Ray started it
             kill(actor)
         life.add_done_callback(
-            lambda _: self._events.do(lambda: self._life_over(record, actor, life))
+            lambda _: self._events.do(lambda: self._actor_ended(record, actor, life))
         )
         if record.place.waits:
             after(TIMEOUTS.room_s, lambda: self._warn_that_it_waits(record))
-        elif record.place.asks:
+        elif record.place.requests_resources:
             self._check_start_later(record, actor, spec, code)
 
     def _is_awaited(self, record: RayRecord) -> bool:
@@ -179,9 +181,9 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _warn_that_it_waits(self, record: RayRecord) -> None:
         if self._is_awaited(record):
             log.warning(
-                "start of %s delayed, waiting for %s",
+                "start of %s delayed: Ray waits for %s",
                 record.name,
-                no_room(record.place, CLUSTER.nodes()),
+                room_text(record.place, CLUSTER.nodes()),
             )
 
     def _start_without_resources(
@@ -200,7 +202,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         log.warning(
             "%s started without its resources: %s not available on its node within %g s",
             record.name,
-            record.place.wanted,
+            record.place.request_text,
             TIMEOUTS.process_s,
         )
         with record.inbound.lock:  # a new lease id: a process that starts just now is refused
@@ -225,7 +227,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             for record in self._living():
                 if record.name == future.actor and record.inbound.connection is None:
                     where = (
-                        f"on {no_room(record.place, CLUSTER.nodes())}"
+                        f"on {room_text(record.place, CLUSTER.nodes())}"
                         if record.place.waits
                         else "for which Ray has no process yet"
                     )
@@ -284,10 +286,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
 
         after(rpc_timeouts.TIMEOUTS.death_notice_s, kill_if_alive)
 
-    def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
+    def _actor_ended(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
         """Record the end of an actor, as Ray reports it.
 
-        Earlier messages still count: all were read once its connection ends.
+        Its earlier messages still count: all of them are read before its connection ends.
         """
         if actor is not record.actor:  # another was started in its place
             return
@@ -305,11 +307,13 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         Ray deletes its log files with a cluster of this machine, so they are logged here. Files of
         another cluster remain, and are named unless they are known to be empty.
         """
-        if lines := record.output.last() if record.near else []:
+        if lines := record.output.last_lines() if record.local else []:
             log.warning("last output of %s:\n  %s", record.name, "\n  ".join(lines))
         return (
             f"; {where}"
-            if CLUSTER.far and (where := record.output.where) and (lines or not record.near)
+            if CLUSTER.multi_machine
+            and (where := record.output.where)
+            and (lines or not record.local)
             else ""
         )
 
@@ -324,8 +328,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         record.exited.set()
 
     def _connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
-        record.near = bool(self._machine_id) and hello.get("machine") == self._machine_id
-        record.output = WorkerOutput.of(hello.get("output"))
+        record.local = bool(self._machine_id) and hello.get("machine") == self._machine_id
+        record.output = WorkerOutput.from_hello(hello.get("output"))
 
     def _replied(
         self, record: RayRecord, number: int, header: bytes, columns: list[np.ndarray]
@@ -350,8 +354,8 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             )
         self._run_shutdown(
             lambda: [
-                lambda: self._dismiss_all(timeout_s),
-                lambda: self._listener.close(HURRY_S),
+                lambda: self._end_all(timeout_s),
+                lambda: self._listener.close(INTERRUPTED_S),
                 self._starts.close,
                 self._events.close,
                 CLUSTER.leave,
@@ -360,14 +364,14 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             ]
         )
 
-    def _dismiss_all(self, timeout_s: float) -> None:
+    def _end_all(self, timeout_s: float) -> None:
         for record in self._request_exit(self._living(), timeout_s, self._kill):
-            record.exited.wait(HURRY_S)
+            record.exited.wait(INTERRUPTED_S)
             # Ray ends a suspended process in a few seconds.
             self._mark_ended(record, SHUT_DOWN, quiet=True)
 
     def _at_exit(self) -> None:
-        self.shutdown(HURRY_S)
+        self.shutdown(INTERRUPTED_S)
 
 
 def _send(record: RayRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:

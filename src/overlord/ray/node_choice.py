@@ -52,13 +52,13 @@ class Layout:
     share: float = 0.5
     # a loader worker without room is left to the cluster, which may add a node for it
     reserve: bool = False
-    # of nodes for workers that need not run next to ranks
+    # labels of the nodes for workers that need not run next to ranks
     labels: Mapping[str, str] = field(default_factory=dict)
-    # requested by each of those workers, in addition to a core and memory
+    # resources that each of those workers requests, in addition to a core and memory
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def suits(self, node: Node) -> bool:
-        """Return whether a node has the labels and resources."""
+        """Return whether a node has the requested labels and resources."""
         return all(
             has_label(node.labels, key, wanted) for key, wanted in self.labels.items()
         ) and all(node.resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items())
@@ -100,7 +100,7 @@ def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
 
 
 def without_job(node: Node, ours: Iterable[Spot]) -> Node:
-    """Return a node as it would be without these requests of the job."""
+    """Return a node with the idle resources that it would have without these spots of the job."""
     held, more = list(ours), dict.fromkeys(node.resources, 0.0)
     for key, amount in (pair for spot in held for pair in spot.resources.items()):
         more[key] = more.get(key, 0.0) + amount
@@ -115,9 +115,9 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
 
 
 def at_most(node: Node, before: Node) -> Node:
-    """Return a node with no more idle resources than before.
+    """Return a node with its idle resources limited to those of ``before``.
 
-    Recent requests may not yet be subtracted from its numbers.
+    Ray may not have subtracted recent requests yet.
     """
     return replace(
         node,
@@ -171,7 +171,7 @@ def choose(
         if room := [n for n in some if has_room(n, share) and has_more(n)]:
             best = min(room, key=lambda n: (load[n.id] - int(n.idle_cores * share), n.id))
             return Spot(node=best.id, cores=1.0, memory=memory, resources=layout.resources)
-    # Explicit labels and resources are waited for; no other node replaces them.
+    # The worker waits for a node with its labels and resources; no other node replaces it.
     if layout.reserve or not suited:
         return Spot(node="", cores=1.0, memory=memory, resources=layout.resources)
     # A head often has no cores, so that no work is placed on it.
@@ -194,7 +194,7 @@ def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | N
     return next(found, None)
 
 
-def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
+def spot_for_restart(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
     """Return the spot of a restarted worker; None if its node is lost.
 
     Its resources may belong to others now, or not be free yet. Then it requests none, since a
@@ -207,13 +207,13 @@ def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surplus:
-    """Loader workers for which a node has no room, in the order in which they should move."""
+    """A node that runs more workers than allowed, and the loader workers that should move away."""
 
     node: Node
-    hosts: int  # workers of the job on that node
+    workers: int  # workers of the job on that node
     allowed: int
     has_ranks: bool
-    leave: tuple[str, ...]
+    leaving: tuple[str, ...]  # names of loader workers, in the order in which they should move
 
 
 def surplus(
@@ -248,10 +248,10 @@ def surplus(
             found.append(
                 Surplus(
                     node=node,
-                    hosts=len(there),
+                    workers=len(there),
                     allowed=allowed,
                     has_ranks=ranks,
-                    leave=tuple(leave),
+                    leaving=tuple(leave),
                 )
             )
     return sorted(found, key=lambda s: (not s.has_ranks, s.node.id))
@@ -263,7 +263,7 @@ def moves(
     """Return new spots for loader workers that should move from crowded nodes to others."""
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
-        for worker in crowded.leave:
+        for worker in crowded.leaving:
             spot = choose(worker, nodes, layout, now, memory.get(worker, 0))
             # Otherwise no node has room for it.
             if spot.cores and spot.node not in ("", crowded.node.id):
@@ -275,10 +275,10 @@ def _number(worker: str) -> int:
     return int(worker.rpartition("/")[2])
 
 
-def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node without ranks that is best for the planner; None if all nodes have ranks.
+def node_without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
+    """Return the node without ranks that is best for the coordinator; None if there is none.
 
-    The planner requests no resources.
+    The coordinator requests no resources.
     """
     others = [n for n in nodes if not any(n.has_name(rank_node) for rank_node in layout.rank_nodes)]
     suited = [n for n in others if layout.suits(n)] or others
@@ -286,7 +286,7 @@ def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
 
 
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
-    """Return the labels of a node that the cluster should find.
+    """Return the labels of the node that Ray should choose for a worker.
 
     It must be a node without ranks, because the share of nodes with ranks is used up.
     """
@@ -296,8 +296,8 @@ def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
     return {**layout.labels, **({NODE_ID: f"!in({','.join(trainers)})"} if trainers else {})}
 
 
-def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
-    """Return the constructor worker of every data-parallel group.
+def constructors_by_node(nodes_of: Sequence[Sequence[str]], workers: int) -> list[int]:
+    """Return the number of the constructor worker of every data-parallel group.
 
     ``nodes_of`` holds the known nodes of the ranks of each group. A worker runs on one node, so its
     groups should too. Every node gets workers in proportion to its groups. With fewer workers than
@@ -307,15 +307,15 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
     at = [Counter(nodes).most_common(1)[0][0] if nodes else "" for nodes in nodes_of]
     groups = Counter(at)
     if not any(at):
-        return [group % hosts for group in range(len(at))]
-    if hosts <= len(groups):
-        load, whose = [0] * hosts, dict[str, list[int]]()
+        return [group % workers for group in range(len(at))]
+    if workers <= len(groups):
+        load, whose = [0] * workers, dict[str, list[int]]()
         for node, number in groups.most_common():
             whose[node] = [load.index(min(load))]
             load[whose[node][0]] += number
     else:
         having = dict.fromkeys(groups, 1)
-        for _ in range(min(hosts, len(at)) - len(groups)):
+        for _ in range(min(workers, len(at)) - len(groups)):
             having[max(groups, key=lambda node: groups[node] / having[node])] += 1
         first = 0
         whose = {}
@@ -330,8 +330,8 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
     return found
 
 
-def with_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
-    """Return the same nodes, each with one name: two names of one node would count as two."""
+def unique_names(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
+    """Return one name for each called node, so that two names of one node do not count as two."""
     names = Counter(n.name for n in nodes)
     found = [next(n for n in nodes if n.has_name(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
@@ -340,7 +340,7 @@ def with_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ..
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     """Return the problems of a layout, one sentence each.
 
-    A missing node would be skipped, and its ranks served from elsewhere.
+    Without this check a missing node would be skipped, and its ranks served from other nodes.
     """
     missing = dict.fromkeys(
         called for called in layout.rank_nodes if not any(n.has_name(called) for n in nodes)
@@ -398,7 +398,7 @@ def _nodes_text(nodes: Sequence[Node]) -> str:
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
-    """Return the number of cores that loader and constructor workers may use in total."""
+    """Return the number of CPU cores that loader and constructor workers may use in total."""
     trainers = {
         n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     }

@@ -37,10 +37,10 @@ def _node(found: Mapping[str, Any], idle: Mapping[str, Any]) -> Node:
 
 
 def here() -> str:
-    """Return the address of this node."""
+    """Return the IP address of this node in its cluster."""
     return str(ray.util.get_node_ip_address())
 
 
 def node_here() -> str:
-    """Return the id of this node."""
+    """Return the id of this node in its cluster."""
     return str(ray.get_runtime_context().get_node_id())

@@ -20,21 +20,21 @@ class RayPlace:
     memory: float | None = None
     resources: tuple[tuple[str, float], ...] = ()
     node: str | None = None  # its id
-    labels: tuple[tuple[str, str], ...] = ()  # that a node must have, if none is named
+    labels: tuple[tuple[str, str], ...] = ()  # labels that the node must have, if none is named
 
     @property
-    def asks(self) -> bool:
+    def requests_resources(self) -> bool:
         """Whether the actor requests resources, so that it starts only on a node with room."""
         return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
 
     @property
     def waits(self) -> bool:
         """Whether Ray chooses the node, and waits until one has room."""
-        return self.node is None and (self.asks or bool(self.labels))
+        return self.node is None and (self.requests_resources or bool(self.labels))
 
     @property
-    def wanted(self) -> str:
-        """The requested resources as text."""
+    def request_text(self) -> str:
+        """The requested resources and labels as text."""
         found = (
             f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and "
             f"{(self.memory or 0.0) / 2**20:.0f} MB"
@@ -61,8 +61,8 @@ class RayPlace:
         return found
 
 
-def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
-    """Describe the resources that a start waits for, and those that are idle."""
+def room_text(place: RayPlace, nodes: Sequence[Node]) -> str:
+    """Describe the node that a start waits for, and the idle resources of the present nodes."""
     kinds = [key for key, _ in place.resources]  # a named resource may be the missing one
     more = [
         " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes
@@ -75,6 +75,6 @@ def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
         f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True)
     )
     return (
-        f"a node with {place.wanted} idle (nodes have {idle or 'none'}): an autoscaler may add "
-        "one, or other jobs may end"
+        f"a node with {place.request_text} idle (nodes have {idle or 'none'}): an autoscaler may "
+        "add one, or other jobs may end"
     )

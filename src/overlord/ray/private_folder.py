@@ -40,13 +40,13 @@ def rename_private(made: Path, path: Path) -> None:
         os.rename(made, path)
     except OSError as fault:
         raise NotPrivate(
-            f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove "
+            f"{path}: expected a free name, got {_file_text(path)} ({fault.strerror}); remove "
             f"it, or {REMEDY}"
         ) from fault
     after = os.lstat(path)
     if (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino):
         raise NotPrivate(
-            f"{path}: expected the folder that was just renamed, got {_found(path)}; {REMEDY}"
+            f"{path}: expected the folder that was just renamed, got {_file_text(path)}; {REMEDY}"
         )
     check_private(path)
 
@@ -60,11 +60,11 @@ def check_private(path: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
         raise NotPrivate(
             f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got "
-            f"{_found(path)}; {REMEDY}"
+            f"{_file_text(path)}; {REMEDY}"
         )
 
 
-def exposed(path: Path, *, owners: bool = True) -> str:
+def exposure_of(path: Path, *, owners: bool = True) -> str:
     """Return why another account can replace ``path`` or a folder above it; empty if none can.
 
     ``owners=False`` accepts folders of any owner and checks their modes alone. A folder that others
@@ -73,11 +73,13 @@ def exposed(path: Path, *, owners: bool = True) -> str:
     trusted = trusted_owners() if owners else None
     # A symlink is as safe as its own folder and its target.
     written, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))
-    return _first_open(written, trusted) or (_first_open(real, trusted) if real != written else "")
+    return _first_exposed(written, trusted) or (
+        _first_exposed(real, trusted) if real != written else ""
+    )
 
 
-def _first_open(path: Path, trusted: set[int] | None) -> str:
-    """Return why another account can replace a folder on the way from the root to ``path``."""
+def _first_exposed(path: Path, trusted: set[int] | None) -> str:
+    """Return why another account can replace ``path`` or a folder above it; empty if none can."""
     for one in (*reversed(path.parents), path):
         try:
             found = os.lstat(one)
@@ -112,7 +114,7 @@ def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
     return found
 
 
-def _found(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         found = os.lstat(path)
     except OSError as fault:

@@ -34,8 +34,8 @@ def check_version(version: str) -> None:
     """Refuse a version that is known to fail, and warn once about one that was not tested."""
     if minor(version) < FIRST:
         problem = (
-            f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; "
-            f"{pip_install('ray')}"
+            f"runtime: 'ray' expected Ray {_version_text(FIRST)} to {_version_text(LAST)}, got "
+            f"{version}; {pip_install('ray')}"
         )
         raise JobError([problem], "launch")
     if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
@@ -43,11 +43,11 @@ def check_version(version: str) -> None:
         log.warning(
             "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s",
             version,
-            _shown(FIRST),
-            _shown(LAST),
+            _version_text(FIRST),
+            _version_text(LAST),
             pip_install("ray"),
         )
 
 
-def _shown(number: tuple[int, int]) -> str:
+def _version_text(number: tuple[int, int]) -> str:
     return f"{number[0]}.{number[1]}"

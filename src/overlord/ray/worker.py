@@ -49,15 +49,15 @@ Code = tuple[Callable[..., Any], tuple[Any, ...]]  # factory and arguments
 
 
 class ActorBody:
-    """The class of a Ray actor: its one method runs as long as the actor lives."""
+    """The base of the Ray actor class: its one method runs as long as the actor lives."""
 
-    def live(
+    def serve(
         self, spec: LaunchSpec, interface: str, code: Callable[[], Code], output: Mapping[str, Any]
     ) -> int | None:
         """Serve calls until the actor is asked to exit (None) or exits by itself (its exit code).
 
-        ``code`` returns factory and arguments. ``output`` names its log files, for reports after
-        its death.
+        ``code`` returns factory and arguments. ``output`` names the log files of the process, for
+        the report of its end.
         """
         adopt_environment(spec, interface)
         hello = {
@@ -134,7 +134,7 @@ class CallConnection:
         self._exit()
 
     def _exit(self) -> None:
-        """Exit, since the launching process has exited or disconnected.
+        """Exit, because the launching process has exited or disconnected.
 
         This also ends a process that Ray wrongly considers dead.
         """
@@ -149,7 +149,7 @@ class CallConnection:
 def this_machine() -> str:
     """Return an id that is equal for processes that can signal each other by pid.
 
-    It is empty if it is unknown.
+    The id is empty if the system does not report it.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(

@@ -1,6 +1,7 @@
 """The last output of a process of Ray.
 
-It is in files of its node, which the user of the job does not see. This module does not import Ray.
+The output is in log files on the node of the process, which the user of the job does not see. This
+module does not import Ray.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class WorkerOutput:
     files: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def into(node: str, files: Sequence[str]) -> dict[str, Any]:
-        """Return the output as a plain value, for the hello of the actor."""
+    def to_hello(node: str, files: Sequence[str]) -> dict[str, Any]:
+        """Return node and log files as a plain value, for the hello of the actor."""
         return {
             "node": node,
             "files": {
@@ -37,8 +38,8 @@ class WorkerOutput:
         }
 
     @staticmethod
-    def of(value: Any) -> WorkerOutput:
-        """Parse the plain value; anything malformed gives an empty output."""
+    def from_hello(value: Any) -> WorkerOutput:
+        """Parse the plain value of a hello; return an empty output if it is malformed."""
         match value:
             case {"node": str(node), "files": dict(files)}:
                 return WorkerOutput(
@@ -48,15 +49,18 @@ class WorkerOutput:
             case _:
                 return WorkerOutput()
 
-    def last(self) -> list[str]:
-        """Return the last lines, on the actor's own machine; empty without output."""
-        return [line for path, begun in self.files.items() for line in _last_of(Path(path), begun)]
+    def last_lines(self) -> list[str]:
+        """Return the last lines of all files. Call it on the machine of the actor."""
+        return [
+            line for path, begun in self.files.items() for line in _last_lines(Path(path), begun)
+        ]
 
     @property
     def where(self) -> str:
         """The location of the files, as text for users; empty if unknown.
 
-        It becomes part of the reason of a death, where ``worn_out`` searches for it.
+        It becomes part of the reason of the actor's end; the supervisor searches for
+        ``LAST_OUTPUT`` there.
         """
         return (
             f"{LAST_OUTPUT} is in {' and '.join(self.files)} on node {self.node}"
@@ -65,7 +69,7 @@ class WorkerOutput:
         )
 
 
-def _last_of(path: Path, begun: int) -> list[str]:
+def _last_lines(path: Path, begun: int) -> list[str]:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

@@ -23,12 +23,12 @@ from overlord.transport.codec import decode, encode
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# The inside of an actor: build it, execute its calls one after another, close it.
+# The server inside an actor: it builds the actor, executes its calls in order, and closes it.
 #
-# The code is the same in all processes.
+# All backends use it.
 
-# Call numbers with a special meaning. To an actor CONTROL asks it to exit; from an actor it reports
-# that it started, or failed to start or to close. A call with NO_REPLY has no reply.
+# Call numbers with a special meaning. CONTROL to an actor is a request to exit. CONTROL from an
+# actor reports that it started, or failed to start or to close. A call with NO_REPLY has no reply.
 CONTROL, NO_REPLY = 0, 2**64 - 1
 
 Reply = Callable[[int, bytes, list[np.ndarray]], None]
@@ -107,7 +107,7 @@ class ActorServer:
         if number == NO_REPLY:
             if not ok:
                 log.error(
-                    "%s of actor %s failed, and no caller waits for it: %s",
+                    "call of %s of actor %s failed, and no caller waits for the result: %s",
                     method,
                     self.name,
                     value,
@@ -121,7 +121,7 @@ class ActorServer:
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
 
     def _add_location(self, method: str, error: BaseException) -> None:
-        """Add actor and method to an error; for unforeseen errors also the stack."""
+        """Add actor and method to an error as a note; for other exceptions also the stack."""
         where = f"in actor {self.name!r}, {method}"
         if not isinstance(error, OverlordError):
             where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
@@ -141,7 +141,7 @@ def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool,
 
 
 def factory_failed(error: BaseException) -> str:
-    """Return the reason of death for an exception of the factory."""
+    """Return the text that gives an exception of the factory as the reason of an actor's end."""
     return f"its factory failed: {type(error).__name__}: {error}"
 
 
@@ -160,7 +160,7 @@ def exit_code(error: SystemExit) -> int:
 #
 # ``docs/rpc.md`` is the contract; ``tests/scenarios/test_actor_system.py`` verifies it.
 
-SHUTDOWN_S, HURRY_S = TIMEOUTS.shutdown_s, TIMEOUTS.interrupted_s
+SHUTDOWN_S, INTERRUPTED_S = TIMEOUTS.shutdown_s, TIMEOUTS.interrupted_s
 SHUT_DOWN = "it was shut down"
 
 
@@ -356,7 +356,7 @@ class BaseActorSystem(Generic[R]):
             if name in self._names:
                 raise JobError(
                     [
-                        "expected a free name, got that of a living actor; kill that, or use "
+                        "expected a free name, got that of a living actor; kill that actor, or use "
                         "another name"
                     ],
                     f"actor {name!r}",
@@ -434,7 +434,7 @@ class BaseActorSystem(Generic[R]):
         if handle is None:
             raise ActorLost(
                 name,
-                "there is no actor of this name"
+                "no actor has this name"
                 + (did_you_mean(name, known) if known else "; no actor is alive"),
             )
         return handle
@@ -457,7 +457,7 @@ class BaseActorSystem(Generic[R]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.shutdown(SHUTDOWN_S if kind is None else HURRY_S)
+        self.shutdown(SHUTDOWN_S if kind is None else INTERRUPTED_S)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Refuse new actors; a backend also ends its actors."""
@@ -534,7 +534,7 @@ class BaseActorSystem(Generic[R]):
         self._ending.run(steps)
 
     def _close_once(self) -> bool:
-        """Close the actor system; return True only for the first call."""
+        """Refuse new actors from now on; return True only for the first call."""
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before
@@ -549,7 +549,7 @@ def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, lis
 
 
 def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:
-    """Raise an error that names the argument that cannot be encoded."""
+    """Raise a ``FrameError`` that names the argument that cannot be encoded."""
     for i, value in enumerate(args, 1):
         try:
             encode(value)

@@ -1,4 +1,4 @@
-"""Calls over connections: the listener that actors connect to, and their handles."""
+"""Calls to actors that connect to their caller: the listener, and the actor's endpoint."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ log = logging.getLogger("overlord")
 #
 # An actor presents a token and its lease id. From then on it receives calls by that connection.
 
-# Bytes that may be queued for an actor. An event loop must not wait for a stuck actor, which
-# heartbeats detect.
+# Bytes that may be queued for an actor: no limit. An event loop must not wait for a stuck actor;
+# heartbeats detect it.
 UNBOUNDED = 2**62
 
 Call = tuple[int, bytes, list[np.ndarray]]
@@ -57,7 +57,7 @@ class InboundConnection:
         self.lease_id = 0
         self.connection: ServerConnection | None = None
         self.lock = threading.Lock()
-        # reason and fault of its end, while the messages that it sent before are still read
+        # reason and fault of the actor's end, while its earlier messages are still being read
         self.end: tuple[str, BaseException | None] | None = None
         self._queued: list[Call] = []
 
@@ -150,7 +150,7 @@ class ActorListener(Generic[A]):
         return record.inbound.lease_id
 
     def find(self, lease_id: int) -> A | None:
-        """Return the actor with this lease id, unless it has died."""
+        """Return the record of the actor with this lease id; None if the actor has died."""
         return self._expected.get(lease_id)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
@@ -181,14 +181,14 @@ class ActorListener(Generic[A]):
         record = self._expected.get(lease_id) if type(lease_id) is int else None
         if record is None or record.name != name or type(pid) is not int:
             raise OverlordError(
-                f"expected an actor with a valid lease id, got {name!r:.60} with lease id "
-                f"{lease_id!r:.20}"
+                f"actor {name!r:.60}: expected a valid lease id, got {lease_id!r:.20}; the actor "
+                "was replaced or given up"
             )
         with record.inbound.lock:
             if record.inbound.connection is not None or record.reason is not None:
                 raise OverlordError(
-                    f"{record.name}: expected one connection with lease id {lease_id}, got "
-                    "another, or the actor was given up"
+                    f"{record.name}: expected one connection with lease id {lease_id}, got a "
+                    "second one, or the actor was given up"
                 )
             assert record.handle is not None
             record.handle.pid = pid
@@ -204,7 +204,8 @@ class ActorListener(Generic[A]):
                 self._on_reply(record, number, header, columns)
             case _:
                 raise OverlordError(
-                    f"expected a reply of {record.name}, got {type(value).__name__}"
+                    f"{record.name}: expected a reply, got {type(value).__name__}; run the same "
+                    "version of Overlord on both sides"
                 )
 
     def _disconnected(self, connection: ServerConnection, reason: str) -> None:
@@ -218,10 +219,7 @@ class ActorListener(Generic[A]):
 
 
 def after(seconds: float, act: Callable[[], None]) -> None:
-    """Call ``act`` after ``seconds`` in a daemon thread.
-
-    A daemon thread does not delay the end of the program.
-    """
+    """Call ``act`` after ``seconds`` in a daemon thread, which does not delay the exit."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
@@ -231,10 +229,10 @@ def after(seconds: float, act: Callable[[], None]) -> None:
 # Direct calls to actors that another process started.
 #
 # The launching process sends each actor the address of its caller. The actor connects to the
-# server of the caller and presents a token and a lease id. From then on it receives calls by that
-# connection. If the caller dies, the actors connect to its successor. If the dead caller resumes,
-# it has no actors: an actor accepts only the server to which it was redirected last. Calls and
-# replies are those of the other actor systems.
+# server of the caller and presents a token and a lease id. If the caller dies, the actors connect
+# to its successor. If a caller that counted as dead resumes, it has no actors: an actor serves
+# only the server to which it was redirected last. Calls and replies are those of the other actor
+# systems.
 
 EndProcess = Callable[[str, int, str], None]  # name, lease id, reason
 
@@ -247,16 +245,16 @@ class RpcRecord(ActorRecord):
         self.inbound = InboundConnection()
 
 
-def _cannot_end(name: str, lease_id: int, why: str) -> None:
-    """Do nothing: no known process could end the actor."""
+def _cannot_end(name: str, lease_id: int, reason: str) -> None:
+    """Do nothing: this process does not know the launcher of the actor."""
 
 
 class RpcServer(BaseActorSystem[RpcRecord]):
     """An actor system whose actors connect to it.
 
-    ``end(name, lease_id, why)`` asks the launcher of an actor to end it. ``cut`` reports an actor
-    whose connection broke, nearly always because its process ended. In both cases a call of
-    ``died`` is expected. Callbacks run in the server's thread.
+    ``end(name, lease_id, reason)`` asks the launcher of an actor to end its process. ``cut``
+    reports an actor whose connection broke, nearly always because its process ended. After both,
+    the owner must call ``died``. Callbacks run in the server's thread.
     """
 
     def __init__(
@@ -301,7 +299,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         self.kill_all([handle])
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
-        """Kill actors concurrently: one that does not respond may take seconds."""
+        """Kill actors concurrently, because a single one may take seconds to exit."""
         timeout_s = TIMEOUTS.killed_elsewhere_s
         records, deadline = [self._own(handle) for handle in handles], time.monotonic() + timeout_s
         for record in records:
@@ -354,13 +352,13 @@ def _refuse_start(
 
 
 def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
-    """Return the exception of the factory of a dead actor; None if it died otherwise."""
+    """Return the exception of the factory of a dead actor; None if the factory did not fail."""
     error = control.call(dead, "").exception(0)
     return None if isinstance(error, ActorLost) else error
 
 
 class OpenConnection(Protocol):
-    """A function that opens a connection, as ``transport.connect.open_connection``."""
+    """A function that opens a connection, such as ``transport.connection.open_connection``."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
@@ -370,7 +368,7 @@ class OpenConnection(Protocol):
 class RpcEndpoint:
     """The actor's side: it executes calls of the server to which it was redirected last.
 
-    It also executes calls of its launcher.
+    The actor also executes calls of its launcher, by another connection.
     """
 
     def __init__(
@@ -394,7 +392,7 @@ class RpcEndpoint:
     def redirect(self, address: str, token: str, lease_id: int) -> None:
         """Connect to this server, and disconnect from the former one.
 
-        It does not wait: the server may hang and be replaced by another.
+        It returns at once, because the server may hang and be replaced by another.
         """
         with self._lock:
             self._redirects += 1
@@ -418,7 +416,7 @@ class RpcEndpoint:
             except DataStall:
                 continue
             except (ActorLost, LinkRefused) as gone:  # a new redirect will follow
-                log.debug("%s: %s", self._name, gone)
+                log.debug("actor %s could not connect to its caller: %s", self._name, gone)
                 return
             if hasattr(connection, "max_held"):
                 connection.max_held = 0  # messages are kept for long, so they are copied

@@ -28,7 +28,7 @@ from overlord.process import forkserver
 from overlord.process.exit import exit_now
 from overlord.rpc.actors import (
     CONTROL,
-    HURRY_S,
+    INTERRUPTED_S,
     SHUT_DOWN,
     SHUTDOWN_S,
     ActorHandle,
@@ -45,14 +45,14 @@ from overlord.transport.codec import encode
 from overlord.transport.frame import FRAME, OutgoingMessage, ReceiveBuffer, SendBuffer, pack, unpack
 
 # ----------------------------------------------------------------------------
-# The inside of an actor that is a process: build it, then execute calls from its socket.
+# The child process of an actor: it builds the actor, then executes calls from its socket.
 #
 # The socket closes when the parent exits, for any reason. Then this process exits too, even in
 # the middle of a method.
 
 _NUMBER = struct.Struct("<Q")
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-# The parent takes the end of the socket for the end of the process, so it is kept open.
+# For the parent, the end of the socket is the end of the process. So the socket is kept open.
 _open_sockets: list[socket.socket] = []
 
 
@@ -94,7 +94,7 @@ def decode_message(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.n
     """Return number, header and columns of a call or a reply."""
     header, columns = unpack(body)
     if len(header) < _NUMBER.size:
-        raise FrameError(f"expected the number of a call, got {len(header)} bytes")
+        raise FrameError(f"expected a call number of {_NUMBER.size} bytes, got {len(header)} bytes")
     return _NUMBER.unpack_from(header)[0], header[_NUMBER.size :], columns
 
 
@@ -112,8 +112,7 @@ def serve(
 ) -> None:
     """Run the process of an actor.
 
-    Factory and arguments are sent with its start, the only time that code crosses a process
-    boundary.
+    Factory and arguments are sent when the process starts. Later messages contain no code.
     """
     # Ctrl-C reaches the whole process group; the parent decides when to exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -125,7 +124,7 @@ def serve(
     _open_sockets.append(sock)
     _adopt_environment(environ)
     calls = CallSocket(sock)
-    # Started: later failures are not caused by the import of the program's main file.
+    # Report the start: later failures are not caused by the import of the program's main file.
     calls.reply(CONTROL, *encode((True, None)))
     server = ActorServer(name, calls.reply)
     try:
@@ -175,7 +174,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------
-# Actors as processes of this machine: one socket pair per actor, and one I/O thread for all.
+# The launcher: one socket pair per actor, and one I/O thread for all.
 #
 # Calls and replies are frames: the number of the call, then (method, arguments) or (success,
 # value or error).
@@ -197,7 +196,7 @@ class ProcessRecord(ActorRecord):
         self.pidfd = -1
         self.buffer, self.send_buffer = ReceiveBuffer(allocate, files=False), SendBuffer()
         self.send_lock = threading.Lock()  # for the send buffer, the pidfd and their closing
-        self.moved_at = time.monotonic()  # when it last accepted data
+        self.moved_at = time.monotonic()  # time at which the actor last accepted data
         self.started = self.closed = False
         self.broken = ""  # why its replies cannot be read
 
@@ -305,7 +304,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             )
         self._run_shutdown(
             lambda: [
-                lambda: self._dismiss_all(timeout_s),
+                lambda: self._end_all(timeout_s),
                 lambda: self._post(self._end),
                 lambda: self._thread.join(TIMEOUTS.killed_s),
                 self._waker.close,
@@ -313,14 +312,14 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             ]
         )
 
-    def _dismiss_all(self, timeout_s: float) -> None:
+    def _end_all(self, timeout_s: float) -> None:
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
         for record in self._request_exit(records, timeout_s, ProcessRecord.kill):
             record.exited.wait(TIMEOUTS.killed_s)
 
     def _at_exit(self) -> None:
-        self.shutdown(HURRY_S)
+        self.shutdown(INTERRUPTED_S)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -469,8 +468,8 @@ def _reason(record: ProcessRecord, code: int | None) -> str:
     if record.started or code is None or code < 0:
         return how
     return (
-        f"its process ended before it could start ({how}), with the reason on stderr; a module "
-        f"may be missing{forkserver.UNGUARDED}"
+        f"its process ended before it could start ({how}); stderr has the reason; a "
+        f"module may be missing{forkserver.UNGUARDED}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     shutdown_s: float = 5.0  # for actors to finish their calls and exit
-    # the same while an exception or the end of the program is under way: Ctrl-C ends in a second
+    # the same after an exception or at the end of the program, so that Ctrl-C ends within a second
     interrupted_s: float = 0.5
     killed_s: float = 5.0  # for a killed child process to exit; one that waits for a disk is slow
     killed_elsewhere_s: float = 8.0  # the same, if another process kills it

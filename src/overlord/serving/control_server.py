@@ -42,7 +42,7 @@ class ControlServer:
         token: str,
         host: str,
         port: int,
-        ring: SharedMemoryPool | None,
+        pool: SharedMemoryPool | None,
     ):
         self._api, self._publisher = api, publisher
         self.session_id = secrets.token_hex(8)  # a client must reconnect to the same session
@@ -56,7 +56,7 @@ class ControlServer:
             on_open=self._opened,
             on_message=self._message,
             on_close=self._closed,
-            ring=ring,
+            pool=pool,
             host=host,
             port=port,
             hold=prefetch,

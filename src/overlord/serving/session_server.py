@@ -63,7 +63,7 @@ class SessionServer:
     ):
         self.ranks = frozenset(ranks)
         self.host = host
-        self._ring = SharedMemoryPool(name=name) if publishes else None
+        self._pool = SharedMemoryPool(name=name) if publishes else None
         self.publisher = StepPublisher(took=api.acked) if publishes else None
         if self.publisher is not None:
             self.publisher.on_ack = lambda queue, step: api.acked(queue.rank, step, queue)
@@ -74,13 +74,13 @@ class SessionServer:
             token=token,
             host=host,
             port=port,
-            ring=self._ring,
+            pool=self._pool,
         )
         self.served = ServedAddress(self._control.address, token)
 
     def buffers(self) -> SharedBufferPool | None:
         """Return memory that clients map, for steps that are built in this process."""
-        return None if self._ring is None else SharedBufferPool(self._ring)
+        return None if self._pool is None else SharedBufferPool(self._pool)
 
     def again(
         self, host: str, port: int, token: str | None, ranks: Iterable[int] | None
@@ -126,5 +126,5 @@ class SessionServer:
 
     def close(self) -> None:
         self._control.close(OverlordError("the session is closed"))
-        if self._ring is not None:
-            self._ring.close()
+        if self._pool is not None:
+            self._pool.close()

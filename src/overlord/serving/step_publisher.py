@@ -51,16 +51,16 @@ class SharedBufferPool:
     copied when they are sent, and nothing blocks.
     """
 
-    def __init__(self, ring: SharedMemoryPool):
-        self._ring, self._more = ring, BufferPool(min(2**30, ring.max_bytes))
+    def __init__(self, pool: SharedMemoryPool):
+        self._pool, self._more = pool, BufferPool(min(2**30, pool.max_bytes))
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None
+        found = self._pool.take(nbytes) if nbytes <= self._pool.max_bytes else None
         return self._more(nbytes) if found is None else found
 
     @property
     def nbytes(self) -> int:
-        return self._ring.nbytes + self._more.nbytes
+        return self._pool.nbytes + self._more.nbytes
 
     def close(self) -> None:
         self._more.close()

@@ -195,7 +195,7 @@ class UserEvents:
             self._send(with_every_weight(SetMixture(at, given), names))
 
         self._target.refuse_closed()
-        return int(self._target.loop.ask(lambda: self._at(step, send), "the planner"))
+        return int(self._target.loop.call(lambda: self._at(step, send), "the planner"))
 
     def _at(self, step: int | None, send: Callable[[int], None]) -> int:
         """Send an event for ``step``, or for the first step that is not planned yet.
@@ -217,7 +217,7 @@ class UserEvents:
         self._target.refuse_closed()
         event = Skip(whole_numbers("skip", steps))
         if event.steps:
-            self._target.loop.ask(lambda: self._send(event), "the planner")
+            self._target.loop.call(lambda: self._send(event), "the planner")
 
     def _send(self, event: SetMixture | Skip) -> None:
         """Apply an event. States of clients hold it until they have passed its step.
@@ -253,9 +253,9 @@ class UserEvents:
         target.refuse_closed()
         with target.switching:
             # an addition that timed out may have succeeded since
-            target.loop.ask(lambda: self._runtime.settle(), "the planner")
-            if step is not None:  # checked_report before files are indexed, which takes long
-                target.loop.ask(lambda: self._runtime.planner.refuse_planned(step), "the planner")
+            target.loop.call(lambda: self._runtime.settle(), "the planner")
+            if step is not None:  # checked before files are indexed, which takes long
+                target.loop.call(lambda: self._runtime.planner.refuse_planned(step), "the planner")
             runtime, now = self._runtime, target.generation.prepared
             before = now.workers
             more = now.with_source(source, 1 if loaders is None else loaders)
@@ -265,7 +265,7 @@ class UserEvents:
                 worker = runtime.prepare_source(more)
                 target.refuse_closed()
                 first = int(
-                    target.loop.ask(
+                    target.loop.call(
                         lambda: self._at(step, lambda at: self._add_at(more, worker, at)),
                         "the planner",
                     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import JobError, PlanError
-from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
+from overlord.observe.metrics import actors, job_metrics, loader_name, sum_counters
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import Buffer
 from overlord.session.running_job import RunningJob
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def plan(running: RunningJob, step: int) -> LoadingPlan:
     step = step_number("plan", step)
-    found, steps = running.loop.ask(
+    found, steps = running.loop.call(
         lambda: (running.runtime.plans.of(step), running.runtime.plans.steps()), "the planner"
     )
     if not found:
@@ -77,19 +77,19 @@ def current_knowledge(running: RunningJob) -> Known:
             loaders=tuple(loader_name(row) for row in runtime.figures()["loaders"]),
         )
 
-    known: Known = running.loop.ask(act, "the planner")
+    known: Known = running.loop.call(act, "the planner")
     return known
 
 
 def summary_buffer(running: RunningJob) -> Buffer:
-    buffer: Buffer = running.loop.ask(
+    buffer: Buffer = running.loop.call(
         lambda: running.runtime.planner.summary_buffer(), "the planner"
     )
     return buffer
 
 
 def quarantine(running: RunningJob) -> list[dict[str, Any]]:
-    rows = running.loop.ask(lambda: running.runtime.planner.ledger.bad_rows(), "the planner")
+    rows = running.loop.call(lambda: running.runtime.planner.ledger.bad_rows(), "the planner")
     names, indexes = running.job.names, running.generation.prepared.indexes
     return [
         {
@@ -114,7 +114,7 @@ def profile(running: RunningJob) -> JobProfile:
 
 
 def metrics(running: RunningJob) -> dict[str, Any]:
-    found: dict[str, Any] = running.loop.ask(lambda: _metrics(running), "the event loop")
+    found: dict[str, Any] = running.loop.call(lambda: _metrics(running), "the event loop")
     return found
 
 
@@ -134,7 +134,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
         **found,
         "uptime_s": time.monotonic() - running.started,
         "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
-        "files": added_up([prepared.handles.metrics(), *figures.get("files", ())]),
+        "files": sum_counters([prepared.handles.metrics(), *figures.get("files", ())]),
         "clients": {r: _client_row(c, of_clients.get(r, {})) for r, c in clients.items()},
         "actors": actors(figures, clients),
         "transfer": figures.get("transfer", {}),

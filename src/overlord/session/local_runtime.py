@@ -200,7 +200,7 @@ class LocalRuntime:
             case None:
                 pass
             case (Refill() | Read() | Evaluate()) as work:
-                self.commands.queue.extend(self.loading.carry_out(work))
+                self.commands.queue.extend(self.loading.execute(work))
             case Announce() as announce:
                 self.commands.queue.extend(self.planner.handle(announce))
             case DropHeldSamples(loaders=loaders):
@@ -212,7 +212,7 @@ class LocalRuntime:
             case PlannedStep() as stage:
                 self._stage(stage)
             case (Build() | Deliver() | EndRank() | Release()) as work:
-                self.building.carry_out(work, self.commands.queue)
+                self.building.execute(work, self.commands.queue)
             case EndOfJob() as finish:
                 self.commands.queue.extend(self.building.finish(finish))
             case unknown:

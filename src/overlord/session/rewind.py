@@ -137,7 +137,7 @@ def begin_generation(
         run_all(running.steps_to_close())
         raise OverlordError("the session is closed")
     if begun:
-        running.loop.ask(lambda: running.attach(new), "clients to be attached")
+        running.loop.call(lambda: running.attach(new), "clients to be attached")
 
 
 def _started(
@@ -147,12 +147,12 @@ def _started(
     old, runtime = running.generation, None
     number = old.number + 1
     try:
-        running.loop.ask(lambda: old.runtime.stop(), "the old runtime to stop")
+        running.loop.call(lambda: old.runtime.stop(), "the old runtime to stop")
         old.runtime.journal = UNWRITTEN
         runtime = _new_runtime(running, prepared, state, number)
         running.observe(runtime)
         start = JournalStart(running.journal, anew=True)
-        running.loop.ask(lambda: start.write(runtime, prepared), "the journal", JOURNAL_S)
+        running.loop.call(lambda: start.write(runtime, prepared), "the journal", JOURNAL_S)
         if running.remote_ranks is not None:
             running.remote_ranks.follow(runtime)
         # outside the lock: the coordinator may answer late

@@ -138,7 +138,7 @@ class RunningJob:
         return self.generation.runtime
 
     def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = self.loop.ask(lambda: self.runtime.figures(), "the event loop")
+        figures: dict[str, Any] = self.loop.call(lambda: self.runtime.figures(), "the event loop")
         return figures
 
     def refuse_closed(self) -> None:
@@ -212,7 +212,7 @@ class RunningJob:
                 return
             self.begun = True
             generation = self.generation
-        self.loop.ask(lambda: self.attach(generation), "clients to be attached")
+        self.loop.call(lambda: self.attach(generation), "clients to be attached")
 
     def attach(self, generation: Generation) -> None:
         """Attach the ranks that are open now. Runs on: event loop.
@@ -279,7 +279,7 @@ class RunningJob:
             return runtime.waiting_for(rank)
 
         try:
-            words: str = self.loop.ask(act, "the event loop", WAITING_FOR_S)
+            words: str = self.loop.call(act, "the event loop", WAITING_FOR_S)
             return words if self.remote_ranks is None else self.remote_ranks.explain_wait(words)
         except DataStall:
             return (
@@ -341,7 +341,7 @@ class RunningJob:
         if not self.learns:
             return act()
         try:  # after the reports that are on their way to the planner
-            done: dict[str, Any] = self.loop.ask(act, "the planner")
+            done: dict[str, Any] = self.loop.call(act, "the planner")
             return done
         # the planner is lost for long: reports that it has not received are in no state
         except (ActorLost, DataStall):

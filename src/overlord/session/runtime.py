@@ -20,8 +20,8 @@ from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.process.shutdown import Steps, run_all
-from overlord.ray.node_choice import cores_for_loading, problems, with_one_name
-from overlord.rpc.actors import HURRY_S, ActorSystem
+from overlord.ray.node_choice import cores_for_loading, problems, unique_names
+from overlord.rpc.actors import INTERRUPTED_S, ActorSystem
 from overlord.scaling.profile import parse_bytes, split
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
@@ -147,7 +147,7 @@ def _cluster_runtime(
             )
         return Coordinator(prepared, state, control, loop, generation, machine).start()
     except BaseException:
-        control.shutdown(HURRY_S)
+        control.shutdown(INTERRUPTED_S)
         raise
 
 
@@ -175,7 +175,7 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
     from overlord.cluster.worker_factory import layout_asked
     from overlord.ray.cluster import CLUSTER
 
-    if not CLUSTER.far:
+    if not CLUSTER.multi_machine:
         _refuse_nodes(
             options, "this machine is the whole cluster: give its address, or leave it out"
         )
@@ -183,7 +183,7 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
     layout = layout_asked(options)
     if found := problems(nodes := CLUSTER.nodes(), layout, job.place.world_size):
         raise JobError(found, "launch")
-    layout = replace(layout, rank_nodes=with_one_name(nodes, layout.rank_nodes))
+    layout = replace(layout, rank_nodes=unique_names(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     by_node = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, by_node)
@@ -264,7 +264,7 @@ def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
 def end_processes(runtime: Runtime) -> None:
     """End the processes that an interrupted ``close`` of the runtime has left."""
     if (actors := runtime.actor_system) is not None:
-        actors.shutdown(HURRY_S)
+        actors.shutdown(INTERRUPTED_S)
 
 
 def counted(runtime: Runtime) -> Planner | Counted:

@@ -158,7 +158,7 @@ class Session:
                 ],
                 "move",
             )
-        running.loop.ask(lambda: running.runtime.move(number, hosts), "the planner")
+        running.loop.call(lambda: running.runtime.move(number, hosts), "the planner")
 
     def scale(self, source: str, hosts: int) -> bool:
         """Read a source in ``hosts`` loader workers from now on.
@@ -171,7 +171,7 @@ class Session:
         running.refuse_closed()
         number = self._source_number(source, "scale")
         [n] = whole_numbers("scale", [hosts])
-        return bool(running.loop.ask(lambda: running.runtime.scale(number, n), "the planner"))
+        return bool(running.loop.call(lambda: running.runtime.scale(number, n), "the planner"))
 
     def kill(self, name: str) -> None:
         """Kill a process of the job at once, as a crash would; ``metrics()["actors"]`` lists them.
@@ -180,7 +180,7 @@ class Session:
         """
         running = self.internals
         running.refuse_closed()
-        running.loop.ask(lambda: running.runtime.kill(name), "the event loop")
+        running.loop.call(lambda: running.runtime.kill(name), "the event loop")
 
     def _source_number(self, name: str, what: str) -> int:
         names = self.job.names

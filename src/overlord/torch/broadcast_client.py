@@ -1,4 +1,4 @@
-"""The client of a rank whose plan broadcasts: one rank of a group fetches for all of them.
+"""The client of a rank if the plan broadcasts: one rank of each group fetches for all of it.
 
 The fetcher has a client for every step queue of its group: one per bucket, and several if DP is
 broadcast. It packs their steps into one frame and broadcasts it. Each rank of the group slices its
@@ -41,9 +41,10 @@ from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 
-END_S = 300.0  # for the others to finish their last step and request one more
-OTHERS_S = 10.0  # for the others to receive the error or the departure of this rank
-NOTE_S = 3.0  # for the others to read the departure note, if the store ends with this process
+END_S = 300.0  # seconds for other ranks to finish their last step and request one more
+OTHERS_S = 10.0  # seconds for other ranks to receive the error or the departure of this rank
+# seconds for other ranks to read the departure note, if the store ends with this process
+NOTE_S = 3.0
 # Frames to search for the one that all ranks expect: a few are in flight, and one is at each rank
 # that forwards them.
 SEARCHED_FRAMES = 16
@@ -73,9 +74,9 @@ class BroadcastQueue:
 class BroadcastSetup:
     """The arguments of a ``BroadcastClient``, as the rendezvous of its ranks gives them.
 
-    ``clients``: of the queues that this rank reads, its own first; a rank that is served has only
-    its own, if it encodes images. ``connect_control`` opens a connection to the session, by which a
-    rank without a client exports its state and reports.
+    ``clients``: the clients of the queues that this rank reads, its own first. A rank that is
+    served has only its own, if it encodes images. ``connect_control`` opens a connection to the
+    session, by which a rank without a client exports its state and reports.
     """
 
     service: Service
@@ -158,10 +159,10 @@ class BroadcastClient(Client):
         return content["info"], self._view_of(content, own)
 
     def _fetch(self) -> tuple[Step, list[dict[str, Any]]]:
-        """Take the step of every queue and broadcast them, before this rank uses its own."""
+        """Take the next step of every queue and broadcast all; return this rank's own and all."""
         try:
             steps = {rank: next(client) for rank, client in self._clients.items()}
-            self._check(next(iter(steps.values())))
+            self._check_split(next(iter(steps.values())))
             queues = [_content(rank, step, rank != self.rank) for rank, step in steps.items()]
             self.bytes_fetched += sum(step.nbytes for step in steps.values())
             self._frames.send({"kind": "step", "generation": self._generation, "queues": queues})
@@ -173,7 +174,8 @@ class BroadcastClient(Client):
             self._fail(error)
             raise
 
-    def _check(self, step: Step) -> None:
+    def _check_split(self, step: Step) -> None:
+        """Raise if the plan of a step has other axes than the first plan."""
         info = step.info
         split = (info.axis, tuple(info.broadcast))
         if split != self._split:
@@ -291,7 +293,7 @@ class BroadcastClient(Client):
         )
 
     def _state_of(self, queue: StepQueue, state: State) -> dict[str, Any]:
-        """Return the state after ``state``, from the own client or from the session."""
+        """Return ``state`` as plain values, exported by the own client or by the session."""
         if self._own is not None:
             mine = self._own
             # Otherwise the state is an earlier one, of a mark or of a step that was refused.
@@ -316,9 +318,9 @@ class BroadcastClient(Client):
 
     def _load(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         """Load a state. All ranks of the group call it, as they take steps together."""
-        mark = _mark(state)
+        state_digest = _state_digest(state)
         if not self.service.fetches:
-            return self._queue, self._load_too(state, allow, mark)
+            return self._queue, self._load_served(state, allow, state_digest)
         try:
             for client in self._clients.values():
                 client.load_state_dict(state, allow)
@@ -335,14 +337,16 @@ class BroadcastClient(Client):
         self._over = None
         after = encoded_state(self._own_client.position)
         self._frames.send(
-            {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
+            {"kind": "loaded", "generation": self._generation, "after": after, "mark": state_digest}
         )
         return self._queue, after
 
-    def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
+    def _load_served(
+        self, state: Mapping[str, Any], allow: tuple[str, ...], state_digest: str
+    ) -> State:
         """Load a state on a rank that is served, after its fetcher.
 
-        The fetcher's frame is received in any case. Later it would be taken for a step.
+        The fetcher's frame is received in any case, since the next call expects a step.
         """
         refused: OverlordError | None = None
         try:
@@ -353,7 +357,7 @@ class BroadcastClient(Client):
         frame = self._receive_loaded()
         if refused is not None:
             raise refused
-        if frame["mark"] != mark:
+        if frame["mark"] != state_digest:
             differs = {"state": ("another than this one", "this one")}
             problem = f"rank {self.service.fetcher} loaded another state than this rank"
             raise StateMismatch(differs, "load the same state on every rank", problem)
@@ -367,7 +371,7 @@ class BroadcastClient(Client):
     def _finish(self) -> None:
         """Broadcast the end of the stream and wait until the other ranks have received it.
 
-        This process must not exit before. A rank that stopped earlier never receives it.
+        This process must not exit before that. A rank that stopped earlier never receives it.
         """
         try:
             state = self._own_client.state_dict()
@@ -377,7 +381,9 @@ class BroadcastClient(Client):
             self._frames.send({"kind": "end", "generation": self._generation, "state": state})
             self._frames.flush(limit_s=END_S)
         except (ActorLost, DataStall) as why:
-            log.warning("rank %d: not all ranks received the end of the stream: %s", self.rank, why)
+            log.warning(
+                "end of the stream from rank %d not received by all ranks: %s", self.rank, why
+            )
 
     def _fail(self, error: BaseException) -> None:
         self._over = (
@@ -446,9 +452,9 @@ class BroadcastClient(Client):
 
 
 def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
-    """Return the step of a queue as it is sent.
+    """Return the step of a queue as the content of a frame.
 
-    ``images``: include those that the rank of the queue encodes, because it has no client.
+    ``images``: include the images that the rank of the queue encodes, because it has no client.
     """
     bucket = step.bucket
     bounds = np.asarray(bucket.bounds)
@@ -476,12 +482,12 @@ def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
 
 
 def encoded_state(state: State) -> EncodedState:
-    """Return a state in its encoded form."""
+    """Return a state in its encoded form; an encoded state is returned unchanged."""
     return state if isinstance(state, EncodedState) else encode_state(state)
 
 
-def _mark(state: Mapping[str, Any]) -> str:
-    """Return a digest that equal states share.
+def _state_digest(state: Mapping[str, Any]) -> str:
+    """Return the digest of a state without its reports.
 
     Reports do not count: those of the last steps are not yet in the states of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Frames of bytes that a fetching rank broadcasts to the ranks it serves. No pickle.
+"""Frames of bytes that a fetching rank broadcasts to the ranks it serves, without pickle.
 
 step      the step of each queue: its info, and its arrays; receivers view them without a copy
 end       the stream has ended; with the state after the last step
@@ -25,14 +25,14 @@ import torch.distributed as dist
 from overlord.buffer_pool import BufferPool
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.session.rendezvous import WARN_S, ranks
-from overlord.torch.departures import Departures, in_short, shortened
+from overlord.torch.departures import Departures, error_text, shortened
 from overlord.torch.process_groups import Service
 from overlord.transport.codec import decode, encode
 from overlord.transport.frame import pack, size_of, unpack
 
 log = logging.getLogger("overlord")
 
-WAIT_S = 0.5  # one wait: torch cannot be interrupted in it, so Ctrl-C and departures wait this long
+WAIT_S = 0.5  # one wait, which nothing interrupts: Ctrl-C and departures are seen after it
 POLL_S = 0.001  # between two polls of a device's collective, which has no wait with a timeout
 AHEAD = 2  # frames that the fetcher may be ahead of the slowest rank it serves
 SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # a source position that starts a library's error
@@ -65,7 +65,9 @@ class FrameBroadcast:
         # Guards ``_sent``: close() may run while another thread prefetches.
         self._lock = threading.Lock()
         self._closed = False
-        self._broken: Exception | None = None  # the error after which frame limits are unknown
+        self._broken: Exception | None = (
+            None  # the error after which the boundaries of frames are unknown
+        )
         self.frames = self.nbytes = 0
 
     # the sending rank
@@ -153,7 +155,7 @@ class FrameBroadcast:
     # both
 
     def close(self) -> None:
-        """End the waits of other threads, with an error."""
+        """End the waits of other threads with an error."""
         self._closed = True
 
     @property
@@ -176,7 +178,10 @@ class FrameBroadcast:
         )
         while not work.is_completed():
             if self._closed:
-                raise OverlordError(f"the client of rank {self._service.rank} is closed")
+                raise OverlordError(
+                    f"client of rank {self._service.rank}: expected an open one, got a closed one; "
+                    "join again"
+                )
             if (waited := time.monotonic() - start) >= limit_s:
                 raise DataStall(who, waited, rank=self._service.rank)
             if waited >= check_at:
@@ -213,8 +218,8 @@ class FrameBroadcast:
     def _lost(self, fault: BaseException, frame: int) -> ActorLost:
         """Return the error for a lost rank.
 
-        Without a departure note only the broken connection is known; of several ranks not even
-        which one was lost.
+        Without a departure note only the broken connection is known. If there are several other
+        ranks, it is unknown which one was lost.
         """
         if (departed := self._departed(frame)) is not None:
             return departed
@@ -243,5 +248,5 @@ def portable_error(error: BaseException, rank: int) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return ActorLost(
-        f"rank {rank}, which fetches for this one,", f"it was stopped by {in_short(error)}"
+        f"rank {rank}, which fetches for this one,", f"it was stopped by {error_text(error)}"
     )

@@ -1,4 +1,4 @@
-"""Worker processes of torch's DataLoader: refused settings, and the exit after an error."""
+"""Checks and iteration inside worker processes of torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlord.errors import JobError
 
 
 class InWorker:
-    """Iterates items in a worker process; the request after an error ends the worker.
+    """Iterates items in a worker process, and ends the worker at the request after an error.
 
     torch keeps a worker whose items raised. If the garbage collector frees the loader, torch then
     waits five seconds for each worker.

@@ -1,4 +1,4 @@
-"""Steps as a torch ``Dataset`` for a DataLoader, and as a ``StatefulLoader`` instead of one."""
+"""Steps as a torch ``Dataset`` for a DataLoader, and as a ``StatefulLoader`` without one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self.job = source if isinstance(source, Job) else None
         if self.job is None and not (hasattr(source, "__next__") and hasattr(source, "state_dict")):
             raise JobError(
-                [f"expected a Job, or a client of one, got {type(source).__name__}"], "Dataset"
+                [f"source: expected a Job, or a client of one, got {type(source).__name__}"],
+                "Dataset",
             )
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
@@ -78,7 +79,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self.microbatches, self.transform, self.rewind = microbatches, transform, rewind
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
-        # The state at which a pass may start.
+        # The state at which every pass starts, with ``rewind``.
         self._first: State | None = (
             self._client.state_dict() if rewind and self._client is not None else None
         )
@@ -91,8 +92,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
         self._before: Callable[[], State] = dict  # the stream before that step
         self._rest: deque[Any] = deque()  # microbatches of the current step still to come
-        self._skip = self._out = 0  # microbatches to skip in the next step; handed out of this one
-        self._plan: str | None = None  # digest of the plan of the skipped or handed-out ones
+        self._skip = self._out = 0  # microbatches to skip in the next step; delivered of this one
+        self._plan: str | None = None  # digest of the plan of the skipped or delivered ones
         self._ranks = 1  # world size where a worker was started
 
     @property
@@ -117,7 +118,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         yield from self._items()
 
     def _begin_pass(self, ahead: Ahead) -> None:
-        """Start a pass at the first step, or after the last item that was trained on.
+        """Start a pass: at the first step with ``rewind``, else after the last trained item.
 
         Items that a trainer prefetched in the last pass and did not train on are delivered again.
         """
@@ -141,9 +142,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return known or 1
 
     def _items(self) -> Iterator[Any]:
-        """Yield items.
+        """Yield the items of one pass.
 
-        The position is in the object: a later iterator continues from there.
+        The position is kept in this object, so that a later iterator continues from there.
         """
         some = False
         while (item := self._next()) is not None:
@@ -153,10 +154,10 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._warn_empty()
 
     def _next(self) -> Any:
-        self._trail.ask(self._kept)
+        self._trail.count_request(self._current_position)
         item = self._microbatch() if self.microbatches else self._step()
         if item is not None:
-            self._trail.hand(self._kept)
+            self._trail.count_delivery(self._current_position)
         return item
 
     def _warn_empty(self) -> None:
@@ -219,7 +220,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             raise StateMismatch(
                 {
                     f"the plan of step {step.step}": (
-                        f"{self._plan}, with {self._skip} microbatches handed out",
+                        f"{self._plan}, with {self._skip} microbatches delivered",
                         step.plan_digest,
                     )
                 },
@@ -229,14 +230,14 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             )
 
     def __len__(self) -> int:
-        """Return the number of items of the whole job.
+        """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
         It is known if ``until`` is a number and a repeating source keeps the stream from ending.
         """
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
-                "the number of items is known for a Job whose until is a number and "
-                "which has a source with epochs=None"
+                "len(): expected a Job whose until is a number and which has a source with "
+                "epochs=None, got another, whose number of items is unknown"
             )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
@@ -251,7 +252,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             return (self._pending or NOT_BEGUN).state()
         return (self._trail.consumed() or self._position(self._client.state_dict)).state()
 
-    def _kept(self) -> Position:
+    def _current_position(self) -> Position:
         """Return the current position, for a state that is requested later."""
         return self._position(state_after(self._client))
 
@@ -269,7 +270,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         """Continue from a saved state, of this object or of a client."""
         at = position_of(state)
         if at.microbatches and not self.microbatches:
-            differs = {"microbatches": (f"{at.microbatches} of a step handed out", "whole steps")}
+            differs = {"microbatches": (f"{at.microbatches} of a step delivered", "whole steps")}
             raise StateMismatch(differs, "iterate with microbatches=True")
         self._go_to(at, allow)
         self._loaded = True
@@ -286,7 +287,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._client.load_state_dict(stream, self._allow)
         self._rest.clear()
         self._taken, self._out, self._skip, self._plan = None, 0, pending.microbatches, pending.plan
-        self._trail, self._empty = self._trail.anew(), 0
+        self._trail, self._empty = self._trail.empty_copy(), 0
 
     # the client
 
@@ -294,7 +295,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         """Launch the job, or join its session, unless there is a client already."""
         if self._client is None:
             assert self.job is not None
-            client = _joined(self.job, self._rank, self._options)
+            client = _join(self.job, self._rank, self._options)
             self._client = self._wrap(client) if self._wrap else client
             self._first = self._client.state_dict()
         if self._pending is not None:
@@ -306,7 +307,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._client.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for spawned workers, or raise a helpful error."""
+        """Return the state for spawned workers; raise ``JobError`` if there is a client."""
         if self._client is not None:
             raise JobError(
                 [
@@ -320,9 +321,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
 
 def _endless(job: Job) -> bool:
-    """Return whether the stream has no end: a source always has samples.
+    """Return whether the stream of a job has no end, because a source always has samples.
 
-    With a mixture all sources must repeat: it may give repeating sources weight 0.
+    With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
     repeats = [
         source.epochs is None
@@ -332,10 +333,10 @@ def _endless(job: Job) -> bool:
     return all(repeats) if job.mixture is not None else any(repeats)
 
 
-def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
-    """Return the client of this process's rank.
+def _join(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
+    """Join the session of a job and return the client of this process's rank.
 
-    With torch process groups it supports plans that broadcast.
+    With torch process groups the client supports plans that broadcast.
     """
     if (groups := process_groups()) is not None and groups.get_world_size() > 1:
         from overlord.torch.rendezvous import join as join_groups

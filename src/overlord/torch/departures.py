@@ -1,8 +1,9 @@
 """Notes in torchrun's store about ranks that have left a broadcast.
 
-They keep other ranks from waiting in a collective for a rank that has left. A last frame could come
-only from the fetcher, and would block if no rank receives any more. A note never blocks, works for
-broadcasts of a device too, and survives its writer, unless that process hosts the store.
+A note keeps other ranks from waiting in a collective for a rank that has left. A last frame could
+come only from the fetcher, and sending it would block if no rank receives any more. A note never
+blocks and works for broadcasts of a device too. It survives its writer, unless that process hosts
+the store.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ class Departures:
         )
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
-        """Write the note of this rank."""
+        """Write the note that this rank leaves, with the reason."""
         if fault is None:
             why = (
                 f"it closed its client before step {step}; all ranks of a broadcast take the "
                 "same steps"
             )
         else:
-            why = f"it left before step {step} with {in_short(fault)}"
+            why = f"it left before step {step} with {error_text(fault)}"
         self._board.add_note(self._name, {"rank": self._service.rank, "frames": frames, "why": why})
 
     def before(self, frame: int) -> ActorLost | None:
-        """Return the error for a rank that left before this frame, the fetcher first."""
+        """Return the error for a rank that left before this frame; None if none left.
+
+        If several ranks left, the error names the fetcher if possible.
+        """
         gone = [one for one in self._all() if one.frames <= frame]
         if not gone:
             return None
@@ -59,7 +63,7 @@ class Departures:
         return ActorLost(f"rank {first.rank}{whose}", first.why)
 
     def wait_for_others(self, seconds: float) -> None:
-        """Wait until all others of the group have left too, at most ``seconds``."""
+        """Wait until all other ranks of the group have left too, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self._all()) < len(self._service.members) - 1 and time.monotonic() < deadline:
             time.sleep(LOOK_S)
@@ -75,7 +79,7 @@ class Departures:
         return f"departures/{self._service.fetcher}"
 
 
-def in_short(fault: BaseException) -> str:
+def error_text(fault: BaseException) -> str:
     """Return the name of an error and the first line of its text."""
     text = shortened(next(iter(str(fault).splitlines()), ""))
     return f"{type(fault).__name__}: {text}" if text else type(fault).__name__

@@ -31,9 +31,9 @@ from overlord.torch.tensor_step import (
 )
 
 POLL_S = 1.0  # between two checks that the thread is alive
-# Pause of the thread after the trainer took a step, if another step is ready.
+# Longest pause of the thread after the trainer took a step, if another step is ready.
 HOLD_BACK_S = 0.02
-HOLD_BACK = 0.1  # but no longer than this share of the time between two steps
+HOLD_BACK = 0.1  # the same, as a share of the time between two steps
 PAUSE_S = 60.0  # for the thread to return from the client, before a state is loaded
 CLOSE_S = 10.0  # for the thread to end, once the client is closed
 
@@ -68,7 +68,8 @@ class DevicePrefetcher:
                 else ""
             )
             raise JobError(
-                [f"expected a client, got {type(client).__name__}{remedy}"], "DevicePrefetcher"
+                [f"client: expected a client, got {type(client).__name__}{remedy}"],
+                "DevicePrefetcher",
             )
         self.client, self.device, self.depth = client, torch.device(device), depth
         if self.device.type == "cuda" and self.device.index is None:
@@ -139,7 +140,7 @@ class DevicePrefetcher:
                 raise self._end
             ready = self._ready.popleft()
         if ready.copied is not None:
-            ready.copied.hand_over()
+            ready.copied.wait_on_stream()
         self._after, self.steps = ready.after, self.steps + 1
         self.waited_s += time.monotonic() - start
         # This comes last: the thread that it wakes takes the interpreter, and a call above that
@@ -165,7 +166,7 @@ class DevicePrefetcher:
             before = self.mark()
 
     def _put_back(self, step: TensorStep, before: Callable[[], State]) -> None:
-        """Make the last step the next one again.
+        """Put the last step back to the front of the queue.
 
         Its copy is complete, or the trainer's stream waits for it.
         """
@@ -182,7 +183,7 @@ class DevicePrefetcher:
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Return the state after the trainer's last step, or at a mark.
+        """Return the state after the trainer's last step, or at the result of ``mark``.
 
         Prefetched steps do not count.
         """
@@ -191,14 +192,14 @@ class DevicePrefetcher:
         return state
 
     def mark(self) -> Callable[[], State]:
-        """Return a mark after the trainer's last step, for a later ``state_dict``."""
+        """Return a mark of the position after the trainer's last step, for ``state_dict``."""
         return self._after or state_after(self.client)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Continue from a saved state; prefetched steps are dropped."""
         self._refuse_fork()
         if self._closed:
-            raise self._end or OverlordError(f"the prefetcher of rank {self.rank} is closed")
+            raise self._end or self._closed_error()
         self._stop(PAUSE_S)
         self._end = None  # if the reason persists, the client raises it again
         self.client.load_state_dict(state, allow)
@@ -212,11 +213,17 @@ class DevicePrefetcher:
         self._closed = True
         with self._changed:
             self._stopping = True
-            self._end = OverlordError(f"the prefetcher of rank {self.rank} is closed")
+            self._end = self._closed_error()
             self._ready.clear()
             self._changed.notify_all()
         self.client.close()  # wakes the thread if it waits for a step
         self._stop(CLOSE_S)
+
+    def _closed_error(self) -> OverlordError:
+        return OverlordError(
+            f"DevicePrefetcher of rank {self.rank}: expected an open one, got a closed one; create "
+            "another"
+        )
 
     def __enter__(self) -> DevicePrefetcher:
         return self
@@ -260,16 +267,14 @@ class DevicePrefetcher:
         if thread.is_alive():
             self._thread = thread
             raise DataStall(
-                "the end of the prefetching thread, which waits for its client",
-                seconds,
-                rank=self.rank,
+                "the prefetching thread to end, which waits for its client", seconds, rank=self.rank
             )
 
     def _run(self) -> None:
         end: BaseException | None = None
         try:
             while self._has_room():
-                ready = self._staged(next(self.client))
+                ready = self._to_device(next(self.client))
                 with self._changed:
                     # Also when stopping: a state may be refused, and then the stream continues.
                     if not self._closed:
@@ -293,7 +298,7 @@ class DevicePrefetcher:
             self._changed.wait_for(lambda: self._stopping or not self._ready, self._pause_s)
             return not self._stopping
 
-    def _staged(self, step: Step | TensorStep) -> _Ready:
+    def _to_device(self, step: Step | TensorStep) -> _Ready:
         after = state_after(self.client)
         if self._staging is None or isinstance(step, TensorStep):
             return _Ready(
@@ -310,7 +315,7 @@ class DevicePrefetcher:
             on_device = {key: found.popleft() for key in moved}
             kept = {key: tensor_of(np.array(mb[key])) for key in mb if key in HOST_KEYS}
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
-            # From these arrays and not from mb, which would expand its arrays once more.
+            # Use these arrays: reading mb would expand its arrays once more.
             facts = MicrobatchInfo.of({key: moved.get(key, kept.get(key)) for key in mb})
             made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))
         n = len(microbatches)

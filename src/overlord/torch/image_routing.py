@@ -33,7 +33,7 @@ log = logging.getLogger("overlord")
 
 Group = Any  # a ProcessGroup, or None for all ranks
 GRADIENTS = ("sum", "own")
-# Their positions are the numbers by which ranks compare dtypes.
+# Ranks compare dtypes by their positions here.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _agreed: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()  # by process group
 
@@ -51,7 +51,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
         group: Group,
     ) -> torch.Tensor:
         ctx.sends, ctx.gets, ctx.group = sends, gets, group
-        return _exchanged(rows, sends, gets, group)
+        return _exchange(rows, sends, gets, group)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -62,11 +62,11 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
 
         The anchor makes autograd call this on ranks without rows too.
         """
-        back = _exchanged(grads[0], ctx.gets, ctx.sends, ctx.group)
+        back = _exchange(grads[0], ctx.gets, ctx.sends, ctx.group)
         return back, back.new_zeros(()), None, None, None
 
 
-def _exchanged(rows: torch.Tensor, sends: list[int], gets: list[int], group: Group) -> torch.Tensor:
+def _exchange(rows: torch.Tensor, sends: list[int], gets: list[int], group: Group) -> torch.Tensor:
     out = rows.new_empty((sum(gets), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), gets, sends, group=group)
     return out
@@ -94,26 +94,28 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
     world = dist.get_world_size(group)
     if world != len(sends):
         raise PlanError(
-            f"route: expected a group of the plan's {len(sends)} ranks, got one of {world}"
+            f"route: expected a group of the plan's {len(sends)} ranks, got a group of {world}; "
+            "pass group="
         )
-    _agree(rows, world, group)
+    _check_dtype(rows, world, group)
     anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
     received: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
     return received.index_select(0, _index(_field(maps, "recv_rows"), received.device))
 
 
-def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
+def _check_dtype(rows: torch.Tensor, world: int, group: Group) -> None:
     """Check that all ranks send rows of one dtype.
 
-    Otherwise rows would be garbage without an error. Ranks compare their dtypes in the first
-    exchange of a group. A rank without rows that later changes its dtype only logs a warning: all
-    ranks may have changed it.
+    With different dtypes rows would be garbage, without an error. Ranks compare their dtypes in the
+    first exchange of a group. A rank without rows that later changes its dtype only logs a warning:
+    all ranks may have changed it.
     """
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
         if not len(rows) and rows.dtype != known:
             log.warning(
-                "dtype of the 0 rows of rank %d changed to %s from %s; change it on all ranks",
+                "dtype of rank %d, which sends no rows, changed to %s from %s; change it on all "
+                "ranks",
                 dist.get_rank(),
                 rows.dtype,
                 known,
@@ -175,7 +177,7 @@ class Exchange:
         return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
 
     def backward(self) -> None:
-        """Return gradients to the encoders; every rank calls it after the last microbatch."""
+        """Send gradients to the encoders; every rank calls it after the last microbatch."""
         if not self._needs_backward:
             return
         grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
@@ -190,7 +192,7 @@ def place_rows(
 
     ``embeddings``: [T, width], or [1, T, width]. ``index``: the token of the un-sliced microbatch
     that each row replaces. ``positions``: for a CP slice, the token of the un-sliced microbatch of
-    each of its tokens (``views.slice_index``); rows of other slices are ignored.
+    each of its tokens (``constructor.rank_views.slice_index``); rows of other slices are ignored.
     """
     flat = embeddings.reshape(-1, embeddings.shape[-1])
     at = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
@@ -219,7 +221,7 @@ def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Share(torch.autograd.Function):  # type: ignore[misc]
-    """Broadcast the first rank's rows; backward sums the gradients, or keeps the first's."""
+    """Broadcast the rows of the first rank; backward sums gradients or takes those of one rank."""
 
     @staticmethod
     def forward(
@@ -262,7 +264,7 @@ def share_rows(
     """
     if gradients not in GRADIENTS:
         raise PlanError(
-            f"share_rows: unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}"
+            f"share_rows: gradients: expected one of {', '.join(GRADIENTS)}, got {gradients!r}"
         )
     first = dist.get_global_rank(group, 0) if group is not None else 0
     counts = torch.tensor(
@@ -286,7 +288,10 @@ def share_rows(
 
 
 def _field(maps: Any, *names: str) -> np.ndarray:
-    """Return an array from the maps of a step or of ``plan.routes().for_rank()``."""
+    """Return the first of the named arrays that ``maps`` has.
+
+    ``maps`` is one of ``step.encoder``, or the result of ``plan.routes().for_rank()``.
+    """
     for name in names:
         if isinstance(maps, Mapping) and name in maps:
             found = maps[name]

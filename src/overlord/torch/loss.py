@@ -44,13 +44,13 @@ def token_loss(
     """
     if gradients not in GRADIENTS:
         raise JobError(
-            [f"unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}"], "token_loss"
+            [f"gradients: expected one of {', '.join(GRADIENTS)}, got {gradients!r}"], "token_loss"
         )
     if gradients == "mean" and (dp_size is None or dp_size < 1):
         raise JobError(
             [
                 "dp_size: expected the number of ranks that gradients are averaged over, "
-                f"got {dp_size!r}"
+                f"got {dp_size!r}; pass dp_size="
             ],
             "token_loss",
         )
@@ -61,7 +61,7 @@ def token_loss(
         losses = losses.masked_fill(mask == 0, 0) * mask
     elif labels is None:
         raise JobError(
-            ["labels, or loss_mask with losses of tokens: expected one of them, got neither"],
+            ["expected labels, or loss_mask with losses of tokens, got neither; pass one of them"],
             "token_loss",
         )
     else:
@@ -90,17 +90,20 @@ def token_losses(
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
         raise JobError(
-            [f"expected as many labels as rows of logits, {len(flat)}, got {len(wanted)}"],
+            [
+                f"labels: expected as many as rows of logits, {len(flat)}, got {len(wanted)}; pass "
+                "those of the same microbatch"
+            ],
             "token_losses",
         )
     if chunk < 1:
         raise JobError([f"chunk: expected at least 1 token, got {chunk}"], "token_losses")
-    again = len(flat) > chunk and torch.is_grad_enabled()
+    recompute = len(flat) > chunk and torch.is_grad_enabled()
     chunks = []
     for rows, targets in zip(flat.split(chunk), wanted.split(chunk), strict=True):
         chunks.append(
             checkpoint(_chunk, rows, targets, head, use_reentrant=False)
-            if again
+            if recompute
             else _chunk(rows, targets, head)
         )
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
@@ -129,7 +132,10 @@ def source_losses(
     )
     if not len(all_losses) == len(all_mbs) == len(places):
         counts = f"{len(all_losses)} losses, {len(all_mbs)} microbatches, {len(places)} positions"
-        raise JobError([f"expected as many of each, got {counts}"], "source_losses")
+        raise JobError(
+            [f"expected as many losses as microbatches and positions, got {counts}"],
+            "source_losses",
+        )
     if not all_mbs:
         return {}
     totals = sum(
@@ -144,7 +150,7 @@ def source_losses(
 
 
 def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: int) -> torch.Tensor:
-    """Return loss sums and tokens by source, [2, sources]."""
+    """Return the sums of losses and the numbers of tokens by source, [2, sources]."""
     flat = losses.detach().reshape(-1).double()
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(

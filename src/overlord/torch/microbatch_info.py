@@ -1,6 +1,7 @@
-"""Properties of a microbatch that the CPU needs, without a synchronization with the device.
+"""Properties of a microbatch that the CPU needs.
 
-Reading them from the device would wait for all work queued on it.
+They are computed before the copy to a device. Reading them from the device would wait for all work
+that is queued there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class MicrobatchInfo:
     here: int = -1  # in these arrays; fewer in a slice of CP
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
-    labels: str = ""  # the convention of the labels; empty if it cannot be detected
+    labels: str = ""  # the convention of the labels; empty if it is unknown
 
     @property
     def sliced(self) -> bool:

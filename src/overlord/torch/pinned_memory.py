@@ -1,6 +1,6 @@
-"""Copy many arrays to a device at once.
+"""Copy many arrays to a device by one call.
 
-They are packed into a pinned buffer, copied on a separate stream, and viewed on the device.
+The arrays are packed into a pinned buffer, copied on a separate stream, and viewed on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeviceCopy(NamedTuple):
     flat: torch.Tensor
     done: Any  # torch.cuda.Event
 
-    def hand_over(self) -> None:
+    def wait_on_stream(self) -> None:
         """Let the calling thread's stream wait for the copy, and keep its memory until then."""
         stream = torch.cuda.current_stream(self.flat.device)
         stream.wait_event(self.done)
@@ -48,7 +48,7 @@ def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
-    """Copy the arrays into a buffer."""
+    """Copy the arrays into a buffer, each to its offset; copy shared arrays once."""
     done = set()
     for array, o in zip(arrays, offsets, strict=True):
         if array.nbytes and o not in done:
@@ -69,7 +69,10 @@ def views(
 
 
 class PinnedBuffers:
-    """Pinned buffers, used in turn, and the stream that copies from them. Runs on: one thread."""
+    """Pinned buffers, used in turn, and the stream that copies from them.
+
+    Runs on: one thread.
+    """
 
     def __init__(self, device: torch.device, pin: bool):
         self._device, self._pin, self._turn = device, pin, 0
@@ -78,12 +81,15 @@ class PinnedBuffers:
         self._events: list[Any] = [None] * BUFFERS
 
     def copy(self, arrays: Sequence[np.ndarray]) -> tuple[DeviceCopy, deque[torch.Tensor]]:
-        """Start the copy; tensors may be used after ``hand_over``, arrays at once."""
-        # The current device of a thread is 0, and pinning would open a context there.
-        with torch.cuda.device(self._device):
-            return self._copied(arrays)
+        """Start the copy of arrays; return it, and the arrays as tensors on the device.
 
-    def _copied(self, arrays: Sequence[np.ndarray]) -> tuple[DeviceCopy, deque[torch.Tensor]]:
+        The tensors may be used after ``wait_on_stream``. The arrays may be changed at once.
+        """
+        # The default device of a new thread is 0, and pinning would open a context there.
+        with torch.cuda.device(self._device):
+            return self._start_copy(arrays)
+
+    def _start_copy(self, arrays: Sequence[np.ndarray]) -> tuple[DeviceCopy, deque[torch.Tensor]]:
         offsets, total = layout(arrays)
         k, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if self._events[k] is not None:

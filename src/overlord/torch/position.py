@@ -27,7 +27,7 @@ class Position:
     plan: str | None = None
 
     def state(self) -> State:
-        """Return the state to save: always the same keys, and no mapping below them.
+        """Return the state to save: a mapping with fixed keys and without nested mappings.
 
         torch's distributed checkpoint loads the keys that a fresh loader has, and splits mappings
         into a key for each value.
@@ -39,7 +39,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The stream of a saved state: an object, because worker processes cannot unpickle lambdas."""
+    """A function that returns the stream of a saved state; unlike a lambda it can be pickled."""
 
     stream: State | None
 
@@ -51,7 +51,7 @@ NOT_BEGUN = Position(Saved(None))
 
 
 def position_of(state: Any) -> Position:
-    """Return the position of a saved state: of a loader, of a client, or of an unused loader."""
+    """Return the position of a saved state, which a loader or a client returned."""
     if not isinstance(state, Mapping):
         raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
     if "stream" not in state:
@@ -74,7 +74,7 @@ def position_of(state: Any) -> Position:
 
 
 class Trail:
-    """Positions after the last items of one pass, as many as a trainer prefetches.
+    """The positions after the last items of one pass, as many as a trainer prefetches.
 
     A trainer that prefetches ``n`` items has trained on ``n`` fewer than it requested. The request
     at the end of the stream counts too.
@@ -83,29 +83,31 @@ class Trail:
     def __init__(self, ahead: Ahead):
         self._ahead, self._n = ahead, -1
         self._places: deque[Position] = deque()
-        self._asked = self._handed = 0
+        self._requested = self._delivered = 0
 
-    def ask(self, here: Callable[[], Position]) -> None:
+    def count_request(self, here: Callable[[], Position]) -> None:
         """Count a request for an item; ``here`` returns the position before it."""
         if self._n < 0:
             self._n = self._ahead()
             self._places = deque([here()] if self._n else [], maxlen=self._n + 1)
-        self._asked += 1
+        self._requested += 1
 
-    def hand(self, here: Callable[[], Position]) -> None:
+    def count_delivery(self, here: Callable[[], Position]) -> None:
         """Count a delivered item; ``here`` returns the position after it."""
-        self._handed += 1
+        self._delivered += 1
         if self._n:
             self._places.append(here())
 
-    def anew(self) -> Trail:
+    def empty_copy(self) -> Trail:
         """Return an empty trail for the same trainer."""
         return Trail(self._ahead)
 
     @property
     def held(self) -> int:
         """The number of items that the trainer has received and not trained on."""
-        return self._handed - max(0, min(self._handed, self._asked - self._n)) if self._n > 0 else 0
+        if self._n <= 0:
+            return 0
+        return self._delivered - max(0, min(self._delivered, self._requested - self._n))
 
     def consumed(self) -> Position | None:
         """Return the position after the last item that the trainer has trained on.

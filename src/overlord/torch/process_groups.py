@@ -1,4 +1,4 @@
-"""The fetching rank of every rank if a plan broadcasts, and the process groups for them."""
+"""The fetching rank of each rank if a plan broadcasts, and the process groups of its ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Service:
 
 
 def service_of(place: ClientPlaceTree, rank: int, axis: str, broadcast: Sequence[str]) -> Service:
-    """Return the role of a rank, for plans that split along ``axis`` and broadcast."""
+    """Return the role of a rank, for plans that split along ``axis`` and broadcast at some axes."""
     served = place.served_by(broadcast)
     queues = place.seats(axis, broadcast)
     members = np.flatnonzero(served == served[rank])
@@ -73,8 +73,8 @@ def make_group(
     if not dist.is_available() or not dist.is_initialized():
         raise JobError(
             [
-                f"the plan broadcasts at {', '.join(broadcast)}, which needs process "
-                "groups: call torch.distributed.init_process_group() "
+                f"expected process groups, since the plan broadcasts at {', '.join(broadcast)}, "
+                "got none: call torch.distributed.init_process_group() "
                 "before overlord.torch.join, or pass broadcast=False and let every rank "
                 "fetch its own"
             ],
@@ -84,7 +84,7 @@ def make_group(
         raise JobError(
             [
                 f"place: expected the {world} ranks of the process group, got "
-                f"{place.world_size} in {place}"
+                f"{place.world_size} in {place}; start as many processes as the mesh has ranks"
             ],
             "join",
         )

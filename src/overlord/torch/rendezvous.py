@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from overlord.plan.plan import LoadingPlan
     from overlord.session.session import Session
 
-CALL_S = 30.0  # for one call of the session's control server
-AFTER_S = 60.0  # from our own deadline, which names the missing rank, to that of torch
+CALL_S = 30.0  # seconds for one call of the session's control server
+# seconds from our own deadline, whose error names the missing rank, to the deadline of torch
+AFTER_S = 60.0
 
 
 def join(
@@ -77,7 +78,7 @@ def join(
         timeout_s,
         {name: launch_options[name] for name in STALLS if name in launch_options},
     )
-    launched = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
+    launched = _launch(job, board, timeout_s, launch_options) if rank == 0 else None
     published = board.read() if launched is None else launched.published
     if isinstance(published.get("error"), BaseException):
         raise published["error"]
@@ -111,7 +112,7 @@ class _Launched:
         self.session, self.client, self.published = session, client, published
 
 
-def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) -> _Launched:
+def _launch(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) -> _Launched:
     session: Session | None = None
     try:
         host, parts = serving_host(board), parts_of(job)
@@ -130,7 +131,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
         }
         published["job"] = parts
         published["start"] = encoded_state(session.internals.generation.start)
-        _excuse_served(session, axis, broadcast, encodes)
+        _register_served(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:
             session.close()
@@ -142,12 +143,12 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
 
 
 def _serving_axes(job: Job, plan: LoadingPlan) -> tuple[str, ...]:
-    """Return the broadcasts of the plan along axes with more than one rank."""
+    """Return the axes at which the plan broadcasts, without axes of a single rank."""
     return tuple(dim for dim in plan.main.broadcast if getattr(job.place, dim.lower()) > 1)
 
 
 def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
-    """Wait for the plan of the first step: all later steps have the same fetching ranks.
+    """Wait for the plan of the first step, which determines the fetching ranks of all steps.
 
     Return None if the job ends without a step; each rank then receives the reason.
     """
@@ -155,7 +156,7 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
     session.internals.begin()
     deadline = time.monotonic() + timeout_s
     while True:
-        plans, over = session.internals.loop.ask(
+        plans, over = session.internals.loop.call(
             lambda: (
                 [s.plan for s in session.internals.runtime.plans],
                 session.internals.runtime.planner.finished,
@@ -169,8 +170,10 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
         time.sleep(LOOK_S / 5)
 
 
-def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool) -> None:
-    """Register the ranks that do not connect to the session.
+def _register_served(
+    session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool
+) -> None:
+    """Tell the session which ranks will not connect to it.
 
     The queue of a rank that is served is not read, unless the rank fetches images of its own or its
     fetcher reads the queue.
@@ -189,7 +192,7 @@ def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], enco
 
 
 class _ClientFactory:
-    """A factory of this rank's client, from the settings that rank 0 published."""
+    """Creates the client of this rank from the settings that rank 0 published."""
 
     def __init__(
         self,
@@ -255,7 +258,7 @@ class _ClientFactory:
         )
 
     def _stall_options(self) -> dict[str, Any]:
-        """Return the options of warnings; ``wait_s`` replaces ``stall_limit_s`` here."""
+        """Return the options of stall warnings; ``wait_s`` replaces ``stall_limit_s`` here."""
         return {name: value for name, value in self._stalls.items() if name != "stall_limit_s"}
 
     def _clients(self, s: Service) -> dict[int, Client]:
@@ -271,7 +274,7 @@ class _ClientFactory:
         return connect(self._published["address"], rank, self._published["token"], **self._stalls)
 
     def _owned(self, client: Client) -> Client:
-        """Let ``close()`` of a client end the session, once all ranks have left it."""
+        """Make ``close()`` of a client close the session, once all ranks have left it."""
         assert self._session is not None
         client.session = self._session
 

@@ -10,7 +10,7 @@ from typing import Any
 from overlord.client.world import process_groups
 from overlord.errors import DataStall, JobError
 
-BARRIER_S = 1800.0  # for all ranks to begin the pass; ``stall_limit_s`` overrides it
+BARRIER_S = 1800.0  # seconds for all ranks to begin the pass; ``stall_limit_s`` overrides it
 
 
 def refuse_without_group(ranks: int) -> None:

@@ -11,8 +11,8 @@ State = dict[str, Any]
 def state_after(client: Any) -> Callable[[], State]:
     """Return a function that returns the state after the last step of a client.
 
-    The state is exported when the function is called. If the client has no marks, it is exported
-    now.
+    The function exports the state when it is called. If the client has no ``mark`` method, the
+    state is exported now.
     """
     if hasattr(client, "mark"):
         mark = client.mark()

@@ -18,8 +18,8 @@ from overlord.client.client import Microbatch, Piece, Step
 from overlord.messages.control import EncodedState
 from overlord.torch.microbatch_info import MicrobatchInfo
 
-# The CPU reads these to call a collective, to size a kernel or to find rows: on a device each would
-# cost a synchronization.
+# Keys that stay on the CPU, which reads them to call a collective, to size a kernel or to find
+# rows. On a device each read would cost a synchronization.
 HOST_KEYS = frozenset(
     (
         "max_seqlen",
@@ -260,13 +260,13 @@ def about(step: Step) -> dict[str, Any]:
 
 
 def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
-    """Return the exchanges with the encoders; empty in a job without images."""
+    """Return the microbatches of the encoder exchanges; empty in a job without images."""
     found: Sequence[Mapping[str, np.ndarray]] = getattr(step, "encoder", ())
     return found
 
 
 def why_missing(microbatch: Mapping[str, Any]) -> str:
-    """Return the text of the ``KeyError`` of a microbatch that another rank fetches."""
+    """Return why a microbatch has no arrays: another rank fetches it; else an empty text."""
     if "cu_seqlens" in microbatch:
         return ""
     try:

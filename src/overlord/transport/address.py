@@ -67,7 +67,7 @@ class TryLater(LinkRefused):
 
 
 def refusal(text: str, *, later: bool = False) -> bytes:
-    """Return the message that refuses a peer.
+    """Return the handshake message that refuses a peer.
 
     ``later``: the peer may connect again.
     """
@@ -87,7 +87,9 @@ def _read(
     magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
     if magic != HANDSHAKE_MAGIC:
         raise LinkRefused(
-            peer, f"expected Overlord's handshake, got {magic!r}: this is another kind of service"
+            peer,
+            f"expected Overlord's handshake, got {magic!r}: this is another kind of service; "
+            "check the address",
         )
     if version != VERSION:
         raise LinkRefused(
@@ -98,7 +100,9 @@ def _read(
     limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
         raise LinkRefused(
-            peer, f"expected a handshake message of at most {limit} bytes, got {size}"
+            peer,
+            f"expected a handshake message of at most {limit} bytes, got {size}; check that the "
+            "address belongs to Overlord",
         )
     body = (yield size) if size else b""
     if kind in (REFUSED, LATER):
@@ -106,7 +110,9 @@ def _read(
             peer, body.decode(errors="replace")[:1024]
         )
     if kind != wanted or (body_bytes is not None and size != body_bytes):
-        raise LinkRefused(peer, f"expected handshake message {wanted}, got {kind} of {size} bytes")
+        raise LinkRefused(
+            peer, f"expected handshake message {wanted}, got message {kind} of {size} bytes"
+        )
     return body
 
 
@@ -152,7 +158,7 @@ def server_side(token: str, peer: str) -> Steps:
 
 
 # ----------------------------------------------------------------------------
-# Addresses of servers: ``overlord://host:port/key``.
+# Addresses of the form ``overlord://host:port/key``, and the sockets that listen there.
 #
 # ``key`` names a unix socket on the same machine. ``host`` and ``port`` reach the server from
 # other machines.
@@ -186,7 +192,7 @@ class Address:
     @staticmethod
     def parse(text: str) -> Address:
         """Parse the text of an address; raise ``OverlordError`` if it is malformed."""
-        wrong = f"address {text!r}: expected overlord://host:port/key, as a server prints it"
+        wrong = f"address: expected overlord://host:port/key, as a server prints it, got {text!r}"
         try:
             parts = urlsplit(text)
             host, port, key = parts.hostname, parts.port, parts.path[1:]
@@ -197,10 +203,10 @@ class Address:
         return Address(host=host, port=port, key=key)
 
 
-def shown(address: str) -> str:
-    """Return an address as text for people.
+def address_text(address: str) -> str:
+    """Return an address as text for errors and logs.
 
-    An address without TCP is shown as its unix socket, as ``ss -x`` lists it.
+    An address without TCP is written as its unix socket, as ``ss -x`` lists it.
     """
     try:
         found = Address.parse(address)
@@ -237,7 +243,8 @@ def check_key(key: str) -> str:
     """Return ``key``; raise ``OverlordError`` if it is malformed."""
     if not _KEY.fullmatch(key):
         raise OverlordError(
-            f"key {key!r}: expected 1 to 80 letters, digits, dots, dashes and underscores"
+            "server key: expected 1 to 80 letters, digits, dots, dashes and underscores, got "
+            f"{key!r}"
         )
     return key
 

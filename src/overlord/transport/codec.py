@@ -50,7 +50,7 @@ from overlord.transport.value_codec import (
 # ----------------------------------------------------------------------------
 # Fast paths for the most frequent record fields.
 #
-# These are a column, a tuple of hundreds of integers, and a weight per source. A fast path
+# These fields are a column, a tuple of hundreds of integers, and a weight per source. A fast path
 # returns ``NOT`` if it does not apply; the general codec then handles the value. So no fast path
 # decides which values are valid. ``msgspec.convert`` checks tuples in C. It is stricter than
 # necessary: a numpy number in a tuple goes through the general codec.
@@ -339,7 +339,7 @@ def _kind(tree: list[Any]) -> _Kind:
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = (
-            f"expected a {name} of {', '.join(kind.names) or 'no fields'}, got one with other "
+            f"expected a {name} of {', '.join(kind.names) or 'no fields'}, got a record with other "
             "fields"
         )
         raise Refused(wanted, "both sides must run the same version of Overlord")
@@ -397,7 +397,7 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(tree: Tree) -> Tree:
-    """Escape text that is not valid Unicode (as file names may be), so that every error arrives."""
+    """Escape text that is not valid Unicode, as in file names, so that every error can be sent."""
     if type(tree) is str:
         return tree if tree.isascii() else tree.encode("utf-8", "backslashreplace").decode()
     if type(tree) is list:
@@ -418,7 +418,7 @@ def _open_error(tree: list[Any], columns: list[np.ndarray], depth: int) -> Excep
         error = KNOWN[name](*values)
         str(error)  # an exception whose text cannot be built would fail where it is printed
     except Exception as e:
-        raise Refused(f"expected arguments of {name}, got others: {type(e).__name__}: {e}") from e
+        raise Refused(f"expected valid arguments of {name}, got {type(e).__name__}: {e}") from e
     for note in notes:
         error.add_note(note)
     return error
@@ -429,7 +429,7 @@ OPENERS[ERROR] = _open_error
 
 
 # ----------------------------------------------------------------------------
-# Encode values as a header and columns, and decode them.
+# The format, and the registration of the classes of all messages.
 #
 # The codec does not use pickle: only a closed set of types can be decoded, whatever the bytes
 # contain.
@@ -454,12 +454,12 @@ for _module in (control, data, launcher):
 
 
 def encode_state(state: StreamState) -> EncodedState:
-    """Encode a state."""
+    """Encode a stream state as opaque bytes."""
     return EncodedState(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
 
 
 def decode_state(encoded: EncodedState) -> StreamState:
-    """Decode a state; raise ``FrameError`` if the bytes are invalid."""
+    """Decode a stream state; raise ``FrameError`` if the bytes are invalid."""
     frame = unpack(np.ascontiguousarray(encoded.data))
     state = decode(frame.header, frame.columns)
     if not isinstance(state, StreamState) or state.step != encoded.step:

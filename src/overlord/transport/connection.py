@@ -19,8 +19,8 @@ from overlord.transport.address import (
     HAS_SHARED_MEMORY,
     Address,
     TryLater,
+    address_text,
     client_side,
-    shown,
     tune,
 )
 from overlord.transport.frame import BYE, OutgoingMessage, ReceiveBuffer, SendBuffer
@@ -29,7 +29,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.timeouts import TIMEOUTS
 
 # ----------------------------------------------------------------------------
-# Connections: ordered, bidirectional streams of values, with a deadline for every wait.
+# The interface of a connection and its two kinds. Every wait has a deadline.
 #
 # ``pair`` connects two ends within a process and passes values by reference. A
 # ``SocketConnection`` connects two processes: through shared memory on the same machine, by TCP
@@ -44,7 +44,7 @@ class _Timeout:
 
 TIMEOUT: Final = _Timeout()
 PAIR_MESSAGES = 64
-MAX_HELD = 8  # segments of a peer, beyond the number that it announced
+MAX_HELD = 8  # segments that one side may hold, beyond the number that the peer announced
 CLOSES = "the server closes"  # the reason of an orderly close
 CLOSED_HERE = "the connection was closed on this side"
 
@@ -113,8 +113,8 @@ class _Direction:
 class LocalConnection:
     """One end of a pair within a process."""
 
-    def __init__(self, peer: str, out: _Direction, into: _Direction, ring: SharedMemoryPool | None):
-        self.peer, self.ring = peer, ring
+    def __init__(self, peer: str, out: _Direction, into: _Direction, pool: SharedMemoryPool | None):
+        self.peer, self.pool = peer, pool
         self._out, self._in = out, into
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
@@ -187,22 +187,22 @@ class LocalConnection:
 
 
 def pair(
-    ring: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
+    pool: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
 ) -> tuple[Connection, Connection]:
     """Return two connected ends within this process.
 
     Values are passed by reference; at most ``PAIR_MESSAGES`` of them wait in each direction.
     """
     there, back = _Direction(), _Direction()
-    return LocalConnection(names[1], there, back, ring), LocalConnection(
-        names[0], back, there, ring
+    return LocalConnection(names[1], there, back, pool), LocalConnection(
+        names[0], back, there, pool
     )
 
 
 class SocketConnection:
-    """A connection to another process that does its I/O in the calls of its user, without a thread.
+    """A connection to another process, without a thread: ``send`` and ``recv`` do the I/O.
 
-    So a trainer pays for one socket and one mapping. Over a unix socket arrays are sent in shared
+    So a trainer needs one socket and one mapping. Over a unix socket arrays are sent in shared
     memory. Over TCP they are sent in frames and received into reused buffers.
     """
 
@@ -211,7 +211,7 @@ class SocketConnection:
         sock: socket.socket,
         peer: str,
         *,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
         max_held: int = MAX_HELD,
         hangup: bool = True,
     ):
@@ -222,24 +222,24 @@ class SocketConnection:
         self._receive_lock = threading.RLock()
         self._own_pool = (
             SharedMemoryPool(max_bytes=2**28, name=peer)
-            if self.shares_memory and ring is None
+            if self.shares_memory and pool is None
             else None
         )
-        ring = (ring or self._own_pool) if self.shares_memory else None
+        pool = (pool or self._own_pool) if self.shares_memory else None
         buffers = BufferPool(2**28)
-        self._encoder = MessageEncoder(ring, peer, self._fileno if hangup else -1)
+        self._encoder = MessageEncoder(pool, peer, self._fileno if hangup else -1)
         self._decoder = MessageDecoder(buffers, max_held)
         self._send_buffer = SendBuffer()
         self._receive_buffer = ReceiveBuffer(buffers, files=self.shares_memory)
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
-        # False: without a free segment arrays are copied through the socket.
+        # False: if no segment is free, arrays are copied through the socket.
         self.waits_for_segments = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
 
     @property
-    def ring(self) -> SharedMemoryPool | None:
+    def pool(self) -> SharedMemoryPool | None:
         """The shared-memory pool for arrays to be sent without a copy; None over TCP."""
         return self._encoder.pool
 
@@ -355,10 +355,10 @@ class SocketConnection:
 
     # receiving
 
-    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+    def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
         """Return the next value, or ``TIMEOUT``.
 
-        ``looked``: the caller has just found no data, so wait before reading.
+        ``polled``: the caller has just found no data, so wait before reading.
         """
         deadline = time.monotonic() + timeout_s
         with self._receive_lock:
@@ -370,12 +370,12 @@ class SocketConnection:
                 if self._ended:
                     raise ActorLost(self.peer, self._lost or "")
                 try:
-                    if not looked:
+                    if not polled:
                         self._read()
                         continue
                 except BlockingIOError:
                     pass
-                looked, left = False, deadline - time.monotonic()
+                polled, left = False, deadline - time.monotonic()
                 if left <= 0:
                     return TIMEOUT
                 # Outside the except block: an interrupt here shows one traceback, not two.
@@ -465,11 +465,11 @@ class SocketConnection:
 # ----------------------------------------------------------------------------
 # Client side of a connection: connect by unix socket or TCP, then authenticate.
 #
-# The unix socket is used if it answers, TCP otherwise.
+# With ``transport="auto"`` the unix socket is used if it accepts the connection, TCP otherwise.
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
-AGAIN_S = TIMEOUTS.retry_s
+RETRY_S = TIMEOUTS.retry_s
 
 
 def open_connection(
@@ -478,7 +478,7 @@ def open_connection(
     hello: dict[str, Any],
     *,
     timeout_s: float,
-    ring: SharedMemoryPool | None = None,
+    pool: SharedMemoryPool | None = None,
     transport: str = "auto",
     name: str = "",
 ) -> tuple[SocketConnection, dict[str, Any]]:
@@ -492,17 +492,17 @@ def open_connection(
     while True:
         try:
             return _open_connection(
-                address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
+                address, token, {"hello": hello, "name": name}, deadline, timeout_s, pool, transport
             )
-        # Retry: this process was suspended for seconds, or a thousand others connected first.
+        # This process was suspended during the handshake, or many others connected first.
         except TryLater as later:
-            if time.monotonic() + AGAIN_S > deadline:
+            if time.monotonic() + RETRY_S > deadline:
                 raise DataStall(
-                    f"{shown(address)} to accept a connection, which it refuses temporarily "
+                    f"{address_text(address)} to accept a connection, which it refuses temporarily "
                     f"({later.reason})",
                     timeout_s,
                 ) from None
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def _open_connection(
@@ -511,18 +511,22 @@ def _open_connection(
     hello: dict[str, Any],
     deadline: float,
     timeout_s: float,
-    ring: SharedMemoryPool | None,
+    pool: SharedMemoryPool | None,
     transport: str,
 ) -> tuple[SocketConnection, dict[str, Any]]:
-    where = shown(address)
+    where = address_text(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
         answer = _handshake(sock, where, token, hello, deadline, timeout_s)
         welcome, hold = answer.get("welcome"), answer.get("hold")
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
-            raise LinkRefused(where, "expected a welcome in its answer, got none")
+            raise LinkRefused(
+                where,
+                "expected a welcome in the handshake, got none; run the same version of Overlord "
+                "on both sides",
+            )
         tune(sock)
-        return SocketConnection(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
+        return SocketConnection(sock, where, pool=pool, max_held=MAX_HELD + hold), welcome
     except BaseException:
         sock.close()
         raise
@@ -535,7 +539,8 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
         except OSError as e:
             if transport == "unix" or not address.port:
                 raise ActorLost(
-                    shown(str(address)), f"its local socket does not answer: {e.strerror or e}"
+                    address_text(str(address)),
+                    f"its local socket does not answer: {e.strerror or e}",
                 ) from e
     try:
         return socket.create_connection(

@@ -17,7 +17,7 @@ import numpy as np
 from overlord.errors import FrameError
 
 # ----------------------------------------------------------------------------
-# A frame is one message as bytes: a small header, then arrays.
+# Frames: one message as bytes, with a small header and then arrays.
 #
 # Neither packing nor unpacking copies the arrays.
 #
@@ -163,7 +163,7 @@ def _start(view: memoryview) -> _Start:
             remedy="both sides must run the same version of Overlord",
         )
     if reserved or reserved_too:
-        raise FrameError("expected zeros in the reserved fields, got others", remedy=_DAMAGED)
+        raise FrameError("expected zeros in the reserved fields, got other values", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
             f"expected at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
@@ -443,8 +443,9 @@ class ReceiveBuffer:
                 self._files += array.array("i", data[: len(data) - len(data) % _INT])
         if flags & _CTRUNC:
             raise FrameError(
-                f"expected at most {MAX_FILES} open files at once, got more, or this "
-                "process may open no more"
+                f"expected at most {MAX_FILES} open files at once, got more, or this process "
+                "can open no more",
+                remedy="raise the limit of open files (ulimit -n)",
             )
 
     def _parse(self) -> None:
@@ -464,11 +465,15 @@ class ReceiveBuffer:
         magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
         if magic != HEAD_MAGIC or not FRAME <= kind <= BYE or reserved:
             raise FrameError(
-                "expected a message, got "
-                f"{bytes(self._view[self._start : self._start + HEAD.size])!r}"
+                "expected the header of a message, got "
+                f"{bytes(self._view[self._start : self._start + HEAD.size])!r}",
+                remedy=_DAMAGED,
             )
         if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
-            raise FrameError(f"expected a shorter message, got kind {kind} of {size} bytes")
+            raise FrameError(
+                f"expected a message within its size limit, got kind {kind} of {size} bytes",
+                remedy=_DAMAGED,
+            )
         if files > MAX_FILES or (files and not self._takes_files):
             raise FrameError(
                 f"expected at most {MAX_FILES if self._takes_files else 0} open files, "
@@ -480,7 +485,10 @@ class ReceiveBuffer:
         try:
             self._large = self._memory(size)[:size]
         except MemoryError as e:
-            raise FrameError(f"expected memory for a body of {size} bytes, got none") from e
+            raise FrameError(
+                f"could not allocate {size} bytes for a message",
+                remedy="raise the memory limit of this process",
+            ) from e
         self._filled = self._end - body_at
         self._large[: self._filled] = self._view[body_at : self._end]
         self._head = (kind, files)

@@ -80,7 +80,7 @@ class PeerSegments:
         return len(self._maps)
 
     def crowded(self, more: list[int], limit: int) -> bool:
-        """Return whether more than ``limit`` segments would be held after adding ``more``."""
+        """Return whether more than ``limit`` segments would be held together with ``more``."""
         if len(self._live) + len(more) <= limit:  # messages are faster to count, and never fewer
             return False
         return len({*more, *self._live.values()}) > limit
@@ -89,7 +89,8 @@ class PeerSegments:
         """Map the peer's release flags and keep its notifier."""
         if self._flags is not None or not 0 < n_flags <= MAX_FLAGS:
             raise FrameError(
-                f"expected one pool of at most {MAX_FLAGS} release flags, got another, or {n_flags}"
+                f"expected one pool of 1 to {MAX_FLAGS} release flags, got a second pool, or "
+                f"{n_flags} flags"
             )
         if os.readlink(f"/proc/self/fd/{notifier_fd}") != "anon_inode:[eventfd]":
             raise FrameError(
@@ -103,8 +104,8 @@ class PeerSegments:
         """Map a new segment of the peer."""
         if segment in self._maps or len(self._maps) >= MAX_SEGMENTS:
             raise FrameError(
-                f"expected a new segment, and at most {MAX_SEGMENTS}, got segment {segment} after "
-                f"{len(self._maps)}"
+                f"expected a new segment of at most {MAX_SEGMENTS}, got segment {segment} while "
+                f"{len(self._maps)} are mapped"
             )
         self._maps[segment] = map_peer_memfd(fd, nbytes, what=f"segment {segment}")
 
@@ -173,7 +174,7 @@ Take = Callable[[int], np.ndarray | None]
 
 
 # ----------------------------------------------------------------------------
-# Encoding and decoding of messages.
+# The encoder of outgoing messages and the decoder of incoming ones.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -351,12 +352,17 @@ class MessageDecoder:
         if message.kind == FORGET:
             self._check_files(message, 0)
             if len(body) % 8:
-                raise FrameError(f"expected numbers of segments, got {len(body)} bytes")
+                raise FrameError(
+                    f"expected segment ids of 8 bytes each in a notice, got {len(body)} bytes"
+                )
             self.segments.forget(np.frombuffer(body, "<i8").tolist())
         elif message.kind == POOL:
             self._check_files(message, 2)
             if len(body) != _POOL_BODY.size:
-                raise FrameError(f"expected {_POOL_BODY.size} bytes of a pool, got {len(body)}")
+                raise FrameError(
+                    f"expected {_POOL_BODY.size} bytes in the message that announces a pool, got "
+                    f"{len(body)}"
+                )
             self.segments.attach(*message.files, *_POOL_BODY.unpack(body))
 
     def _decode_shared(self, message: IncomingMessage) -> Any:
@@ -392,7 +398,7 @@ class MessageDecoder:
 
 
 def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
-    """Return grants, references, and the offset of the frame."""
+    """Return the grants and references of a shared message, and the offset of its frame."""
     if len(body) < _COUNTS.size:
         raise FrameError(f"expected grants and references, got {len(body)} bytes")
     n_grants, n_references = _COUNTS.unpack_from(body)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A server of connections: one thread serves all of them and never waits for a single one.
+"""A server whose one thread serves all connections and never waits for a single one.
 
 Callbacks run in that thread, so they must be short. Messages that a slow peer does not accept wait
 in the bounded queue of its connection, arrays by reference. A sender in another thread then waits;
@@ -46,21 +46,22 @@ log = logging.getLogger("overlord.transport")
 #
 # Sending never blocks the server's thread. Received messages go to the server's callback.
 
-# queue of one connection, in addition to the socket's buffer; a single message may be larger
+# send queue of one connection, in addition to the socket's buffer; one message may be larger
 MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
 
 
 class ServerConnection(SocketConnection):
-    """A connection of a server. Runs on: any thread.
+    """The server's end of one connection.
 
-    The server's thread sends the bytes that the socket does not accept at once.
+    Runs on: any thread. The server's thread sends the bytes that the socket does not accept at
+    once.
     """
 
     def __init__(
-        self, sock: socket.socket, peer: str, *, ring: SharedMemoryPool | None, server: Server
+        self, sock: socket.socket, peer: str, *, pool: SharedMemoryPool | None, server: Server
     ):
-        super().__init__(sock, peer, ring=ring, hangup=False)
+        super().__init__(sock, peer, pool=pool, hangup=False)
         self._server = server
         self._drained = threading.Condition(self._lock)
         self._begun = False  # nothing may be sent before the welcome
@@ -91,7 +92,7 @@ class ServerConnection(SocketConnection):
         self._wait_for_room(wait_s)
         self._enqueue(self._encode(value, wait_s))
 
-    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+    def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
         raise OverlordError("recv: a server passes its messages to on_message; handle them there")
 
     def _wait_for_room(self, wait_s: float) -> None:
@@ -165,7 +166,7 @@ class ServerConnection(SocketConnection):
             self._drained.notify_all()
 
     def abandon(self) -> None:
-        """Release the socket of a refused connection, which the handshake still uses."""
+        """Give up a refused connection, but leave its socket to the handshake."""
         with self._lock:
             self._lost = "it was refused"
             self._encoder.close()
@@ -202,7 +203,7 @@ OnClose = Callable[[ServerConnection, str], None]
 
 
 # ----------------------------------------------------------------------------
-# The server: one thread for all connections.
+# The server, and connections that are still in the handshake.
 
 
 class Pending:
@@ -256,7 +257,7 @@ class Server:
         on_message: OnMessage,
         on_open: OnOpen | None = None,
         on_close: OnClose | None = None,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
         host: str = "127.0.0.1",
         port: int | range = 0,
         tcp: bool = True,
@@ -289,8 +290,8 @@ class Server:
                 for sock in self._listeners:
                     sock.close()
                 raise
-        self._own_pool = None if ring else SharedMemoryPool(name=found.key)
-        self.ring = ring or self._own_pool
+        self._own_pool = None if pool else SharedMemoryPool(name=found.key)
+        self.pool = pool or self._own_pool
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
         self._pending: dict[int, Pending] = {}  # oldest first
@@ -332,7 +333,7 @@ class Server:
         self._waker.wake()
 
     def caught_up(self, timeout_s: float) -> bool:
-        """Wait until all data that has already arrived is read; return whether it was.
+        """Wait until all data that has already arrived is read; return False at the deadline.
 
         So a query about the last message of a peer includes a message that is still in its socket.
         """
@@ -449,12 +450,16 @@ class Server:
         first = accepted.hello
         hello = first.get("hello")
         if not isinstance(hello, dict):
-            return self._refuse(pending, "expected a hello in its handshake, got none")
+            return self._refuse(
+                pending,
+                "expected a hello in the handshake, got none; run the same version of Overlord on "
+                "both sides",
+            )
         name = first.get("name")
         connection = ServerConnection(
             pending.sock,
             name[:200] if isinstance(name, str) and name else pending.name,
-            ring=self.ring,
+            pool=self.pool,
             server=self,
         )
         try:

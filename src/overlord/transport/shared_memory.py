@@ -40,7 +40,7 @@ def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mm
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
         raise OverlordError(
-            f"{name}: expected {nbytes} bytes of shared memory, got: {e.strerror or e}; "
+            f"{name}: could not allocate {nbytes} bytes of shared memory: {e.strerror or e}; "
             f"{_remedy(e)}"
         ) from e
 
@@ -97,7 +97,9 @@ def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> m
     try:
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
     except (OSError, ValueError) as e:
-        raise FrameError(f"expected to map {nbytes} bytes: {e}", what) from e
+        raise FrameError(
+            f"could not map {nbytes} bytes: {e}", what, "raise the memory limit of this process"
+        ) from e
     # Holes stay untouched: touching them would allocate memory that the peer only announced.
     if found.st_blocks * 512 >= nbytes:
         _advise(mapped, _HUGE, _POPULATE_READ)
@@ -105,12 +107,12 @@ def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> m
 
 
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
-    """Populate all pages at once, and request huge pages.
+    """Give the kernel each advice: use huge pages, populate all pages at once.
 
-    Page faults one by one cost as much as the copy.
+    Single page faults would cost as much as the copy.
     """
     for each in advice:
-        # An older kernel, or one without huge pages for shared memory.
+        # The kernel is older, or has no huge pages for shared memory.
         with contextlib.suppress(OSError):
             mapped.madvise(each)
 
@@ -357,7 +359,7 @@ class SharedMemoryPool:
             while not self._has_room(size):
                 self._remove(free.pop(0))
         elif small := [s for s in self._segments if nbytes // 2 <= s.nbytes < nbytes and s.free]:
-            # Messages have grown a little: this segment would not be used again.
+            # Messages are slightly larger now, so this segment would not be used again.
             self._remove(min(small, key=lambda s: s.last_use))
         self._ids += 1
         self.segments_made += 1
@@ -432,7 +434,7 @@ class SharedMemoryPool:
     # for connections
 
     def locate(self, array: np.ndarray) -> tuple[Segment, int] | None:
-        """Return the segment of an array and its offset; None if the array is not in a segment."""
+        """Return the segment that holds an array and the offset there; None if no segment does."""
         if not self._addresses:
             return None
         address: int = array.__array_interface__["data"][0]
@@ -460,7 +462,10 @@ class SharedMemoryPool:
             self.notifier.notify()
 
     def grant(self, lease: Lease, segment: Segment) -> int:
-        """Return the release flag of one more message to this peer; -1 if none is free."""
+        """Grant a segment to a peer for one message.
+
+        Return the release flag of the message; -1 if none is free.
+        """
         with self._lock:
             lease.collect()
             return lease.grant(segment)

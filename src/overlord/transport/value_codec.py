@@ -240,7 +240,7 @@ def _with_big_ints(tree: Tree) -> Tree:
         return [_with_big_ints(item) for item in tree]
     if type(tree) is dict:
         if any(type(key) is int and not -(2**63) <= key < 2**64 for key in tree):
-            raise Refused("expected keys of at most 64 bits, got a larger one")
+            raise Refused("expected integer keys of at most 64 bits, got a larger one")
         return {key: _with_big_ints(item) for key, item in tree.items()}
     return tree
 
@@ -291,7 +291,7 @@ def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[
 
 def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> dict[Any, Any]:
     if not KEYS.issuperset(set(map(type, tree))):
-        raise Refused("expected keys that are strings or whole numbers, got others")
+        raise Refused("expected keys that are strings or whole numbers, got keys of other types")
     key = None
     try:
         for key, item in tree.items():
@@ -357,7 +357,7 @@ def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
             f"{offsets.dtype}{offsets.shape}"
         )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
-        return f"expected increasing offsets within 0..{len(values)}, got others"
+        return f"expected increasing offsets within 0..{len(values)}, got decreasing or larger ones"
     return ""
 
 
@@ -426,8 +426,8 @@ OPENERS.update(
 # Check values against the annotations of record fields.
 #
 # Each check is compiled once per class, so checking a message is cheap. A record with a field of
-# the wrong type is rejected on arrival. Inside the pure cores the error would surface far from
-# its cause.
+# the wrong type is rejected on arrival. Otherwise the error would surface in a state
+# machine, far from its cause.
 
 Check = Callable[[Any], bool]
 

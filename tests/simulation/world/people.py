@@ -152,7 +152,7 @@ class _Beside:
     def __init__(self, world: World, pump: EventLoop):
         self._world, self._pump = world, pump
 
-    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         answer = Future[Any]()
 
         def run() -> None:
@@ -173,7 +173,7 @@ class _Here:
     (``launched.py``), and may wait.
     """
 
-    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         return call()
 
 

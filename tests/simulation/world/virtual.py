@@ -39,7 +39,7 @@ class SimPump:
         self._scheduled = self._started = self._running = self.stopped = False
         self._timer = 0
         self.broken: BaseException | None = None
-        self.turn = 0.0
+        self.call_started = 0.0
 
     def start(
         self,
@@ -87,7 +87,7 @@ class SimPump:
         finally:
             self._running = False
 
-    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         return call()
 
     def stop(self, timeout_s: float = 1.0) -> None:
@@ -179,13 +179,13 @@ class SimMachine(Platform):
     def sleep(self, seconds: float) -> None:
         self.world.sleep(min(seconds, math.inf))
 
-    def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
+    def memory_pool(self, name: str, max_bytes: int) -> SharedMemoryPool:
         return cast(SharedMemoryPool, SimRing())
 
     def serve(
         self,
         token: str,
-        ring: SharedMemoryPool,
+        pool: SharedMemoryPool,
         on_message: OnMessage,
         on_open: OnOpen,
         on_close: OnClose,
@@ -200,7 +200,7 @@ class SimMachine(Platform):
         hello: dict[str, Any],
         *,
         timeout_s: float,
-        ring: SharedMemoryPool | None = None,
+        pool: SharedMemoryPool | None = None,
     ) -> tuple[Connection, dict[str, Any]]:
         return self.net.open_connection(self.process, address, token, hello, timeout_s)
 

@@ -30,7 +30,7 @@ def converted(
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
             raise JobError(
-                [f"{name}: unknown labels convention {value!r}; known: {', '.join(CONVENTIONS)}"],
+                [f"{name}: expected a labels convention ({', '.join(CONVENTIONS)}), got {value!r}"],
                 "labels",
             )
     facts = MicrobatchInfo.of(mb)
@@ -46,7 +46,7 @@ def converted(
 
 
 _NO_SLICES = (
-    "expected a whole microbatch, got a slice of one (context parallelism); its {have} cannot "
+    "expected a whole microbatch, got a slice (context parallelism); its {have} cannot "
     "become {wanted}, because neighbours of tokens are on other ranks. "
     "Set Batch(labels={wanted!r}) in the job: its labels are made before the slices"
 )
@@ -91,7 +91,13 @@ def need(
     has_keys(mb, keys, adapter)
     facts = MicrobatchInfo.of(mb)
     if facts.padded and not padded:
-        raise JobError(["expected the packed layout, got rows of Batch(layout='padded')"], adapter)
+        raise JobError(
+            [
+                "expected the packed layout, got rows of Batch(layout='padded'); set "
+                "Batch(layout='packed')"
+            ],
+            adapter,
+        )
     if whole and facts.sliced:
         raise JobError(
             [

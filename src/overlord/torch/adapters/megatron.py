@@ -1,4 +1,4 @@
-"""Batches of Megatron-Core: the packed (THD) batch of its sequence packing, ``PackedSeqParams``."""
+"""Batches of Megatron-Core in its packed (THD) layout, with ``PackedSeqParams``."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def padding_mask(
     if index is not None:
         at = torch.as_tensor(index, device=bounds.device)
     else:
-        at = _places(bounds, MicrobatchInfo.of(mb), (1, 0) if cp is None else cp, cp_split)
+        at = _slice_positions(bounds, MicrobatchInfo.of(mb), (1, 0) if cp is None else cp, cp_split)
     document = document_of(at, bounds)
     return (at - bounds[:-1][document] >= lengths.diff()[document])[None]
 
 
-def _places(
+def _slice_positions(
     bounds: torch.Tensor, facts: MicrobatchInfo, cp: tuple[int, int], split: str
 ) -> torch.Tensor:
-    """Return the token of the whole microbatch of each token of a slice.
+    """Return the position in the whole microbatch of each token of a slice.
 
     It runs on the device of the bounds, without a synchronization.
     """
@@ -148,13 +148,14 @@ def _checked(cp: tuple[int, int], split: str, facts: MicrobatchInfo) -> tuple[in
         )
     if split not in SPLITS:
         raise JobError(
-            [f"cp_split: unknown {split!r}; known: {', '.join(SPLITS)}"], "megatron.padding_mask"
+            [f"cp_split: expected one of {', '.join(SPLITS)}, got {split!r}"],
+            "megatron.padding_mask",
         )
     if facts.sliced and (split == "none" or facts.here * ranks != facts.tokens):
         raise JobError(
             [
-                f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} "
-                f"of {facts.tokens} tokens; "
+                f"cp: expected values that give a slice of {facts.here} of {facts.tokens} tokens, "
+                f"got {cp!r} with cp_split={split!r}; "
                 "give this rank's place along cp, and the job's Batch.cp_split"
             ],
             "megatron.padding_mask",

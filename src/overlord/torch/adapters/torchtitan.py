@@ -1,4 +1,4 @@
-"""Batches of torchtitan: ``({"input", "positions", ...}, labels)``, one row, labels shifted."""
+"""Batches of torchtitan: ``({"input", "positions", ...}, labels)`` with shifted labels."""
 
 from __future__ import annotations
 
