@@ -141,7 +141,7 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
     assert len(before) == 2
     log.close()
     log.close()
-    with pytest.raises(JournalError, match="the journal was closed"):
+    with pytest.raises(JournalError, match="expected an open journal, got a closed one"):
         log.append([plan(2)])
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from overlord.errors import ActorLost
-from overlord.session.rendezvous import LOOK_S, _Board
+from overlord.session.rendezvous import POLL_S, _Board
 from overlord.torch.process_groups import Service
 
 LONGEST = 200  # characters of an error's text
@@ -62,7 +62,7 @@ class Departures:
         """Wait until all others of the group have left too, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self._all()) < len(self._service.members) - 1 and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _all(self) -> list[Departed]:
         with self._lock:
