@@ -376,7 +376,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         lambda launcher, planner, why: "it answered nothing" in why or end(launcher, planner, why),
     )
-    monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
+    monkeypatch.setattr("overlord.cluster.launcher.ACTIVITY_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")

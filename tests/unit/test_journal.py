@@ -273,7 +273,7 @@ def test_what_decides_touches_no_file_and_no_clock():
 
 
 def test_what_a_header_says_is_fit_for_a_terminal():
-    with pytest.raises(ValueError, match="can be printed"):
+    with pytest.raises(ValueError, match="expected printable texts"):
         Header(job="\x1b[31mred")
 
 

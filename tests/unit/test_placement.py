@@ -106,7 +106,7 @@ def test_workers_are_proposed_when_a_node_with_room_joins_and_their_successors_g
     assert made.review() == [], "not again while it is under way"
     assert made.place("loader-worker/10000", 7)["node"] == "c"
     assert made.memory_of("loader-worker/10000") == 7
-    now[0] += worker_factory.AGAIN_S + 1
+    now[0] += worker_factory.PROPOSE_AGAIN_S + 1
     assert made.review() == ["loader-worker/2", "loader-worker/1"], "unless nothing came of it"
 
 
@@ -114,8 +114,8 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     None
 ):
     control: Any = Nodes(TRAINER, Node(id="c", name="cpu-0", idle_cores=4))
-    assert NodePlacement(control, lambda: LAYOUT).planner() == {"node": "c"}
-    assert NodePlacement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
+    assert NodePlacement(control, lambda: LAYOUT).coordinator() == {"node": "c"}
+    assert NodePlacement(control, Layout).coordinator() == {}, "where nobody named nodes of ranks"
     alone: Any = object()
     made = NodePlacement(alone, lambda: LAYOUT)
     assert (

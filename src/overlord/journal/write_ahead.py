@@ -204,7 +204,7 @@ class AppendThread:
                 "journal grows, and the next pruning tries again"
             )
         if self.unpruned and not before:
-            log.warning("pruned segments not removed: %s", self.unpruned)
+            log.warning("%s", self.unpruned)
         self.seconds += time.perf_counter() - start
 
     def _unforeseen(self, error: Exception) -> JournalError:

@@ -140,7 +140,7 @@ class _Planner(CoordinatorActor):
         self._config, self._coordinator, self._event_loop = kit, host, pump
         self._takeover, self._events = None, EventQueue(now)
         self._applied, self._watched = list(found), False
-        self._send_found()
+        self._send_recovered()
 
     def answer_events(self) -> float | None:
         return self._events.answer()
