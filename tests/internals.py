@@ -49,12 +49,12 @@ class Seam:
 
 
 # the coordinator process, seen from the launcher
-COORDINATOR_STARTS = Seam("overlord.cluster.launcher:Launcher", "_start_planner")
-COORDINATOR_RESTARTS = Seam("overlord.cluster.launcher:Launcher", "_start_again")
-COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "_is_ready")
-COORDINATOR_WAITS = Seam("overlord.cluster.launcher:Launcher", "_is_awaited")
+COORDINATOR_STARTS = Seam("overlord.cluster.launcher:Launcher", "_start_coordinator")
+COORDINATOR_RESTARTS = Seam("overlord.cluster.launcher:Launcher", "_restart_coordinator")
+COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "_accept_calls")
+COORDINATOR_WAITS = Seam("overlord.cluster.launcher:Launcher", "_note_awaited")
 COORDINATOR_REPLACED = Seam("overlord.cluster.launcher:CoordinatorHeartbeat", "kill")
-COORDINATOR_AWAITED = Seam("overlord.cluster.launcher:Launcher", "_wait_for_planner")
+COORDINATOR_AWAITED = Seam("overlord.cluster.launcher:Launcher", "_wait_for_coordinator")
 LAUNCHER_EXECUTES = Seam("overlord.cluster.launcher:Launcher", "_execute")
 SESSION_RECEIVES = Seam("overlord.session.cluster_runtime:ClusterRuntime", "_received")
 # workers, seen from the coordinator
@@ -186,7 +186,7 @@ def heartbeats_by(recovery: Any, now: Callable[[], float]) -> Callable[[], None]
 
 def starting_workers(pool: Any) -> list[Any]:
     """Return the handles of workers that the startup watchdog watches."""
-    return list(pool._watchdog._there)
+    return list(pool._watchdog._starting)
 
 
 def unanswered_row(reporter: Any, loader: int) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def small_segments() -> None:
 def child(order: dict[str, Any]) -> None:
     small_segments()
     # An acknowledgement may be written only when the session closes, and the test reads it then.
-    launcher.LEAVE_S, job_journal.TIMEOUTS = WAIT_S, Timeouts(close_s=WAIT_S)
+    launcher.STOP_S, job_journal.TIMEOUTS = WAIT_S, Timeouts(close_s=WAIT_S)
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -232,7 +232,7 @@ def workers_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
     """Return the recovered workers, except those that were not killed and were silent for too long:
     a busy machine may block one.
     """
-    silent = ("it answered nothing for ", "it plans, and does not come to an end for ")
+    silent = ("it answered nothing for ", "its event loop was blocked for ")
     return {
         row["part"]
         for row in recoveries

@@ -401,7 +401,7 @@ def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
     placement.move(0, 1)
     cutter.route(stage_of([0], [1, 0], 1, kept=np.array([0])), AFTER, served)
     placement.move(1, 1)
-    with pytest.raises(AssertionError, match="drop them first"):
+    with pytest.raises(AssertionError, match="drop the samples first"):
         cutter.route(stage_of([0], [1, 0], 1), AFTER, served)
     cutter.forget([1])
     cutter.route(stage_of([0], [1, 0], 1), AFTER, served)

@@ -375,6 +375,6 @@ def test_a_strategy_that_is_no_function_is_reported() -> None:
 
     with pytest.raises(
         PlanError,
-        match="step 0: after a worker was lost the step was planned again, and came out different",
+        match="step 0: the step was planned again after a worker was lost: expected the first plan",
     ):
         go_on()

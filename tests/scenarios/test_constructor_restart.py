@@ -121,7 +121,7 @@ def test_clients_that_are_at_different_steps_go_on_where_they_are(anew: Started)
         assert take(ahead, 2) == [8, 9]
         assert take(behind, 5) == [5, 6, 7, 8, 9]
         until(lambda: anew.heard() == {0: 9, 1: 9})
-    assert anew.host.figures()["memory"]["assembled"] == 0
+    assert anew.host.metrics()["memory"]["assembled"] == 0
     assert [e for e in anew.told if not isinstance(e, StepsAcked)] == []
 
 
@@ -202,7 +202,7 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
         assert take(second, 3) == [6, 7, 8]
     with pytest.raises(
         OverlordError,
-        match=r"rank 1: step 4 was handed out already .* load a saved state on every rank",
+        match=r"rank 1: .* got step 4, which was taken .* load a saved state on every rank",
     ):
         anew.client(1, 4).get(WAIT_S)
 
@@ -259,9 +259,9 @@ def test_a_loader_worker_that_was_started_again_takes_the_place_of_the_old_one(
 ) -> None:
     anew.plan(5)
     new = anew.loader_link(2)
-    with closing(new), pytest.raises(ActorLost, match="its place is taken"):
+    with closing(new), pytest.raises(ActorLost, match="this connection was replaced"):
         until(lambda: anew.loader.recv(5.0) is None)
-    with pytest.raises(LinkRefused, match="a later one has its place"):
+    with pytest.raises(LinkRefused, match="a later one has replaced it"):
         anew.loader_link(1)
     new = anew.loader_link(2)  # its connection was cut
     with closing(new), closing_all(anew.client(0, 5)) as (box,):
@@ -278,7 +278,7 @@ def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
         anew.do(EndOfJob(6, ActorLost("loader-worker/3", "killed")))
         until(lambda: len(box) == 1)
         anew.do(Rollback(2 * G, 4))
-        anew.host.figures()  # behind which it is done
+        anew.host.metrics()  # behind which it is done
         anew.plan(5, 6, generation=2 * G)
         anew.send(5, 6, generation=2 * G)
         assert take(box, 2) == [5, 6]

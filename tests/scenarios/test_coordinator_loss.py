@@ -18,7 +18,7 @@ import pytest
 import overlord as ov
 from overlord.cluster.coordinator_config import PlannerJob
 from overlord.cluster.launcher import Launcher
-from overlord.cluster.rebalance import SCALED
+from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
 from overlord.messages.control import EndOfJob, SourceLost
@@ -98,8 +98,8 @@ def dies_while_it_starts(patch: pytest.MonkeyPatch) -> None:
     def dies(launcher: Launcher) -> None:
         if todo:
             todo.clear()
-            assert launcher.planner is not None
-            launcher.control.kill(launcher.planner)
+            assert launcher.coordinator is not None
+            launcher.control.kill(launcher.coordinator)
         ready(launcher)
 
     COORDINATOR_READY.replace(patch, dies)
@@ -113,10 +113,10 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
         answer = ask(launcher, method, *args, **settings)
         if method == "open_journal" and todo:
             todo.clear()
-            planner = launcher.planner
+            planner = launcher.coordinator
             assert planner is not None
             launcher.control.kill(planner)
-            until(lambda: launcher.planner is not planner and is_ready(launcher))
+            until(lambda: launcher.coordinator is not planner and is_ready(launcher))
         return answer
 
     patch.setattr(Launcher, "ask", dies)
@@ -334,10 +334,10 @@ def test_a_rank_that_leaves_while_another_coordinator_is_long_in_coming_is_not_w
         take([staying, leaving], 3, got)
         COORDINATOR_READY.replace(monkeypatch, waits)
         assert Launcher.ask.__kwdefaults__ is not None
-        first = launcher_of(session).planner
+        first = launcher_of(session).coordinator
         session.kill("planner")
         until(
-            lambda: launcher_of(session).planner is not first
+            lambda: launcher_of(session).coordinator is not first
         )  # what it is started with is known by now
         with monkeypatch.context() as patch:
             patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
@@ -354,7 +354,7 @@ def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_ne
     start, tried = WorkerFactory.loader_worker, list[int]()
 
     def refuses(recipes: WorkerFactory, h: int, *args: Any) -> Any:
-        if h < SCALED:
+        if h < FIRST_SCALED:
             return start(recipes, h, *args)
         tried.append(h)
         raise OverlordError("there is no room")
@@ -366,11 +366,11 @@ def test_a_worker_that_could_not_be_started_for_a_source_is_not_missed_by_the_ne
         take(clients, 3, got)
         assert session.scale("heavy", 2)
         until(lambda: tried)
-        until(lambda: SCALED not in launcher_of(session).workers.sources_of)
+        until(lambda: FIRST_SCALED not in launcher_of(session).workers.sources_of)
         for at in (12, 20):
             session.kill("planner")
             take(clients, at - len(got[0]), got)
-        assert tried == [SCALED]
+        assert tried == [FIRST_SCALED]
         take(clients, 40 - len(got[0]), got)
     assert got == run(scaling.job(), "local").steps
 

@@ -137,7 +137,7 @@ def test_the_coordinator_is_listed_with_its_process_and_goes_with_the_session(
         assert play(session) == alone
         with pytest.raises(
             JobError,
-            match="no process of this job is called 'x'; there are planner, constructor-worker/0",
+            match="expected the name of a process of this job, got 'x'; there are planner, constructor-worker/0",
         ):
             session.kill("x")
     assert WORKER_RUNTIME == "ray" or not left_after(
@@ -157,7 +157,7 @@ def test_what_is_asked_of_a_coordinator_elsewhere_is_what_one_here_says(journal:
         assert str(there.explain(4)) == str(here.explain(4))
         assert there.quarantine() == here.quarantine()
         with pytest.raises(
-            PlanError, match="step 100 is not planned yet, or no longer held; steps held: 0 to 9"
+            PlanError, match="expected a kept step, got step 100; kept steps: 0 to 9"
         ):
             there.plan(100)
         one, other = here.metrics(), there.metrics()
@@ -239,7 +239,10 @@ def test_coordinator_and_workers_are_killed_at_random_while_ranks_train_side_by_
             thread.start()
         deaths = 0
         while any(thread.is_alive() for thread in threads) and deaths < 12:
-            handles = [launcher_of(session).planner, *launcher_of(session).workers.handles.values()]
+            handles = [
+                launcher_of(session).coordinator,
+                *launcher_of(session).workers.handles.values(),
+            ]
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
@@ -264,7 +267,7 @@ def test_a_coordinator_that_dies_the_moment_it_is_there_is_missed_too(
     def strike(launcher: Launcher) -> None:
         if incarnation_of(launcher) and not struck:
             struck.append(incarnation_of(launcher))
-            launcher.control.kill(launcher.planner)  # type: ignore[arg-type]
+            launcher.control.kill(launcher.coordinator)  # type: ignore[arg-type]
         ready(launcher)
 
     COORDINATOR_READY.replace(monkeypatch, strike)
@@ -373,7 +376,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         lambda launcher, planner, why: "it answered nothing" in why or end(launcher, planner, why),
     )
-    monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
+    monkeypatch.setattr("overlord.cluster.launcher.ACTIVITY_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")
@@ -384,7 +387,7 @@ def test_a_coordinator_whose_strategy_does_not_come_to_an_end_is_replaced(
     with launch(made, lost_after_s=0.7, **APART) as session:
         got = play(session)
         assert (got.steps, got.error) == (alone.steps, "")
-        words = "it plans, and does not come to an end for 0.7 s: "
+        words = "its event loop was blocked for 0.7 s: "
         until(
             lambda: any(row["reason"].startswith(words) for row in session.metrics()["recoveries"])
         )
@@ -398,8 +401,7 @@ def test_a_coordinator_that_is_stuck_every_time_ends_the_job_with_that(
     with launch(made, lost_after_s=0.6, max_restarts=1, **APART) as session:
         error = play(session).error
         for words in (
-            f"it plans, and does not come to an end for 0.6 s: step {FATAL_STEP}, in "
-            "Stuck.__call__",
+            f"its event loop was blocked for 0.6 s: step {FATAL_STEP}, in Stuck.__call__",
             "fatal_functions.py",
             "started again 1 time, ",
             "raise max_restarts",
@@ -485,7 +487,7 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_coordinator_by_
         until(
             lambda: (
                 running_job(session).waiting_for(0)
-                == f"the planner, which is being started again ({KILLED})"
+                == f"the coordinator, which is being restarted ({KILLED})"
             )
         )
         seen.set()

@@ -64,10 +64,10 @@ def asked(
 
 def replaced(launcher: Launcher) -> None:
     """The planner is killed, and another is there."""
-    old = launcher.planner
+    old = launcher.coordinator
     assert old is not None
     launcher.control.kill(old)
-    until(lambda: launcher.planner is not old and is_ready(launcher))
+    until(lambda: launcher.coordinator is not old and is_ready(launcher))
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def test_where_a_source_that_joined_is_read_is_known_once(
 
 def stalled(launcher: Launcher, go: Callable[..., Any]) -> Any:
     """It stands still, for longer than its answer is waited for, and goes on then."""
-    planner = launcher.planner
+    planner = launcher.coordinator
     assert planner is not None
     assert planner.pid is not None
     halt(planner.pid)
@@ -199,7 +199,7 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
             asked(patch, "event", stalled)
             with pytest.raises(DataStall) as given_up:
                 session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
-        assert "may still come to it" in "".join(given_up.value.__notes__)
+        assert "may still apply the event" in "".join(given_up.value.__notes__)
         until(lambda: launcher.ask("applied_events"))
         until(lambda: session.state_dict()["events"])
         saved = clients[0].state_dict()
@@ -298,10 +298,10 @@ def test_a_report_that_a_coordinator_accepted_and_died_with_is_told_to_the_next(
         answer = ask(launcher, method, *args, **settings)
         if method == "report" and (args[0].step, args[0].rank) == (9, 1) and todo:
             todo.clear()
-            old = launcher.planner
+            old = launcher.coordinator
             assert old is not None
             launcher.control.kill(old)
-            until(lambda: launcher.planner is not old)  # it is told what is known by now
+            until(lambda: launcher.coordinator is not old)  # it is told what is known by now
         return answer
 
     monkeypatch.setattr(Launcher, "ask", dies)
@@ -329,7 +329,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
                 """When it has done what it was asked, and before its answer is here."""
                 value = get(future, timeout_s)
                 if getattr(future, "method", "") == "event" and not killed:
-                    killed.append(launcher.planner)
+                    killed.append(launcher.coordinator)
                     launcher.control.kill(killed[0])
                     lost.set()
                     raise ActorLost("planner", "killed by signal 9")
@@ -367,7 +367,7 @@ def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed
             host = start(*args)
             if todo:
                 todo.clear()
-                old = launcher.planner
+                old = launcher.coordinator
                 assert old is not None
                 assert old.pid is not None
                 os.kill(old.pid, signal.SIGKILL)
@@ -375,7 +375,7 @@ def test_a_coordinator_that_is_lost_while_a_worker_is_started_for_it_is_followed
                 with contextlib.suppress(
                     AssertionError
                 ):  # the next one is not made before this one is known
-                    until(lambda: launcher.planner is not old, 1.0)
+                    until(lambda: launcher.coordinator is not old, 1.0)
             return host
 
         monkeypatch.setattr(WorkerFactory, "loader_worker", dies)

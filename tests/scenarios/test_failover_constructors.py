@@ -151,7 +151,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
         lambda: [
             w
             for w in said
-            if all(part in w for part in ("constructor-worker/0", KILLED, "started again"))
+            if all(part in w for part in ("constructor-worker/0", KILLED, "being restarted"))
         ]
     )
     gate.open()

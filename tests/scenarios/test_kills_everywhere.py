@@ -111,7 +111,7 @@ def lose(runtime: str, session: ov.Session, roles: list[str]) -> None:
     assert bool(pids) == (runtime != "local")
     for name in names:
         if runtime == "local":
-            with pytest.raises(ov.JobError, match=f"'{name}': all actors live in this process"):
+            with pytest.raises(ov.JobError, match=f"'{name}': all components run in this process"):
                 session.kill(name)
         elif len(names) == 1:
             os.kill(pids[name], signal.SIGKILL)

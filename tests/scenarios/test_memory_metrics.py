@@ -113,7 +113,7 @@ def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None
     ) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
-        found = until(lambda: f if all_answered(f := running_job(session).figures()) else None)
+        found = until(lambda: f if all_answered(f := running_job(session).metrics()) else None)
     workers = {row["worker_pid"]: row["worker_pss"] for row in found["loaders"] if row["worker"]}
     assert sum(row["worker"] for row in found["loaders"]) == 4
     assert len(workers) == 1

@@ -510,10 +510,13 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
             (
                 "a",
                 "loader-worker/9",
-            ): "no loader host is called 'loader-worker/9'; there are loader-worker/0",
+            ): "expected the name of a loader worker, got 'loader-worker/9'; there are loader-worker/0",
             ("x", "loader-worker/0"): "unknown source 'x'",
             ("a",): "expected the loader worker to move to",
-            ("d", "loader-worker/0"): "'d' joined after loader-worker/0 was started",
+            (
+                "d",
+                "loader-worker/0",
+            ): "expected a worker with the code of 'd', got loader-worker/0, which started before",
         }.items():
             with pytest.raises(ov.errors.JobError, match=words):
                 session.move(*move)

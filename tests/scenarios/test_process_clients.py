@@ -48,7 +48,9 @@ def test_ranks_without_a_client_hold_up_nobody_and_cost_nothing() -> None:
         assert play(session, ranks=[2]).steps == {2: alone.steps[2]}
         memory = heard(session)["memory"]
         assert memory["staged"] == 0, "documents of the others went nowhere"
-        with pytest.raises(OverlordError, match="rank 0: the first step was asked for already"):
+        with pytest.raises(
+            OverlordError, match=r"rank 0: expected client\(\) before the first step"
+        ):
             session.client(0)
 
 

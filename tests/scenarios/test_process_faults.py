@@ -158,7 +158,8 @@ def test_clients_of_a_constructor_worker_that_is_killed_hand_out_what_they_have_
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
             assert len(steps) == 4, "the prefetch window was full"
         with pytest.raises(
-            JobError, match="no process of this job is called 'x'; there are loader-worker/0"
+            JobError,
+            match="expected the name of a process of this job, got 'x'; there are loader-worker/0",
         ):
             session.kill("x")
     assert not workers_left(list(hosts.values()), SOON_S)

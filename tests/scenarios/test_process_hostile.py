@@ -193,7 +193,7 @@ def test_who_has_the_place_of_a_worker_that_joins_loses_it_and_spoils_nothing(
     with peer(session, role="loader", host=host) as link:
         link.send(StepPayload(20, host, DOCUMENTS))
         at = session.add_source(source("d", 30, 5000))
-        assert "its place is taken" in end_of(link)
+        assert "this connection was replaced" in end_of(link)
     got = play(session, steps=at - 3 + 4)
     assert not got.error
     assert "d" in {

@@ -259,7 +259,8 @@ def test_no_worker_is_added_for_which_there_is_no_memory(alone: Played) -> None:
 def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
     with launch(job(until=3), **ONE) as session:
         with pytest.raises(
-            ov.JobError, match="expected 1 to 1 hosts for 'light', which has 1 loader, got 2"
+            ov.JobError,
+            match="expected 1 to 1 loader workers for 'light', which has 1 loader, got 2",
         ):
             session.scale("light", 2)
         with pytest.raises(ov.JobError, match="unknown source 'hevy'; did you mean 'heavy'"):
@@ -533,7 +534,6 @@ def test_in_one_process_what_was_said_and_worker_processes_stay_as_they_are() ->
         assert loaders_here(session) == {"said": 2, "apart": 1}
         with pytest.raises(
             ov.JobError,
-            match="all loaders live in this process; runtime='process' has hosts to spread "
-            "them over",
+            match="all loaders run in this process; launch with runtime='process' to scale them",
         ):
             session.scale("said", 2)

@@ -137,7 +137,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
         until(lambda: len(first.queue) == 4)  # they are in its process
         with ov.connect(served, 0, served.token) as second:
             assert got + take(second, len(wanted) - 2) == wanted
-        with pytest.raises(OverlordError, match="another client of this rank has connected"):
+        with pytest.raises(OverlordError, match="another client of this rank connected"):
             take(first, 5)
 
 
@@ -164,7 +164,7 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
         until(lambda: session.state_dict()["step"] == 3)
         with pytest.raises(
             LinkRefused,
-            match=r"rank 1: step 1 was handed out already .* load a saved state on every rank",
+            match=r"rank 1: .* got step 1, which was taken .* load a saved state on every rank",
         ):
             hello(session, served, 1, 1)
         again = ov.connect(served, 1, served.token)

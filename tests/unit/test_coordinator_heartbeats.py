@@ -15,7 +15,7 @@ from tests.internals import stop_heartbeats_by
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
-    "it plans, and does not come to an end for 2 s: step 6, in mine",
+    "its event loop was blocked for 2 s: step 6, in mine",
 )
 
 
@@ -30,7 +30,7 @@ class Control:
 
     def call(self, planner: Any, method: str) -> Future[Any]:
         future = Future[Any]()
-        if method == "doing":
+        if method == "activity":
             future.set_result("step 6, in mine")
         elif self.answers and (given := self.answers.pop(0))[0] is not None:
             self.asked.append((self.now + given[1], bool(given[0]), future))

@@ -302,7 +302,7 @@ def test_a_plain_function_hears_nothing_and_may_prefetch_as_far_as_it_likes(
         assert "reports" not in client.state_dict()
     assert heard == [{}] * 24
     assert [r.message for r in caplog.records] == [
-        "reports reach no schedule: the mixture has no state and no takes_feedback = True"
+        "reports are not used: the mixture has neither a state nor takes_feedback = True"
     ]
 
 
@@ -407,7 +407,7 @@ def test_a_loss_that_is_no_number_is_left_out_and_counted(caplog: pytest.LogCapt
         assert session.metrics()["feedback"]["invalid"] == len(heard)
     assert heard[6] == (6, {"loss/c": 2.0})
     assert [r.message for r in caplog.records] == [
-        "rank 0, step 0: 2 reported values are infinite or no numbers and are left out"
+        "rank 0, step 0: 2 reported values ignored: expected finite numbers"
     ]
 
 

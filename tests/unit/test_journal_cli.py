@@ -92,7 +92,7 @@ def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path)
         log.append([plan(0), Record("plan", 1, b"no frame", 1)])
     report = verify(tmp_path)
     assert report.first_fault.startswith("000000000000.ovj, byte")
-    assert "is whole, but is not a value that this version knows" in report.first_fault
+    assert "that this version can decode, got another" in report.first_fault
     assert plain(read_all(tmp_path)[:1]) == [("plan", 0, bytes(20))]
 
 
@@ -162,6 +162,6 @@ def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
     told = overlord("journal", "verify", written)
     assert (
         told.exit_code,
-        "expected the state that the plans before it give, got another columns"
+        "expected the state after the plans before it, got other columns"
         in " ".join(told.stderr.split()),
     ) == (1, True)

@@ -80,8 +80,8 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
         assert not beside or told.once()
         monkeypatch.setattr(log, "pack", _no_memory)
         says = (
-            rf"journal {tmp_path}: expected an append, got MemoryError: no room for 3 GiB; "
-            r".*acknowledged is kept: fix the cause, and resume"
+            rf"journal {tmp_path}: an append failed: MemoryError: no room for 3 GiB; fix the cause "
+            r"\(the traceback is in the log\), and resume: all that was acknowledged is kept"
         )
         with pytest.raises(JournalError, match=says):
             writer.wait(writer.put([plan(1)]), 30)

@@ -19,7 +19,7 @@ import pytest
 import overlord as ov
 from overlord.cli.common import read_options
 from overlord.errors import JobError, StateMismatch
-from overlord.setup.options import Options
+from overlord.setup.options import GROUPED, Options
 from tests.internals import SESSION_STARTS
 from tests.processes import WAIT_S, left_after
 from tests.worlds import Rows
@@ -65,13 +65,9 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
     [
         (
             {"partition": "atuo"},
-            "partition: expected a rule for the number of loaders, got 'atuo'; did you "
-            "mean 'auto'?",
+            "partition: expected 'auto' or 'off', got 'atuo'; did you mean 'auto'?",
         ),
-        (
-            {"partition": 3},
-            "partition: expected a rule for the number of loaders, got 3; there are auto, off",
-        ),
+        ({"partition": 3}, "partition: expected 'auto' or 'off', got 3; there are auto, off"),
         ({"autoscale": 2}, "autoscale: expected True, False, or limits by name, got 2"),
         (
             {"autoscale": {"patient": 1}},
@@ -87,7 +83,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "hevy"},
-            "shadows: expected the kind of loaders with a standby, got 'hevy'; did you mean 'heavy'",
+            "shadows: expected 'none', 'heavy' or 'all', got 'hevy'; did you mean 'heavy'",
         ),
         ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
@@ -125,16 +121,16 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"ports": "7000-7099"},
-            "ports: in one process only session.serve listens, which has a port= "
-            "of its own: leave it out",
+            "ports: expected None with runtime='local', got '7000-7099'; leave it out: only "
+            "session.serve listens, which has its own port=",
         ),
         (
             {"runtime": "process", "ports": "7099-7000"},
-            "ports: expected the first and the last, as in '7000-7099', got '7099-7000'",
+            "ports: expected a first and a last port, as in '7000-7099', got '7099-7000'",
         ),
         (
             {"runtime": "process", "ports": 7000},
-            "ports: expected the first and the last, as in '7000-7099', got 7000",
+            "ports: expected a first and a last port, as in '7000-7099', got 7000",
         ),
         ({"reserve": True}, "reserve: True is for runtime='ray' with the address of a cluster"),
         (
@@ -143,11 +139,11 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"rank_nodes": ["a"]},
-            "rank_nodes: ['a'] was asked for, but runtime='local' has one machine: leave it out",
+            "rank_nodes: expected None, got ['a']; runtime='local' has one machine: leave it out",
         ),
         (
             {"runtime": "process", "node_labels": {"a": "b"}},
-            "node_labels: {'a': 'b'} was asked for, but runtime='process' has one machine",
+            "node_labels: expected None, got {'a': 'b'}; runtime='process' has one machine",
         ),
         (
             {"runtime": "ray", "node_labels": {"pool": 3}},
@@ -178,7 +174,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
             {"resume": "last"},
             "resume: expected a state, or 'auto' (from the job's journal), got 'last'; known: auto",
         ),
-        ({"resume": [1]}, "resume: expected a state as state_dict() gives it, got list"),
+        ({"resume": [1]}, "resume: expected a result of state_dict(), got list"),
         (
             {"allow": "seed"},
             "allow: expected a tuple of parts of the fingerprint, as in ('seed',), got 'seed'",
@@ -313,7 +309,7 @@ def test_limits_of_memory_may_be_the_total_alone(monkeypatch: pytest.MonkeyPatch
         ({"memory": {"ring": 1}}, "memory: unknown field 'ring'"),
         (
             {"memory": ov.MemoryLimits(open_files=3), "open_files": 4},
-            "open_files: expected it once, got it as a keyword and in memory=",
+            "open_files: expected one value, got two; remove the keyword, keep memory=",
         ),
         ({"total": 1}, "unknown option 'total'"),
     ],
@@ -323,6 +319,21 @@ def test_groups_of_options_are_refused_in_words(options: dict[str, Any], says: s
     assert says in found
 
 
+def test_an_option_outside_the_signature_and_the_groups_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any other keyword would be dropped without an error."""
+    monkeypatch.setattr("overlord.session.launch.GROUPED", ("open_files",))
+    (found,) = problems(lambda: ov.launch(job(), sidecar=0.25))
+    assert found.startswith("unknown option 'sidecar'")
+
+
+def test_every_field_of_the_options_is_in_the_signature_or_in_a_group() -> None:
+    signature = set(inspect.signature(ov.launch).parameters)
+    assert {f.name for f in fields(Options)} <= signature | set(GROUPED)
+    assert not signature & set(GROUPED)
+
+
 @pytest.mark.parametrize(
     "call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-worker/1")]
 )
@@ -330,7 +341,7 @@ def test_what_needs_other_processes_says_which_runtime_has_them(
     call: Callable[[ov.Session], Any],
 ) -> None:
     with ov.launch(job()) as session:
-        with pytest.raises(JobError, match=r"live in this process; .*runtime='process'"):
+        with pytest.raises(JobError, match=r"run in this process; .*runtime='process'"):
             call(session)
         assert next(session.client(0)).step == 0
 

@@ -638,7 +638,7 @@ def test_a_loader_worker_rolls_back_and_parts_of_before_or_said_twice_lead_to_no
             (1, STRIDE, tokens(2, 3, 4)),
             (2, STRIDE, tokens(5)),
         ]
-        figures = told.host.figures()
+        figures = told.host.metrics()
         assert (figures["memory"]["kept"], figures["loaders"][0]["kept_bytes"]) == (4, 4), (
             "step 1 is acknowledged, step 2 is not"
         )
@@ -663,7 +663,7 @@ def test_a_lost_constructor_worker_ends_nothing_and_its_successor_gets_replayed_
         assert not any(isinstance(e, EndOfJob) for e in happened)
         told.part(0, 2, STRIDE)
         assert told.constructor.wait(1, STRIDE) == [(0, STRIDE, tokens(0, 1))]
-        assert told.host.figures()["links"] == 1
+        assert told.host.metrics()["links"] == 1
 
 
 def test_without_failover_a_constructor_worker_that_is_lost_is_told_of_as_the_end() -> None:

@@ -57,7 +57,7 @@ def test_a_loader_whose_worker_does_not_answer_has_every_figure_that_others_have
 ) -> None:
     with running:
         next(running.client(0))
-        for row in running_job(running).figures()["loaders"]:
+        for row in running_job(running).metrics()["loaders"]:
             assert set(silent(row["loader"], row["source"])) == set(row)
 
 
@@ -66,7 +66,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
 ) -> None:
     with running:
         next(running.client(0))
-        told, figures = running.metrics()["sources"], runtime_of(running).figures
+        told, figures = running.metrics()["sources"], runtime_of(running).metrics
         assert {name: {"storage", "store"} & set(row) for name, row in told.items()} == {
             "web": {"storage"},
             "list": set(),
@@ -78,7 +78,7 @@ def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
                 "loaders": [silent(row["loader"], row["source"]) for row in found["loaders"]]
             }
 
-        monkeypatch.setattr(runtime_of(running), "figures", untold)
+        monkeypatch.setattr(runtime_of(running), "metrics", untold)
         found = running.metrics()["sources"]
     assert {name: set(row) for name, row in found.items()} == {
         name: set(row) for name, row in told.items()

@@ -21,7 +21,7 @@ from overlord.observe.tables import placement_facts
 from overlord.ray.node_choice import Layout, Node
 from overlord.session.cluster_runtime import ClusterRuntime
 from overlord.setup.options import Options
-from overlord.setup.partition import hosting_of
+from overlord.setup.partition import loader_placement_of
 from overlord.setup.prepared_job import PreparedJob
 from tests.corpus import write_rows
 from tests.processes import WAIT_S
@@ -68,30 +68,30 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
 ) -> None:
     _, made = crowded(TRAINER)
     assert made.review() == []
-    assert made.figures() == {"sidecar": 0.5, "exceeded": []}, (
+    assert made.metrics() == {"sidecar": 0.5, "exceeded": []}, (
         "figures of nodes have not settled yet"
     )
     now[0] += worker_factory.SETTLED_S + 1
     for _ in range(2):
         assert made.review() == [], "there is nowhere to go"
         now[0] += 3
-    [row] = made.figures()["exceeded"]
+    [row] = made.metrics()["exceeded"]
     assert row == {"node": "gpu-0", "hosts": 4, "allowed": 2, "for_s": 6.0}
     [said] = [r.getMessage() for r in caplog.records]
     assert (
-        said == "node gpu-0 runs 4 hosts of this job, and sidecar=0.5 allows 2: no other node "
-        "had room. They move when one has"
+        said == "node gpu-0 runs 4 workers of this job, and sidecar=0.5 allows 2: no other node "
+        "has room; they move when one has"
     )
-    [(what, words)] = placement_facts(made.figures())
+    [(what, words)] = placement_facts(made.metrics())
     assert what == "sidecar=0.5 exceeded"
     assert words.startswith("node gpu-0 has run 4 workers of this job for 6 s, 2 are allowed")
     made.forget("loader-worker/1")
     made.forget("loader-worker/2")
     assert made.review() == []
-    assert made.figures()["exceeded"] == []
+    assert made.metrics()["exceeded"] == []
     assert (
         caplog.records[-1].getMessage()
-        == "node gpu-0 runs no more hosts than sidecar allows, again after 6 s"
+        == "node gpu-0 runs no more workers than sidecar allows, after 6 s above"
     )
 
 
@@ -106,7 +106,7 @@ def test_workers_are_proposed_when_a_node_with_room_joins_and_their_successors_g
     assert made.review() == [], "not again while it is under way"
     assert made.place("loader-worker/10000", 7)["node"] == "c"
     assert made.memory_of("loader-worker/10000") == 7
-    now[0] += worker_factory.AGAIN_S + 1
+    now[0] += worker_factory.PROPOSE_AGAIN_S + 1
     assert made.review() == ["loader-worker/2", "loader-worker/1"], "unless nothing came of it"
 
 
@@ -114,16 +114,16 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     None
 ):
     control: Any = Nodes(TRAINER, Node(id="c", name="cpu-0", idle_cores=4))
-    assert NodePlacement(control, lambda: LAYOUT).planner() == {"node": "c"}
-    assert NodePlacement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
+    assert NodePlacement(control, lambda: LAYOUT).coordinator() == {"node": "c"}
+    assert NodePlacement(control, Layout).coordinator() == {}, "where nobody named nodes of ranks"
     alone: Any = object()
     made = NodePlacement(alone, lambda: LAYOUT)
-    assert (made.place("loader-worker/0", 1), made.planner(), made.figures(), made.review()) == (
-        {},
-        {},
-        {},
-        [],
-    )
+    assert (
+        made.place("loader-worker/0", 1),
+        made.coordinator(),
+        made.metrics(),
+        made.review(),
+    ) == ({}, {}, {}, [])
     assert watch(made, Platform(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
 
 
@@ -159,8 +159,7 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(
     told = [r.getMessage() for r in caplog.records if "moves to" in r.getMessage()]
     assert (
         told[0]
-        == "loader-worker/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts "
-        "than it may"
+        == "loader-worker/2 moves to node cpu-0, which has room: node gpu-0 exceeds sidecar=0.5"
     )
     assert len(told) == 2
     machine.beat()
@@ -211,7 +210,7 @@ def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Pat
     control: Any = Refusing(TRAINER)
     blueprint = PreparedJob(job, Options())
     with closing(blueprint):
-        hosting = hosting_of(blueprint)
+        hosting = loader_placement_of(blueprint)
         recipes = WorkerFactory(
             control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0]
         )
@@ -221,7 +220,7 @@ def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Pat
         ):
             with pytest.raises(ActorLost, match="the cluster refused it"):
                 start()
-        assert recipes.placement.figures() == {}, "nothing is placed"
+        assert recipes.placement.metrics() == {}, "nothing is placed"
         control.refuses = False
         recipes.loader_worker(10000, [0], (), {}, instead_of=0)
         memory = recipes.placement.memory_of("loader-worker/10000")

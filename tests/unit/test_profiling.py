@@ -22,7 +22,7 @@ from overlord.loader.reader import ReaderStats
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import partition, profile_store
 from overlord.setup.measure import Bounds, fingerprint_of, measure
-from overlord.setup.partition import hosting_of, loads_of, partition_of, profiled
+from overlord.setup.partition import loader_placement_of, loads_of, partition_of, profiled
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.setup.timeouts import Timeouts as SetupTimeouts
 from tests.corpus import write_rows
@@ -317,13 +317,15 @@ def test_a_job_of_small_steps_is_not_looked_at(
 def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
     made = job(source(corpus), source(corpus, "code"), source(corpus, "books"))
     with blueprint(made, hosts=8) as ready:
-        assert set(hosting_of(ready).loaders) == {3}, "all are alike by their index"
+        assert set(loader_placement_of(ready).loaders) == {3}, "all are alike by their index"
         ready.profile = kept(ready, 1e-3, 6e-3, 1e-3)
-        assert hosting_of(ready).loaders == (1, 6, 1)
-        assert len(set(hosting_of(ready).host_of[1:7])) == 6, "each of them in a host of its own"
+        assert loader_placement_of(ready).loaders == (1, 6, 1)
+        assert len(set(loader_placement_of(ready).host_of[1:7])) == 6, (
+            "each of them in a host of its own"
+        )
     with blueprint(made, hosts=8, loaders={"code": 2}) as named:
         named.profile = kept(named, 1e-3, 6e-3, 1e-3)
-        assert hosting_of(named).loaders[1] == 2
+        assert loader_placement_of(named).loaders[1] == 2
 
 
 def test_without_partition_sources_get_loaders_by_their_index_and_the_stored_profile_is_not_read(
@@ -331,12 +333,12 @@ def test_without_partition_sources_get_loaders_by_their_index_and_the_stored_pro
 ) -> None:
     made, cache = job(source(corpus), source(corpus, "code"), source(corpus, "books")), corpus / "c"
     with blueprint(made, hosts=8, cache_dir=cache) as ready:
-        by_index = hosting_of(ready)
+        by_index = loader_placement_of(ready)
         profile_store.save(profile_store.path_of(made, cache), kept(ready, 1e-3, 6e-3, 1e-3))
-        assert hosting_of(profiled(ready, "process")).loaders == (1, 6, 1)
+        assert loader_placement_of(profiled(ready, "process")).loaders == (1, 6, 1)
     for off in ("off", None):
         with blueprint(made, hosts=8, cache_dir=cache, partition=off) as ready:
-            assert hosting_of(profiled(ready, "process")) == by_index
+            assert loader_placement_of(profiled(ready, "process")) == by_index
     assert by_index.loaders == (3, 3, 3)
 
 
@@ -365,7 +367,7 @@ def test_a_scaled_source_is_cut_for_the_workers_there_may_be_in_the_end(
     made = job(source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")))
     with blueprint(made, hosts=1, autoscale=autoscale) as ready:
         assert len(ready.indexes[0].chunks) >= made.shuffle_chunks == 8
-        assert hosting_of(ready).loaders == (loaders,)
+        assert loader_placement_of(ready).loaders == (loaders,)
 
 
 def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from overlord.cluster.supervisor import worn_out
+from overlord.cluster.supervisor import restart_limit_error
 from overlord.errors import ActorLost
 from overlord.ray.worker_logs import BYTES, LINES, WorkerOutput
 
@@ -46,10 +46,10 @@ def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
 
 
 def test_a_worker_that_is_given_up_names_one_place_for_what_it_said() -> None:
-    here = str(worn_out(ActorLost("loader-worker/0", "exit code 9"), 3))
-    assert "; its last output is in the output of the job: mend what ends it" in here
+    here = str(restart_limit_error(ActorLost("loader-worker/0", "exit code 9"), 3))
+    assert "; its last output is in the output of the job: fix the cause" in here
     there = str(
-        worn_out(
+        restart_limit_error(
             ActorLost(
                 "loader-worker/0", f"it died; {WorkerOutput('n', {'/logs/worker.err': 0}).where}"
             ),
@@ -58,4 +58,4 @@ def test_a_worker_that_is_given_up_names_one_place_for_what_it_said() -> None:
     )
     assert there.count("its last output is in") == 1
     assert "its last output is in /logs/worker.err on node n; it was started again 3 times" in there
-    assert there.endswith("; mend what ends it; or raise max_restarts, if that passes by itself")
+    assert there.endswith("; fix the cause; or raise max_restarts, if the cause is temporary")

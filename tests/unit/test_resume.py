@@ -153,7 +153,7 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     with ov.launch(job(tmp_path / "new", seed=6)) as session:
         take(session, 2)
         other = session.state_dict()
-    with pytest.raises(ov.StateMismatch, match="the journal is another job's"):
+    with pytest.raises(ov.StateMismatch, match="the journal belongs to another job"):
         ov.launch(job(tmp_path, seed=6), resume=other)
     with ov.launch(job(tmp_path), resume=state) as session:  # and nobody holds it
         assert take(session, 1)[0][0] == 2
@@ -305,7 +305,7 @@ def test_a_strategy_that_is_no_function_of_its_input_is_found_out(tmp_path: Path
     shift[0] = 1
     with ov.launch(job(tmp_path, **wide), resume="auto") as session:
         clients = [session.client(rank) for rank in range(2)]
-        with pytest.raises(ov.PlanError, match="the journal has another plan of this step"):
+        with pytest.raises(ov.PlanError, match="expected the plan in the journal"):
             next(clients[0])
 
 

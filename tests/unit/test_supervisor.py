@@ -14,8 +14,8 @@ from overlord.cluster.supervisor import (
     Loss,
     Needed,
     Progress,
-    RollBack,
     StandbyReady,
+    StartRollback,
     StartWorker,
     Supervisor,
     Tick,
@@ -44,7 +44,7 @@ def test_a_worker_that_dies_is_started_again_and_planning_rolls_back() -> None:
     made = there()
     assert told(made, (1.0, WorkerDied(L, 0, NINE))) == [StartWorker(L, 1)]
     assert made.lost() == {L: NINE}
-    assert told(made, (1.5, WorkerReady(L, 1))) == [RollBack(f"{L}: {NINE}")]
+    assert told(made, (1.5, WorkerReady(L, 1))) == [StartRollback(f"{L}: {NINE}")]
     assert made.lost() == {}
     assert made.take_recovered() == [Loss(worker=L, reason=NINE, since=1.0)]
     assert made.take_recovered() == []
@@ -57,7 +57,7 @@ def test_several_that_die_at_once_lead_to_one_way_back_when_the_last_is_there() 
         StartWorker(M, 1),
     ]
     assert told(made, (1.2, WorkerReady(M, 1))) == []
-    assert told(made, (1.4, WorkerReady(L, 1))) == [RollBack(f"{M}: exit code 3; {L}: {NINE}")]
+    assert told(made, (1.4, WorkerReady(L, 1))) == [StartRollback(f"{M}: exit code 3; {L}: {NINE}")]
 
 
 def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
@@ -68,7 +68,7 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
         "one that was there again already"
     )
     assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 2))) == [
-        RollBack(f"{L}: {NINE}; {M}: {NINE}")
+        StartRollback(f"{L}: {NINE}; {M}: {NINE}")
     ]
     assert [(loss.worker, loss.since) for loss in made.take_recovered()] == [(L, 1.0), (M, 1.1)], (
         "missed since it was first"
@@ -85,7 +85,7 @@ def test_loader_workers_are_started_when_those_are_there_that_they_connect_to() 
     ) == [StartWorker(L, 1), StartWorker(C, 1)]
     assert told(made, (1.3, WorkerReady(C, 1))) == [StartWorker(M, 1)]
     assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 1)))[-1:] == [
-        RollBack(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")
+        StartRollback(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_while_it_is_being_started_is_started_once_more() -> 
     assert told(made, (1.2, WorkerDied(L, 1, "no such file"))) == [], (
         "its death is told twice: by its control plane, and by who waited for it"
     )
-    assert told(made, (1.3, WorkerReady(L, 2))) == [RollBack(f"{L}: no such file")]
+    assert told(made, (1.3, WorkerReady(L, 2))) == [StartRollback(f"{L}: no such file")]
 
 
 def test_what_could_not_be_started_because_of_another_has_no_fault_of_its_own() -> None:
@@ -117,7 +117,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_job_with_what_it_died_of() 
     made = there(max_restarts=2)
     for k in range(2):
         assert told(made, (1.0 + k, WorkerDied(L, k, "exit code 3"))) == [StartWorker(L, k + 1)]
-        assert told(made, (1.5 + k, WorkerReady(L, k + 1))) == [RollBack(f"{L}: exit code 3")]
+        assert told(made, (1.5 + k, WorkerReady(L, k + 1))) == [StartRollback(f"{L}: exit code 3")]
         made.take_recovered()
     [given_up] = told(made, (4.0, WorkerDied(L, 2, "exit code 3")))
     assert isinstance(given_up, GiveUp)
@@ -171,7 +171,7 @@ def test_a_worker_that_answers_nothing_is_killed_and_then_started() -> None:
     assert told(made, (16.0, Tick()), (18.0, Tick())) == [], "once"
     assert told(made, (18.1, WorkerDied(L, 0, NINE))) == [StartWorker(L, 1)]
     assert told(made, (18.5, WorkerReady(L, 1))) == [
-        RollBack(f"{L}: it answered nothing for 10.0 s")
+        StartRollback(f"{L}: it answered nothing for 10.0 s")
     ]
     assert made.take_recovered() == [
         Loss(worker=L, reason="it answered nothing for 10.0 s", since=6.0)
@@ -201,14 +201,14 @@ def test_a_worker_that_comes_back_from_the_dead_is_killed() -> None:
     made = there()
     told(made, (1.0, WorkerDied(L, 0, NINE)))
     assert told(made, (1.1, Heartbeat(L, 0))) == [
-        KillWorker(L, 0, "it was given up, and another is started in its place")
+        KillWorker(L, 0, "it was given up, and another process replaces it")
     ]
-    assert told(made, (1.2, WorkerReady(L, 1)))[0] == RollBack(f"{L}: {NINE}")
+    assert told(made, (1.2, WorkerReady(L, 1)))[0] == StartRollback(f"{L}: {NINE}")
     assert told(made, (1.3, Heartbeat(L, 0))) == [
-        KillWorker(L, 0, "it was given up, and another is started in its place")
+        KillWorker(L, 0, "it was given up, and another process replaces it")
     ]
     assert told(made, (1.4, WorkerReady(L, 0))) == [
-        KillWorker(L, 0, "another was started in its place")
+        KillWorker(L, 0, "another process has replaced it")
     ]
     assert told(made, (1.5, WorkerDied(L, 0, NINE))) == [], "that is not the one that is there now"
     assert made.lost() == {}
@@ -220,7 +220,7 @@ def test_a_worker_that_others_cannot_reach_is_of_no_use_though_it_lives() -> Non
     assert told(made, (1.1, Unreachable(C, "no way"))) == [], "it is on its way"
     assert told(made, (1.2, WorkerDied(C, 0, NINE))) == [StartWorker(C, 1)]
     assert told(made, (1.3, Unreachable(C, "no way"))) == [], "of one that is gone"
-    assert told(made, (1.4, WorkerReady(C, 1))) == [RollBack(f"{C}: no way")]
+    assert told(made, (1.4, WorkerReady(C, 1))) == [StartRollback(f"{C}: no way")]
 
 
 def test_a_job_that_ends_misses_nobody() -> None:
@@ -250,7 +250,7 @@ def test_a_worker_whose_standbys_live_is_not_waited_for() -> None:
     made = there()
     assert told(made, (1.0, WorkerDied(L, 0, NINE, spare=True))) == [
         StartWorker(L, 1),
-        RollBack(f"{L}: {NINE}"),
+        StartRollback(f"{L}: {NINE}"),
     ]
     assert made.take_recovered() == [Loss(worker=L, reason=NINE, since=1.0, spare=True)]
     assert told(made, (1.5, WorkerReady(L, 1))) == [StandbyReady(L)], (
@@ -259,7 +259,7 @@ def test_a_worker_whose_standbys_live_is_not_waited_for() -> None:
     assert told(made, (2.0, WorkerDied(L, 1, NINE))) == [StartWorker(L, 2)], (
         "then it is like any other"
     )
-    assert told(made, (2.5, WorkerReady(L, 2))) == [RollBack(f"{L}: {NINE}")]
+    assert told(made, (2.5, WorkerReady(L, 2))) == [StartRollback(f"{L}: {NINE}")]
 
 
 def test_it_is_waited_for_when_those_who_had_what_it_had_are_gone_too() -> None:
@@ -271,5 +271,5 @@ def test_it_is_waited_for_when_those_who_had_what_it_had_are_gone_too() -> None:
     assert told(made, (1.4, WorkerReady(C, 1))) == [StartWorker(L, 1), StartWorker(M, 1)]
     assert told(made, (1.5, WorkerReady(M, 1))) == [StandbyReady(M)]
     assert told(made, (1.6, WorkerReady(L, 1)))[-1:] == [
-        RollBack(f"{L}: {NINE}; {M}: {NINE}; {C}: {NINE}")
+        StartRollback(f"{L}: {NINE}; {M}: {NINE}; {C}: {NINE}")
     ]

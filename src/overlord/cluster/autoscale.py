@@ -15,7 +15,7 @@ from overlord.cluster.current_job import CurrentJob, JobWorkers
 from overlord.cluster.placement import AttachedRanks
 from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.rebalance import Rebalancer
-from overlord.cluster.worker_factory import lanes_of
+from overlord.cluster.worker_factory import loader_threads
 from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
 from overlord.messages.data import LoaderWork
@@ -39,12 +39,12 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Loader and trainer statistics between two polls, and what ``scaling/scaler.py`` decides.
+# The load observer: it compares two polls of loaders and trainers for ``scaling/scaler.py``.
 #
 # Every runtime has an observer; only the cluster runtime can move loaders.
 
-KEPT_DECISIONS = 200
-POINTS = 4  # of a schedule's future that are evaluated
+KEPT_DECISIONS = 200  # listed in ``metrics()["scaling"]``
+POINTS = 4  # future steps at which a schedule is evaluated
 
 
 def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
@@ -58,26 +58,26 @@ def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
 
 
 class SourceReaders(Protocol):
-    """Where and how a runtime reads its sources."""
+    """The placement of sources in a runtime: their loaders, workers and processes."""
 
     def loaders_of(self, source: int) -> range:
         """Return the numbers of a source's loaders."""
         ...
 
     def places_of(self, source: int) -> tuple[int, ...]:
-        """Return the workers that read a source; where nothing is moved, its loaders."""
+        """Return the workers that read a source, or its loaders if the runtime moves none."""
         ...
 
     def n_processes(self, source: int) -> int:
-        """Return the number of processes that a source's code runs in."""
+        """Return the number of processes that run the code of a source."""
         ...
 
-    def able(self, source: int) -> tuple[int, ...]:
-        """Return the workers that do not read a source and could."""
+    def available_workers(self, source: int) -> tuple[int, ...]:
+        """Return the workers that can read a source and do not read it."""
         ...
 
     def free_s(self, source: int) -> float:
-        """Return core seconds per sample that are known to release the interpreter lock."""
+        """Return the CPU seconds per sample that are known not to hold the interpreter lock."""
         ...
 
 
@@ -99,16 +99,15 @@ class LoadObserver:
     ):
         self.scaler, self._planner, self._readers = scaler, planner, readers
         self._set_read_ahead, self._scale = set_read_ahead, scale
-        # time, step and decision
+        # time, last planned step and decision
         self.decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)
-        self._last: dict[
-            tuple[int, int], LoaderWork
-        ] = {}  # of the previous poll, by worker and loader
-        # of the previous poll: time, planned and taken step, seconds waited, samples drawn
+        # totals at the previous poll, by worker and loader
+        self._last: dict[tuple[int, int], LoaderWork] = {}
+        # the previous poll: time, planned step, taken step, seconds waited, samples drawn
         self._before: tuple[float, int, int, float, np.ndarray] | None = None
 
     def restart(self) -> None:
-        """Forget the previous poll: what follows is not comparable with it."""
+        """Forget the previous poll: the next one cannot be compared with it."""
         self._before = None
 
     def observe(
@@ -119,7 +118,7 @@ class LoadObserver:
         waited_s: float,
         **more: Any,
     ) -> Observation | None:
-        """Return the changes since the previous poll, or None where there was none.
+        """Return the changes since the previous poll, or None without a comparable one.
 
         ``stats`` has the totals of loaders by worker, ``taken`` is the last step that all trainers
         took, ``waited_s`` the mean of the seconds they have waited.
@@ -140,16 +139,16 @@ class LoadObserver:
         )
 
     def _rows(self, stats: Mapping[int, Iterable[LoaderWork]]) -> dict[int, LoaderWork]:
-        """Return the change of every loader where it is read.
+        """Return the change of every loader's totals since the previous poll, without standbys.
 
-        Totals of standbys are kept, so that a standby that is promoted has a previous poll.
+        The totals of standbys are kept too, for the first poll after a promotion.
         """
         found, last = dict[int, LoaderWork](), dict[tuple[int, int], LoaderWork]()
         for worker, rows in stats.items():
             for row in rows:
                 last[worker, row.loader] = row
                 had = self._last.get((worker, row.loader), row)
-                if row.samples < had.samples:  # the loader was opened again, and counts from zero
+                if row.samples < had.samples:  # the loader was reopened and counts from zero
                     had = replace(row, busy_s=0.0, took_s=0.0, samples=0)
                 if not row.standby:
                     found[row.loader] = replace(
@@ -165,7 +164,7 @@ class LoadObserver:
         self, planner: Planner, rows: Mapping[int, LoaderWork], drawn: np.ndarray
     ) -> tuple[SourceSample, ...]:
         shares, future = planner.shares(), list[np.ndarray]()
-        if not self.scaler.fixed:  # a fixed scaler does not act on it: schedules are not called
+        if not self.scaler.fixed:  # a fixed scaler ignores the future, so schedules are not called
             span = max(1, math.ceil(self.scaler.pace * self.scaler.limits.foresight_s))
             future = [
                 planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
@@ -187,7 +186,7 @@ class LoadObserver:
                     most=len(readers.loaders_of(i)),
                     free_s=readers.free_s(i),
                     processes=readers.n_processes(i),
-                    able=readers.able(i),
+                    able=readers.available_workers(i),
                     read_s=float(np.median([r.usual_read_s for r in mine])) if mine else 0.0,
                     slow_read_s=max((r.slow_read_s for r in mine), default=0.0),
                 )
@@ -206,12 +205,25 @@ class LoadObserver:
             case Scale(source=source, hosts=n, on=on):
                 if not self._scale(names.index(source), n, on):
                     return
-                log.info("%s", decision)
+                log.info(
+                    "source %r scales from %d to %d loader workers: %s",
+                    source,
+                    decision.had,
+                    n,
+                    decision.reason,
+                )
             case ReadAhead(source=source, steps=steps):
-                log.info("%s", decision)
+                log.info("source %r is read %d steps ahead: %s", source, steps, decision.reason)
                 self._set_read_ahead(SetReadAhead(names.index(source), steps))
-            case CannotKeepUp():
-                log.warning("%s", decision)
+            case CannotKeepUp(source=source):
+                log.warning(
+                    "source %r cannot keep up: it needs %d %s and has %d: %s",
+                    source,
+                    decision.wanted,
+                    decision.what,
+                    decision.hosts,
+                    decision.reason,
+                )
         self.decided.append((now, self._planner().next_step - 1, decision))
 
     def metrics(self, now: float) -> dict[str, Any]:
@@ -241,25 +253,29 @@ class LoadObserver:
 
 
 def _plain(decision: Decision) -> dict[str, Any]:
-    """Return a decision's fields without ``what``, which is the key of its kind."""
+    """Return the fields of a decision without ``what``: that key holds the decision's class."""
     return {name: value for name, value in asdict(decision).items() if name != "what"}
 
 
 # ----------------------------------------------------------------------------
-# Polls loaders and trainers, asks ``scaling/scaler.py`` for decisions, and executes them.
+# The autoscaler of a cluster: it polls workers and passes the answers to a load observer.
 
 
 def scaler_of(
     prepared: PreparedJob, loader_placement: LoaderPlacement, read_ahead: int
 ) -> Scaler | None:
-    """Return the scaler of a job: one that moves loaders, one that observes, or None."""
+    """Return the scaler of a job: one that moves loaders, one that only observes, or None."""
     options = prepared.options
     if not scales(prepared):
         return observing_scaler(options, read_ahead)
     cores = max(loader_placement.n_hosts, options.hosts or n_cores())
     given = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
     limits = ScalingLimits(
-        **{"cores": cores, "lanes": cores_of_threads(lanes_of(options, loader_placement)), **given}
+        **{
+            "cores": cores,
+            "lanes": cores_of_threads(loader_threads(options, loader_placement)),
+            **given,
+        }
     )
     return Scaler(limits, options.read_ahead or 1)
 
@@ -267,8 +283,7 @@ def scaler_of(
 class Autoscaler:
     """Polls the workers and executes the decisions of a scaler. Runs on: event loop.
 
-    ``set_read_ahead`` receives a command for the planner. Nothing is polled while ``attached`` is
-    empty.
+    ``set_read_ahead`` receives a command for the planner. Without attached ranks nothing is polled.
     """
 
     def __init__(
@@ -295,12 +310,12 @@ class Autoscaler:
             scale=rebalancer.scale,
         )
         self._scaler = scaler
-        self._answers: dict[str, Any] = {}  # of this poll, by worker
+        self._answers: dict[str, Any] = {}  # answers to this poll, by worker
         self._n_polled = 0
         self._polling = False
         self._free_seconds: list[float] = []  # by source, see ``free_s``
         self._full: set[int] = set()  # workers that may read no other source, at the last poll
-        self._rss: dict[str, int] = {}  # bytes of loader workers, where that is bounded
+        self._rss: dict[str, int] = {}  # bytes of loader workers, if their memory is bounded
         self._stop: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -380,13 +395,13 @@ class Autoscaler:
         reads = Counter(h for i in sources for h in self._placement.workers_of(i))
         return {h for h, n in reads.items() if n >= bound}
 
-    # where sources are read
+    # ``SourceReaders``
 
     def loaders_of(self, source: int) -> range:
         return self._placement.loaders_of(source)
 
     def places_of(self, source: int) -> tuple[int, ...]:
-        """Return a source's workers; where nothing is moved, its loaders."""
+        """Return the workers that read a source; with a fixed scaler, its loaders."""
         if self._scaler.fixed:
             return tuple(self._placement.loaders_of(source))
         return tuple(self._placement.workers_of(source))
@@ -394,17 +409,17 @@ class Autoscaler:
     def n_processes(self, source: int) -> int:
         return len(self._placement.workers_of(source))
 
-    def able(self, source: int) -> tuple[int, ...]:
-        """Return the workers that have a source's code, within ``sources_per_host``."""
+    def available_workers(self, source: int) -> tuple[int, ...]:
+        """Return other workers with the code of a source, within ``sources_per_host``."""
         readers = set(self._placement.workers_of(source))
         workers = sorted(self._pool.living() - self._full - readers)
         return tuple(h for h in workers if self._placement.can_open(h, source))
 
     def free_s(self, source: int) -> float:
-        """Return core seconds per sample that are known to release the interpreter lock.
+        """Return the CPU seconds per sample that are known not to hold the interpreter lock.
 
-        A coordinator in its own process does not have the code of added sources, and assumes that
-        it holds the lock.
+        A coordinator in its own process does not have the code of added sources. It assumes that
+        this code holds the lock.
         """
         n = len(self._current.planner.spec.names)
         if len(self._free_seconds) != n:

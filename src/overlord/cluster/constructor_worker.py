@@ -1,4 +1,4 @@
-"""The worker process of some constructors.
+"""The process that runs some of a job's constructors.
 
 It gathers payload, builds microbatches in shared memory, and sends them to clients.
 """
@@ -32,7 +32,7 @@ from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
 from overlord.transport.connection import Connection
 from overlord.transport.server import Server
 
-HEARD_S = 5.0  # to read the acknowledgements of clients: longer than a caller waits at a time
+READ_ACKS_S = 5.0  # for the server to read received acknowledgements; callers wait less than this
 
 
 class ConstructorWorker(Worker):
@@ -67,20 +67,20 @@ class ConstructorWorker(Worker):
             spoiled=self._events.put,
             compact=True,
         )
-        self._delivery = StepPublisher(took=self._acked)
-        # acknowledgements that the event loop has not seen yet
+        self._delivery = StepPublisher(on_taken=self._acked)
+        # acknowledgements that the event loop has not handled yet, by rank
         self._acks, self._acks_lock = dict[int, int](), threading.Lock()
         for rank in self._building.bucket_of:  # clients may connect before they are attached
             self._delivery.queue(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
         self._loaders: dict[Connection, int] = {}
         self._incarnations: dict[int, int] = {}  # of loader workers: the last that connected
-        self._taken: dict[int, int] = {}
-        # the last step that any coordinator started after or rolled back to: all ranks took it
+        self._taken: dict[int, int] = {}  # rank -> the last step that its client took
+        # the highest step of all rollbacks, of this coordinator and earlier ones: all ranks took it
         self._floor = -1
-        self._rolled_back_to = -1  # by this coordinator, which may know less
-        self._reported = -1  # the last step that all ranks took, as reported
-        self._acks_sent: dict[int, int] = {}  # and the last that each rank took, as reported
+        self._rolled_back_to = -1  # step of the last rollback; a new coordinator may know less
+        self._reported = -1  # the last step that all ranks took, as the coordinator was told
+        self._acks_sent: dict[int, int] = {}  # rank -> its last step that was reported
         self._servers = [self._serve(settings.token, **self._platform.inside())]
         self._start()
 
@@ -89,9 +89,9 @@ class ConstructorWorker(Worker):
             token, self._pool, self._message, self._opened, self._closed, **where
         )
 
-    def listen(self, worker: str, token: str) -> str:
-        """Accept clients of other processes, which present another token; return the address."""
-        self._servers.append(self._serve(token, **self._platform.outside(worker)))
+    def listen(self, interface: str, token: str) -> str:
+        """Accept clients of other processes, which present ``token``; return the address."""
+        self._servers.append(self._serve(token, **self._platform.outside(interface)))
         return self._servers[-1].address
 
     def address(self) -> str:
@@ -111,18 +111,19 @@ class ConstructorWorker(Worker):
         """
         if type(worker) is not int or worker < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
-                f"expected the number of a loader host, got {worker!r:.60} and {incarnation!r:.60}"
+                f"{self.name}: expected the number and incarnation of a loader worker, got "
+                f"{worker!r:.60} and {incarnation!r:.60}; run the same version in all processes"
             )
-        if incarnation < self._incarnations.get(worker, 0):
+        if incarnation < (last := self._incarnations.get(worker, 0)):
             raise OverlordError(
-                "expected the number of a loader host that is not linked yet, got "
-                f"{worker}: a later one has its place"
+                f"{self.name}: expected incarnation {last} or later of loader-worker/{worker}, got "
+                f"{incarnation}; stop this process, a later one has replaced it"
             )
         former = next((other for other, h in self._loaders.items() if h == worker), None)
         self._loaders[link], self._incarnations[worker] = worker, incarnation
         if former is not None:
             del self._loaders[former]
-            former.close(f"loader-worker/{worker} has connected again: its place is taken")
+            former.close(f"loader-worker/{worker} reconnected, and this connection was replaced")
         self._event_loop.post(lambda: self._gathering.found(worker))
         return {}
 
@@ -130,7 +131,8 @@ class ConstructorWorker(Worker):
         if (worker := self._loaders.get(link)) is not None:
             if not isinstance(value, StepPayload):
                 raise OverlordError(
-                    f"expected payload of loader-worker/{worker}, got {type(value).__name__}"
+                    f"{self.name}: expected a StepPayload of loader-worker/{worker}, got "
+                    f"{type(value).__name__}; run the same version in all processes"
                 )
             check_payload(value, worker)
             self._event_loop.post(lambda: self.run(self._gathering.payload(value)))
@@ -145,15 +147,15 @@ class ConstructorWorker(Worker):
             self._event_loop.post(lambda: self.run(self._gathering.lost(worker, reason)))
 
     def _acked(self, rank: int, step: int) -> None:
-        """Note an acknowledgement. Runs on: server thread.
+        """Record an acknowledgement. Runs on: server thread.
 
-        All ranks take a step at about the same time: the event loop is woken once for them.
+        All ranks take a step at about the same time, so the event loop is woken once for them.
         """
         with self._acks_lock:
             woken = bool(self._acks)
             self._acks[rank] = step
         if not woken:
-            self._event_loop.post(self._took)
+            self._event_loop.post(self._apply_acks)
 
     # messages, on the event loop
 
@@ -173,20 +175,21 @@ class ConstructorWorker(Worker):
             case Detach(rank=rank):
                 self._taken.pop(rank, None)
                 self.commands.queue.extend(self._building.detach(rank))
-                self._tell()
-            case EndOfJob():  # releases memory before a step of that number arrives again
+                self._report_acks()
+            case EndOfJob():  # runs now: memory is released before that step may be repeated
                 self.run(self._gathering.finish(message))
             case Rollback():
                 self._roll_back(message)
             case _:
                 raise TypeError(
-                    f"unknown message to a constructor worker: {type(message).__name__}"
+                    f"{self.name}: expected a message to a constructor worker, got "
+                    f"{type(message).__name__}"
                 )
 
     def _roll_back(self, rollback: Rollback) -> None:
         """Roll back to a step that all ranks have taken.
 
-        A coordinator that takes over must be sent the steps that they took since.
+        A coordinator that takes over then receives the steps that the ranks took since.
         """
         self.run(self._gathering.rollback(rollback))
         self._floor, self._rolled_back_to = max(rollback.step, self._floor), rollback.step
@@ -195,9 +198,10 @@ class ConstructorWorker(Worker):
             self._taken[rank] = max(step, self._floor)
             self.run(self._building.consumed([rank], self._floor))
         self._reported, self._acks_sent = self._rolled_back_to, {}
-        self._tell()
+        self._report_acks()
 
-    def _took(self) -> None:
+    def _apply_acks(self) -> None:
+        """Pass new acknowledgements to the constructors, and report them."""
         with self._acks_lock:
             acks, self._acks = self._acks, {}
         commands: list[Any] = []
@@ -205,13 +209,13 @@ class ConstructorWorker(Worker):
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
-        # Releases come first, so that their memory is reused; buckets of a step are adjacent, and
-        # built together.
+        # Release before building, so that memory is reused. The sort makes the buckets of a step
+        # adjacent, so that they are built together.
         self.run(sorted(commands, key=lambda c: c.step if isinstance(c, Build) else -1))
-        self._tell()
+        self._report_acks()
 
-    def _tell(self) -> None:
-        """Report acknowledgements once the slowest rank has moved on: nothing is planned before."""
+    def _report_acks(self) -> None:
+        """Report acknowledgements when the slowest rank takes a step: only then a plan follows."""
         slowest = min(self._taken.values(), default=-1)
         if slowest > self._reported:
             self._reported = slowest
@@ -228,18 +232,20 @@ class ConstructorWorker(Worker):
             case Build() | Deliver() | EndRank() | Unfinish() | Release():
                 self._building.execute(command, self.commands.queue)
             case _:
-                raise TypeError(f"no handler for the command {type(command).__name__}")
+                raise TypeError(
+                    f"{self.name}: expected a constructor command, got {type(command).__name__}"
+                )
 
     def _after_turn(self) -> float | None:
-        patience = super()._after_turn()
+        wait_s = super()._after_turn()
         for link in list(self._loaders):  # release segments whose payload is built
             link.flush()
-        return patience
+        return wait_s
 
     # status
 
-    def why(self, rank: int) -> str:
-        """Describe what a rank's next step waits for here; empty where it waits for a plan."""
+    def waiting_for(self, rank: int) -> str:
+        """Describe what a rank's next step waits for in this process; empty if for a plan."""
 
         def describe() -> str:
             return (
@@ -251,24 +257,25 @@ class ConstructorWorker(Worker):
         return self._event_loop.call(describe, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
-        """Return the last step that a rank's client took, after all received bytes are read.
+        """Read all received acknowledgements; return the last step that a rank's client took.
 
-        The acknowledgement of a client that died may not be read yet, and the client that replaces
-        it would be given a step that is not kept any more.
+        Otherwise an unread acknowledgement of a client that died would be missed. The next client
+        of the rank would then request a step that is not kept any more.
         """
         for server in self._servers:
-            server.caught_up(HEARD_S)
+            server.caught_up(READ_ACKS_S)
         return self._delivery.taken(rank)
 
     def work(self) -> list[RankWait]:
-        """Return the total seconds that the trainer of every rank has waited, for scaling."""
+        """Return the total seconds that the trainer of each rank has waited, for the autoscaler."""
         return [
             RankWait(rank, float(row["waited_s"]))
-            for rank, row in self._delivery.figures().items()
+            for rank, row in self._delivery.metrics().items()
             if rank in self._taken
         ]
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
+        """Return the process, memory, constructors and clients of this worker as plain values."""
         return self._event_loop.call(
             lambda: {
                 "pid": os.getpid(),
@@ -276,7 +283,7 @@ class ConstructorWorker(Worker):
                 "pss": pss_bytes(),
                 "constructors": self._building.figures(),
                 "memory": self._building.held_bytes(),
-                "clients": self._delivery.figures(),
+                "clients": self._delivery.metrics(),
                 "links": len([link for server in self._servers for link in server.links]),
             },
             "the constructor worker's event loop",

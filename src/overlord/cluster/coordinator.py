@@ -1,8 +1,8 @@
 """The coordinator of a job in several processes: it plans, routes steps to workers, and recovers.
 
-The planner core lives here, on one event loop. Loader workers and constructor workers are actors;
-each receives one list of messages per turn and answers with its events. The stream does not depend
-on which process does what.
+The planner runs here, on one event loop. Loader workers and constructor workers are actors. Each
+receives one list of messages per turn and answers with its events. The stream does not depend on
+the number of workers or on their placement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overlord.cluster.current_job import (
 from overlord.cluster.job_sources import JobSources
 from overlord.cluster.placement import AttachedRanks, Placement
 from overlord.cluster.plan_router import PlanHistory
-from overlord.cluster.rebalance import PER_PLANNER, SCALED, Rebalancer
+from overlord.cluster.rebalance import FIRST_SCALED, NUMBERS_PER_COORDINATOR, Rebalancer
 from overlord.cluster.recovery import RecoveryActions, RecoveryManager
 from overlord.cluster.status import ClientEndpoints, StatusReporter
 from overlord.cluster.worker_factory import (
@@ -68,20 +68,21 @@ from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.process.forkserver import sendable
 from overlord.rpc.actors import ActorSystem
-from overlord.setup.partition import hosting_of, scales
+from overlord.setup.partition import loader_placement_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
 from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 
-PLANNERS = 2**40  # generations between two coordinators: each may roll back a million times
+# difference of the first generations of two coordinators: each may roll back a million times
+GENERATIONS_PER_COORDINATOR = 2**40
 
 
 class Coordinator:
     """Plans steps, routes them to workers, and recovers lost workers. Runs on: event loop.
 
-    ``starter`` starts workers elsewhere; without it they are started here. ``incarnation`` tells a
-    coordinator in its own process from those before it.
+    ``starter`` starts the workers; without one this process starts them. ``incarnation``
+    distinguishes a coordinator in its own process from those before it.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Coordinator:
         starter: WorkerStarter | None = None,
         incarnation: Incarnation = Incarnation(),  # noqa: B008
     ):
-        loader_placement = hosting_of(prepared) if starter is None else starter.loader_placement
+        loader_placement = starter.loader_placement if starter else loader_placement_of(prepared)
         read_ahead = read_ahead_of(loader_placement, scales(prepared))
         prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
-        self._first = prepared  # the job whose schedule the planner has
+        self._first = prepared  # the job as launched: its schedule is that of the planner
         options = prepared.options
         context = ProcessContext(control, event_loop, platform or Platform())
         self._context = context
@@ -147,7 +148,7 @@ class Coordinator:
             end_at=lambda end: self.run([end]),
             duty_of=lambda name: self.status.duty_of(name, self.history.acked),
         )
-        generation = incarnation.number * PLANNERS
+        generation = incarnation.number * GENERATIONS_PER_COORDINATOR
         self.recovery = RecoveryManager(
             self.pool, self.standby, context, options, generation, actions
         )
@@ -167,7 +168,7 @@ class Coordinator:
             history=self.history,
             starts=self.starts,
             commands=self.commands,
-            first=SCALED + incarnation.number * PER_PLANNER,
+            first=FIRST_SCALED + incarnation.number * NUMBERS_PER_COORDINATOR,
         )
         scaler = scaler_of(prepared, loader_placement, self.planner.spec.read_ahead)
         self.autoscaler: Autoscaler | None = None
@@ -212,7 +213,7 @@ class Coordinator:
             raise
 
     def begin(self) -> None:
-        """Supervise the workers, all of which have started, and place standbys and statistics."""
+        """Supervise the started workers, attach standbys, and start the autoscaler."""
         for worker in self.pool.workers():
             self.recovery.joined(worker)
         self.standby.fill(self.pool.living(), self.pool.nodes())
@@ -247,25 +248,25 @@ class Coordinator:
     # events of the session
 
     def settle(self) -> None:
-        """Return at once: every event has taken effect when ``event`` returns."""
+        """Do nothing: an event has taken effect when ``event`` returns."""
 
     def event(self, event: Any) -> None:
-        """Apply an event of the log: it is durable on return."""
+        """Apply an event and write it to the journal: it is durable on return."""
         if isinstance(event, Report) and self.planner.in_time(event):
             self.history.reported(event)
         ended, commands = self.planner.ended, self.gate.record(event)
         if isinstance(event, (SetMixture, Skip, SourceLost)) and ended is None:
-            self._note(event)
+            self._keep_event(event)
         self.run(commands)
 
-    def _note(self, event: Any) -> None:
-        """Keep an event for the next rollback, before a plan made with it takes effect."""
+    def _keep_event(self, event: Any) -> None:
+        """Keep an event for the next rollback, before a plan that uses it takes effect."""
         if isinstance(event, SetMixture):
             event = with_every_weight(event, self.planner.spec.names)
         self.history.applied(event)
 
     def report(self, report: Report) -> bool:
-        """Apply a report and return whether it comes in time for a plan."""
+        """Apply a report; return whether it arrived before the plan that uses it."""
         used = self.planner.in_time(report)
         self.event(report)
         return used
@@ -278,14 +279,14 @@ class Coordinator:
         return self.pool.constructors[self.placement.constructor(rank)]
 
     def attach(self, queues: Mapping[int, Any]) -> None:
-        """Plan for the clients of these ranks; they receive steps from their constructor worker."""
+        """Attach the clients of these ranks; constructor workers send them their steps."""
         for rank in queues:
             self._ranks.add(rank)
             self._constructor_of(rank).out.append(Attach(rank))
         self.run([command for rank in queues for command in self.planner.handle(Attach(rank))])
 
     def take_over_rank(self, rank: int) -> None:
-        """Count a rank as attached: the planner starts no step for it before the rollback."""
+        """Count a rank as attached; its steps are planned after the rollback that follows."""
         self._ranks.add(rank)
         self.planner.handle(Attach(rank))
 
@@ -300,10 +301,10 @@ class Coordinator:
             self.detach(rank)
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Count steps that clients of this process took.
+        """Record a step that clients of this process took.
 
-        Constructor workers report the same; an acknowledgement that was lost with a worker arrives
-        here, before the client requests a step that others do not have yet.
+        Constructor workers report it too, but an acknowledgement may be lost with its worker. This
+        call arrives before the client requests its next step.
         """
         if self.recovery.fails_over:
             self.run(
@@ -331,7 +332,9 @@ class Coordinator:
                 case Announce() | EndOfJob() | DecodeFailures():
                     self.commands.queue.append(event)
                 case _:
-                    raise TypeError(f"unknown event of a worker: {event!r}")
+                    raise TypeError(
+                        f"coordinator: expected an event of a worker, got {event!r:.80}"
+                    )
         self.run()
         self.gate.acked()
 
@@ -341,11 +344,11 @@ class Coordinator:
             self.commands.queue.extend(self._barrier.hold([Consumed(rank, step)]))
 
     def all_reported(self, mark: int) -> None:
-        """Count the acknowledgements whose reports have arrived."""
-        if (sure := self._barrier.release(mark)) is not None:
-            self.commands.queue.extend(c for c in sure if c.rank in self._ranks)
+        """Release the acknowledgements that waited for the reports before ``mark``."""
+        if (released := self._barrier.release(mark)) is not None:
+            self.commands.queue.extend(c for c in released if c.rank in self._ranks)
             self.run()
-            self.gate.acked()  # no plan follows the last steps
+            self.gate.acked()  # no plan follows the last steps and would record them
 
     def _end_with(self, error: ActorLost) -> None:
         """End the job after the complete steps: a worker is lost for good."""
@@ -356,9 +359,9 @@ class Coordinator:
     def rollback(self, reason: str) -> None:
         """Replan everything after the last step that every rank acknowledged.
 
-        The one recovery path: all workers receive the rollback before any message that follows it.
+        This is the only recovery path. Every worker receives the rollback before any later message.
         """
-        assert not self.commands.running, "a planner is not replaced while its commands execute"
+        assert not self.commands.running, "a rollback must not run inside a command of the planner"
         restarted = self.pool.adopt_restarted()
         for worker in restarted.values():
             self.recovery.adopted(worker)
@@ -375,7 +378,7 @@ class Coordinator:
         self.standby.promote(dead, self.pool.living() - set(dead))
         self.rebalancer.settle(dead)
         if not any(self.pool.loaders[h].lost for h in dead):
-            # else the workers that are being restarted are to have the standbys
+            # otherwise the workers that are being restarted get the standbys
             self.standby.fill(self.pool.living(), self.pool.nodes())
         self.recovery.rolled_back(step)
         to = f"to step {step}" if step >= 0 else "to the beginning"
@@ -394,7 +397,7 @@ class Coordinator:
         self.recovery.planned(self.planner.next_step - 1, self.planner.floor)
 
     def _planner_at(self, state: StreamState) -> Planner:
-        """Return a planner at a state, with a new schedule that has not learned anything since."""
+        """Return a planner at a state, with a new copy of the job's schedule."""
         old, schedule = self.planner, schedule_of(self._first.job, self._first.added)
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
@@ -428,7 +431,9 @@ class Coordinator:
             case RestartLoader() as restart:
                 self.rebalancer.restart(restart)
             case unknown:
-                raise TypeError(f"no handler for the command {type(unknown).__name__}")
+                raise TypeError(
+                    f"coordinator: expected a known command, got {type(unknown).__name__}"
+                )
 
     def _progress(self) -> None:
         taken = self.planner.taken
@@ -441,7 +446,7 @@ class Coordinator:
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._is_first(stage)) is None:
             return
-        # a step that a coordinator before this one planned is unknown here until now
+        # a step that an earlier coordinator planned may not be listed here yet
         if first or not self.plans.of(step):
             self.plans.keep(stage)
             for watcher in self.on_stage:
@@ -455,10 +460,7 @@ class Coordinator:
         self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:
-        """Return whether a step is planned for the first time.
-
-        None where it differs from its first plan: that ends the job.
-        """
+        """Return whether a step is planned first; None: it differs, and the job ends."""
         try:
             return self.history.planned(stage)
         except PlanError as error:
@@ -466,14 +468,14 @@ class Coordinator:
             return None
 
     def _finish(self, finish: EndOfJob) -> None:
-        """End the job. An end that a worker reports goes to the planner first, which repeats it."""
+        """Send the end of the job; one that a worker reported goes to the planner first."""
         if self.planner.finished is not finish:
             self.commands.queue.extend(self.planner.handle(finish))
             return
         for worker in self.pool.constructors.values():
             worker.out.append(finish)
 
-    # where clients get their steps
+    # addresses and step queues of clients
 
     def address_for(self, rank: int) -> tuple[str, str]:
         """Return the address and the token for a client of this process. Runs on: any thread."""
@@ -517,13 +519,13 @@ class Coordinator:
         budget_bytes: int,
         joined: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add a source that the prepared worker reads. The planner refuses before any change.
+        """Add a source that worker ``prepared`` reads; an error of the planner changes nothing.
 
-        ``joined`` is called once it is added, before a step with the source reaches a client.
+        ``joined`` is called once the source is added, before a client receives a step with it.
         """
         worker = self.sources.ready(prepared)
         commands = self.planner.handle(new)
-        self._note(new.event)
+        self._keep_event(new.event)
         self.sources.add(worker, new.source, budget_bytes)
         joined()
         self.run(commands)
@@ -545,28 +547,28 @@ class Coordinator:
             return words
         answers = self.status.poll()
         busy = self.status.busy(answers)
-        # Constructor workers report only when their slowest rank moves on: the planner must know
-        # which one that is.
+        # Constructor workers report only when their slowest rank takes a step. The planner needs
+        # all steps to name the slowest rank.
         acks = [ack for ack in self.status.acks(answers) if ack.rank in self._ranks]
         self.commands.queue.extend(self._barrier.hold(acks))
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the metrics of all workers."""
         nodes = self._starter.placement
         scaling = {} if self.autoscaler is None else self.autoscaler.metrics()
-        placement = {} if nodes is None else nodes.figures()
+        placement = {} if nodes is None else nodes.metrics()
         return self.status.metrics(scaling) | {"placement": placement}
 
     def kill(self, name: str) -> None:
-        """Kill a worker, for drills."""
+        """Kill a worker as a crash would, for drills."""
         self.pool.kill_named(name)
 
     # the end
 
-    def broke(self, error: Exception) -> None:
-        """End the job after the event loop has failed: constructor workers end their clients."""
+    def on_loop_failure(self, error: Exception) -> None:
+        """End the job after a failure of the event loop: send the error to constructor workers."""
         for worker in list(self.pool.constructors.values()):
             if not worker.lost and not self.pool.closed:
                 with contextlib.suppress(OverlordError):
@@ -587,11 +589,11 @@ class Coordinator:
 
     @property
     def absent(self) -> str:
-        """Return an empty text: the planner is in this process and can always be asked."""
+        """Empty: the planner runs in this process and can always be called."""
         return ""
 
     def use_buffers(self, buffers: Any) -> None:
-        """Do nothing: constructor workers have buffers of their own."""
+        """Do nothing: constructor workers have their own buffers."""
 
     def check(self) -> None:
         self.planner.check()

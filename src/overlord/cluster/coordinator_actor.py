@@ -1,8 +1,8 @@
-"""The coordinator in its own process, for a job whose coordinator may die: its RPC interface.
+"""The RPC interface of a coordinator in its own process.
 
-The launching process starts and ends workers, and redirects them here; this process requests them
-by name (``RemoteWorkerFactory``) and then calls workers directly (``rpc/peers.py``). Requests of
-the session arrive as calls of this actor and are answered on its event loop.
+The launching process starts and ends workers, and redirects them to this process. The coordinator
+requests them by name (``RemoteWorkerFactory``) and then calls them directly (``rpc/peers.py``).
+Requests of the session arrive as calls of this actor and are answered on its event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
 from overlord.cluster.takeover import RemoteWorkerFactory, Takeover, first_coordinator
 from overlord.cluster.worker import EventQueue
-from overlord.cluster.worker_factory import SIDE_BY_SIDE
+from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
@@ -51,7 +51,8 @@ from overlord.transport.codec import register
 
 log = logging.getLogger("overlord")
 
-WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # counts of a journal
+# metrics of a journal that add up over successive coordinators
+WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")
 
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
     register(_cls)
@@ -60,7 +61,7 @@ for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Counted:
-    """Counts of a planner at one moment, with the names of ``Planner`` and its ``totals``."""
+    """Counts of a planner at one moment; fields are named as in ``Planner`` and ``totals``."""
 
     next_step: int
     samples: np.ndarray
@@ -79,17 +80,17 @@ class Counted:
 
 
 class SessionEvents:
-    """Changes that the launching process keeps, since they would be lost with this process."""
+    """Collects the changes that the launching process keeps: they must outlive this process."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
-        # a planner's ledger, and how many of its quarantined and undecodable rows were sent
+        # the ledger of a planner, and how many of its quarantined and undecodable rows were sent
         self._listed: tuple[Any, int, int] = (None, 0, 0)
         self._n_recovered = 0
         self._worker_of = coordinator.placement.worker_of.copy()
 
     def collect(self) -> Iterator[Any]:
-        """Return the events for the launching process since the last call."""
+        """Yield the events for the launching process since the last call."""
         ledger = self._coordinator.planner.ledger
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
@@ -131,7 +132,7 @@ class CoordinatorActor:
         self._closed = self._opens_journal = self._beats_loop = False
         self._ran = threading.Event()
         self._ran.set()
-        # the end of the job as it was last sent; what an earlier coordinator sent does not count
+        # the end of the job as this coordinator sent it last
         self._end_sent: EndOfJob | str | None = "nothing yet"
         self._acked = -2
         # events of earlier coordinators in the journal, then those that this one applied
@@ -141,15 +142,15 @@ class CoordinatorActor:
 
     # the launching process
 
-    def where(self) -> tuple[str, str]:
+    def rpc_address(self) -> tuple[str, str]:
         """Return the address that workers connect to, and the token they present."""
         return self._rpc.address, self._rpc.token
 
     def beat(self) -> bool:
         """Return whether the event loop has run since the last call.
 
-        A coordinator whose loop is blocked is of no use. One that waits for its journal is not to
-        be killed: its successor would wait for the same disk, and trainers see the reason.
+        A coordinator whose loop is blocked is killed. One that waits for its journal is not: its
+        successor would wait for the same disk, and clients are given the reason.
         """
         if not self._ran.is_set():
             return self._writes()
@@ -158,11 +159,12 @@ class CoordinatorActor:
             self._event_loop.post(self._ran.set)
         return True
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Describe what a blocked event loop executes: the step and the function."""
         return f"step {self._coordinator.planner.next_step}, {self._event_loop.running_call()}"
 
     def _writes(self) -> bool:
+        """Return whether the event loop waits for the journal."""
         return self._opens_journal or self._coordinator.journal.settling
 
     def events(self) -> Future[list[Any]]:
@@ -181,7 +183,7 @@ class CoordinatorActor:
         self._rpc.died(lease_id, reason, fault)
 
     def begin(self) -> Future[int]:
-        """Start the workers, or take over those that live; answer with the last complete step."""
+        """Start the workers, or take over living ones; answer with the last acknowledged step."""
         begun = Future[int]()
         threading.Thread(
             target=self._begin, args=(begun,), name="overlord-begin", daemon=True
@@ -194,17 +196,17 @@ class CoordinatorActor:
             self._coordinator.on_stage.append(self._planned)
             self._coordinator.on_lost.append(self._events.put)
             self._coordinator.on_taken = self._taken
-            self._send_found()
+            self._send_recovered()
             acked = self._coordinator.history.acked
             self._session_events = SessionEvents(self._coordinator)
-            self._event_loop.start(self._broke, self._after_turn)
+            self._event_loop.start(self._loop_failed, self._after_turn)
             self._beats_loop = True
             begun.set_result(acked)
         except BaseException as fault:
             begun.set_exception(fault)
 
     def _start(self) -> Coordinator:
-        """Start the first coordinator's workers; a later one takes over those that live."""
+        """Return a coordinator with started workers, or one that took over the living workers."""
         given = (self._config, self._rpc, self._event_loop, self._starter)
         if not self._config.incarnation:
             return first_coordinator(*given, send=self._send)
@@ -227,10 +229,10 @@ class CoordinatorActor:
             raise
         return self._takeover.roll_back()
 
-    def _send_found(self) -> None:
-        """Send what an earlier coordinator may not have sent before it died.
+    def _send_recovered(self) -> None:
+        """Send the events that an earlier coordinator may not have sent before it died.
 
-        The messages have the last complete step, the step of each rank, and the removed sources.
+        They have the last acknowledged step, the step of each rank, and the removed sources.
         """
         state = self._coordinator.planner.state()
         if self._applied:
@@ -253,9 +255,9 @@ class CoordinatorActor:
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
-        """Write the start of the stream, before anything is planned.
+        """Open the journal and write the start of the stream, before any step is planned.
 
-        The journal was closed for a moment: another launch may have continued it.
+        The session closed the journal before this call: another launch may have continued it.
         """
 
         def act() -> None:
@@ -279,9 +281,9 @@ class CoordinatorActor:
 
         return self._on_loop(act)
 
-    def _broke(self, error: BaseException) -> None:
-        """Report a failed event loop: this process is replaced, or the job ends with the error."""
-        log.critical("the coordinator stops: %s: %s", type(error).__name__, error)
+    def _loop_failed(self, error: BaseException) -> None:
+        """Report a failure of the event loop; the launcher then replaces this process."""
+        log.critical("event loop of the coordinator failed: %s: %s", type(error).__name__, error)
         fault = error if isinstance(error, Exception) else None
         fault = fault or OverlordError(f"{type(error).__name__}: {error}")
         self._send(CoordinatorFailed(fault))
@@ -293,9 +295,9 @@ class CoordinatorActor:
             self._events.put(JobFinished(finished))
         if (acked := coordinator.history.acked) != self._acked:
             self._acked = acked
-            figures = coordinator.journal.metrics()
+            written = coordinator.journal.metrics()
             self._events.put(
-                StepProgress(acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
+                StepProgress(acked, [written.get(what, 0) for what in WRITTEN]), hurry=False
             )
         for event in self._session_events.collect():
             self._events.put(event)
@@ -303,7 +305,7 @@ class CoordinatorActor:
 
     def _planned(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
-        # the launching process warns of lost tokens
+        # sent to clients that are served, and where the session warns of lost tokens
         if self._losses.newly_exceeding(stage.after.counts) or self._watched:
             self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 
@@ -337,7 +339,7 @@ class CoordinatorActor:
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
-        """Attach ranks; those that were attached when this coordinator started already are."""
+        """Attach ranks; ignore those that were attached when this coordinator started."""
         return self._on_loop(
             lambda: self._coordinator.attach(
                 dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
@@ -351,7 +353,7 @@ class CoordinatorActor:
         return self._on_loop(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        """Apply an event and confirm it by a message: the caller may have given up waiting."""
+        """Apply an event and confirm it by a message, in case the call has timed out."""
 
         def act() -> None:
             self._coordinator.event(event)
@@ -361,9 +363,9 @@ class CoordinatorActor:
         return self._on_loop(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Apply a report and return whether it came in time for a plan.
+        """Apply a report; answer whether it arrived before the plan that uses it.
 
-        A report that an earlier coordinator had counts if it came in time there.
+        This includes a report that arrived in time at an earlier coordinator.
         """
 
         def act() -> bool:
@@ -377,7 +379,7 @@ class CoordinatorActor:
         return self._on_loop(act)
 
     def all_reported(self, mark: int) -> Future[None]:
-        """Note that the launching process has forwarded all reports that it had when asked."""
+        """Release acknowledgements: the launching process has forwarded all earlier reports."""
         return self._on_loop(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
@@ -391,7 +393,7 @@ class CoordinatorActor:
             loaders = (*coordinator.placement.loaders, new.source.loaders)
             prepared = before.joined_by(new.source, fingerprint)
             coordinator.sources.adopt(
-                prepared.with_loaders(loaders, SIDE_BY_SIDE), h, lambda: self._claim(h)
+                prepared.with_loaders(loaders, MULTI_WORKER_READ_AHEAD), h, lambda: self._claim(h)
             )
             try:
                 coordinator.add_source(
@@ -420,11 +422,11 @@ class CoordinatorActor:
         self._events.put(EventApplied(event))
 
     def applied_events(self) -> Future[list[Any]]:
-        """Return the events of the journal and then those applied here, in force or not."""
+        """Answer with the events of the journal, then those applied since, in force or not."""
         return self._on_loop(lambda: list(self._applied))
 
     def watch(self) -> None:
-        """Report planned and taken steps from now on: clients are served."""
+        """Report planned and taken steps from now on, for clients in other processes."""
         self._watched = True
 
     def move(self, source: int, workers: list[str]) -> Future[None]:
@@ -440,10 +442,10 @@ class CoordinatorActor:
 
     def waiting_for(self, rank: int) -> str | Future[str]:
         if self._writes():
-            return "an event to be written to the journal"  # it blocks the event loop
+            return "an event to be written to the journal"  # that write blocks the event loop
         return self._on_loop(lambda: self._coordinator.waiting_for(rank))
 
-    def figures(self) -> Future[dict[str, Any]]:
+    def metrics(self) -> Future[dict[str, Any]]:
         me = {
             "pid": os.getpid(),
             "node": self._config.machine.node(),
@@ -452,7 +454,7 @@ class CoordinatorActor:
         }
         return self._on_loop(
             lambda: {
-                **self._coordinator.figures(),
+                **self._coordinator.metrics(),
                 "planner": me,
                 "journal": self._coordinator.journal.metrics(),
             }
@@ -468,7 +470,7 @@ class CoordinatorActor:
         return self._on_loop(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
-        """Return the kept plans, or that of one step."""
+        """Answer with all kept plans, or with those of one step."""
         return self._on_loop(
             lambda: (
                 list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
@@ -500,7 +502,7 @@ class CoordinatorActor:
 
     # the end
 
-    def leave(self, taken: int = -1) -> None:
+    def stop(self, taken: int = -1) -> None:
         """Stop supervising workers, which are about to exit, and close the journal.
 
         ``taken`` is the last step that all ranks took, as the launching process knows it.
@@ -515,5 +517,5 @@ class CoordinatorActor:
             self._coordinator.journal.close(taken if known is None else max(known, taken))
 
     def close(self) -> None:
-        self.leave()
+        self.stop()
         self._rpc.shutdown(1.0)

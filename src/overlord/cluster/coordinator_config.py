@@ -1,6 +1,6 @@
 """The configuration of a coordinator in its own process: the job without its readers.
 
-Code is sent to the process here, and only here.
+The process receives user code (strategy, hooks, mixture) with this configuration only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlannerJob(PreparedJob):
         return replace(self.specs[i], loaders=self.loaders_of(i))
 
     def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:
-        """Return this job with one more source, of which only planning facts are known."""
+        """Return this job with one more source, which is known by its spec only."""
         more = copy.copy(self)
         more.specs, more.added, more.fingerprint = (
             (*self.specs, source),
@@ -69,9 +69,9 @@ class PlannerJob(PreparedJob):
         return more
 
     def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerJob:
-        """Return the job with its first ``n`` sources, those that the journal has.
+        """Return this job with its first ``n`` sources: those that the journal has.
 
-        Later ones were being added when a coordinator was lost.
+        A later source was being added when a coordinator was lost.
         """
         if n == len(self.specs):
             return self
@@ -98,7 +98,7 @@ def _light(job: Job) -> Job:
 
 
 def _with(record: Any, **fields: Any) -> Any:
-    """Return a frozen record with other fields, not validated: fields were removed."""
+    """Return a copy of a frozen record with some fields replaced, without validation."""
     other = copy.copy(record)
     for name, value in fields.items():
         object.__setattr__(other, name, value)
@@ -107,7 +107,7 @@ def _with(record: Any, **fields: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incarnation:
-    """The place of a coordinator among those of its session.
+    """The position of a coordinator among those of its session.
 
     ``number`` counts the coordinators before it, ``planned`` has the digests of the steps that they
     planned after its state. ``barrier`` holds acknowledgements until reports have arrived.
@@ -120,9 +120,9 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoordinatorConfig:
-    """All that the process of a coordinator is given at its start.
+    """The configuration that the process of a coordinator receives at its start.
 
-    ``living`` are the names of workers that live already: the coordinator takes them over.
+    ``living`` are the names of living workers, which the coordinator takes over.
     """
 
     prepared: PlannerJob
@@ -130,21 +130,20 @@ class CoordinatorConfig:
     loader_placement: LoaderPlacement
     token: str
     session: int  # generation of the session
-    incarnation: int = 0  # number of coordinators of this session before it
-    reason: str = ""  # of the loss of the one before it
+    incarnation: int = 0  # number of earlier coordinators of this session
+    reason: str = ""  # why the coordinator before it was lost
     constructor_of: tuple[int, ...] = ()  # constructor worker of every data-parallel group
     living: tuple[str, ...] = ()
-    sources_of: tuple[
-        tuple[int, tuple[int, ...]], ...
-    ] = ()  # sources that each loader worker can open
+    # the sources that each loader worker can open
+    sources_of: tuple[tuple[int, tuple[int, ...]], ...] = ()
     attached: tuple[int, ...] = ()
-    # accepted by the coordinator before it, which may have died before it wrote the last of them
+    # reports that the coordinator before it accepted; the last ones may not be in the journal
     reports: tuple[Report, ...] = ()
     machine: Platform = field(default_factory=Platform, repr=False)
-    launch: str = ""  # of the journal; known when the journal is opened
-    # the journal has the start of this session; else its content is of an earlier session
+    launch: str = ""  # identifies the launch in the journal; set when the journal is opened
+    # the journal has the start of this session; otherwise its content is of an earlier session
     opened: bool = True
-    watched: bool = False  # planned and taken steps are reported, for clients that are served
+    watched: bool = False  # report planned and taken steps, for clients in other processes
 
     def placement_of(self, n: int) -> LoaderPlacement:
         """Return the placement of ``n`` sources.
@@ -153,21 +152,21 @@ class CoordinatorConfig:
         process was informed.
         """
         loader_placement = self.loader_placement
-        # workers of the launch win: those that scaling started have higher numbers
-        host_of = {sources: h for h, sources in sorted(self.sources_of, reverse=True)}
+        # the lowest number counts: workers that scaling started have higher numbers
+        worker_of = {sources: h for h, sources in sorted(self.sources_of, reverse=True)}
         for i in range(len(loader_placement.loaders), n):
             loaders = self.prepared.specs[i].loaders
             loader_placement = replace(
                 loader_placement,
                 loaders=(*loader_placement.loaders, loaders),
-                host_of=(*loader_placement.host_of, *[host_of[(i,)]] * loaders),
+                host_of=(*loader_placement.host_of, *[worker_of[(i,)]] * loaders),
                 n_hosts=loader_placement.n_hosts + 1,
             )
         return loader_placement
 
     @staticmethod
     def of(prepared: PreparedJob, **fields: Any) -> CoordinatorConfig:
-        """Return a configuration; an error names what cannot be sent."""
+        """Return the configuration for a job; raise for hooks or code that cannot be sent."""
         light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")

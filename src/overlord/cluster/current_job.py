@@ -29,7 +29,7 @@ log = logging.getLogger("overlord")
 
 
 class LoaderStarts:
-    """Builds ``LoaderStart`` messages of the current job. ``prepared`` returns that job."""
+    """Builds the ``LoaderStart`` messages of the current job, which ``prepared`` returns."""
 
     def __init__(self, prepared: Callable[[], PreparedJob], placement: Placement):
         self._prepared, self._placement = prepared, placement
@@ -41,20 +41,20 @@ class LoaderStarts:
         return [o for i, cursor in enumerate(cursors) for o in prepared.loader_starts(i, cursor)]
 
     def of(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
-        """Return the start of one loader."""
+        """Return the start of one loader at a cursor."""
         source = self._placement.source_of(loader)
         starts = self._prepared().loader_starts(source, cursor)
         start = starts[loader - self._placement.loaders_of(source).start]
         return replace(start, generation=generation)
 
     def follow(self, loader: int, planner: Planner) -> list[Any]:
-        """Return the messages to a worker that follows a loader from the next planned step on."""
+        """Return the messages for a standby that follows a loader from the next planned step on."""
         cursor, generation, refill = planner.loader_position(loader)
         return [FollowLoader(self.of(loader, cursor, generation)), refill]
 
 
 class CurrentJob:
-    """The prepared job and the planner of now: sources are added, and a rollback replaces both."""
+    """The current job and planner; an added source replaces the job, a rollback the planner."""
 
     def __init__(self, prepared: Callable[[], PreparedJob], planner: Callable[[], Planner]):
         self._prepared, self._planner = prepared, planner
@@ -70,7 +70,7 @@ class CurrentJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobWorkers:
-    """The workers of a job: their handles, what each reads, standbys, and supervision."""
+    """The workers of a job: their handles, placement, standbys and recovery."""
 
     pool: WorkerPool
     placement: Placement
@@ -79,7 +79,7 @@ class JobWorkers:
 
 
 def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
-    """Return the router of a job: its hooks and images decide what a worker must receive."""
+    """Return the router of a job; hooks and images decide which rows a worker receives."""
     job, images = prepared.job, None
     if prepared.images is not None:
         groups = list(job.place.buckets("DP"))
@@ -95,11 +95,12 @@ def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
 def standbys_of(
     prepared: PreparedJob, loader_placement: LoaderPlacement, placement: Placement
 ) -> StandbyManager:
-    """Return the standbys of a job, as its option ``shadows`` asks for them."""
+    """Return the manager of a job's standbys, by the launch option ``shadows``."""
     kind = prepared.options.shadows
     if kind != "none" and loader_placement.n_hosts == 1:
         log.warning(
-            "shadows=%r has no effect: there is one loader worker, and no other for standbys", kind
+            "shadows=%r has no effect: a standby needs a second loader worker, and there is one",
+            kind,
         )
     return StandbyManager(
         placement, *standby_sizes(kind, loads_of(prepared), loader_placement.loaders)
@@ -113,10 +114,10 @@ def rollback_messages(
     starts: Sequence[LoaderStart],
     restarted: Collection[str],
 ) -> Iterator[tuple[WorkerHandle, Rollback | Attach | FollowLoader]]:
-    """Yield the messages of a rollback with the worker of each.
+    """Yield the messages of a rollback, each with its worker.
 
-    Loader workers open their loaders at ``starts``, restarted constructor workers attach their
-    ranks, and standbys follow their loaders from there on.
+    Loader workers open their loaders at ``starts``. Restarted constructor workers attach their
+    ranks. Standbys follow their loaders from there on.
     """
     pool, placement = workers.pool, workers.placement
     for c, worker in pool.constructors.items():

@@ -1,4 +1,4 @@
-"""The sources of a job as they are added, and the workers that are started for new ones."""
+"""The sources of a running job, and the workers that are started for added sources."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from overlord.cluster.placement import Placement
-from overlord.cluster.rebalance import SCALED
+from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.recovery import RecoveryManager
-from overlord.cluster.worker_factory import SIDE_BY_SIDE
+from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD
 from overlord.cluster.worker_pool import START_S, WorkerHandle, WorkerPool
 from overlord.errors import ActorLost
 from overlord.messages.control import Cursor, SetBufferBudget
@@ -20,9 +20,10 @@ log = logging.getLogger("overlord")
 
 
 class JobSources:
-    """Owns the prepared job with all sources so far. Code is sent only when a process starts.
+    """Owns the prepared job with all sources so far, and starts a worker for each added one.
 
-    ``n_launched`` is the number of loader workers that the job was launched with.
+    A process receives code only at its start. ``n_launched`` is the number of loader workers that
+    the job was launched with.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class JobSources:
         return worker
 
     def add(self, worker: WorkerHandle, source: SourceSpec, budget_bytes: int) -> None:
-        """Let a prepared worker take part: it reads the source that the planner has accepted."""
+        """Use a prepared worker: it reads the source that the planner has accepted."""
         worker.joined = True
         self._pool.link(worker)  # a constructor worker may have been restarted since its start
         self._recovery.joined(worker)
@@ -58,9 +59,9 @@ class JobSources:
             )
 
     def abandon(self, h: int) -> None:
-        """Forget the worker of a source that was added and not written: the job is about to end."""
+        """Forget the worker of a source that the journal could not record: the job ends."""
         worker = self._pool.loaders[h]
-        worker.lost = "its source could not join"
+        worker.lost = "its source could not be added"
         self._recovery.retired(worker)
 
     def prepare(self, prepared: PreparedJob) -> int:
@@ -68,11 +69,14 @@ class JobSources:
 
         Runs on: any thread.
         """
-        # A number is used once: a worker that was dropped counts as lost.
-        known = [h for h in self._placement.sources_of if h < SCALED]
+        # A number is never reused: a worker that was dropped counts as lost.
+        known = [h for h in self._placement.sources_of if h < FIRST_SCALED]
         i, h = len(prepared.job.sources) - 1, max([self._n_launched - 1, *known]) + 1
         loaders = (*self._placement.loaders, prepared.loaders_of(i))
-        before, self.prepared = self.prepared, prepared.with_loaders(loaders, SIDE_BY_SIDE)
+        before, self.prepared = (
+            self.prepared,
+            prepared.with_loaders(loaders, MULTI_WORKER_READ_AHEAD),
+        )
         try:
             starts = self.prepared.loader_starts(i, Cursor())
             worker = self._pool.start_loader(h, [i], starts, joined=False)
@@ -99,7 +103,7 @@ class JobSources:
         self._pool.link(worker)  # a constructor worker may have been restarted since its start
 
     def refuse(self, prepared: PreparedJob, h: int) -> None:
-        """Keep a worker aside whose source the planner refused; it may be added at a later step."""
+        """Set aside the worker of a refused source, which may be added at a later step."""
         self.prepared = prepared
         self._placement.sources_of.pop(h)
         self._refused[h] = self._pool.loaders.pop(h)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from overlord.cluster.worker_factory import (
-    SIDE_BY_SIDE,
+    MULTI_WORKER_READ_AHEAD,
     WorkerFactory,
     constructors_of,
     read_ahead_of,
@@ -36,7 +36,7 @@ from overlord.messages.launcher import (
 )
 from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.peers import fault_of
-from overlord.setup.partition import hosting_of, scales
+from overlord.setup.partition import loader_placement_of, scales
 from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
@@ -48,8 +48,8 @@ DISCONNECTED_S = 1.0  # between the end of a worker's connection and the report 
 class LaunchedWorkers:
     """Starts and ends workers at the request of a coordinator. Runs on: any thread.
 
-    ``coordinator`` returns the present one. Requests of earlier ones are ignored: the present one
-    is given all workers of the last one, and asks for what it lacks.
+    ``coordinator`` returns the current one. Requests of earlier ones are ignored: each coordinator
+    receives all workers of the last one, and requests those that it lacks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LaunchedWorkers:
         platform: Platform,
         coordinator: Callable[[], ActorHandle | None],
     ):
-        self.placement = hosting_of(prepared)
+        self.placement = loader_placement_of(prepared)
         self.prepared = prepared.with_loaders(
             self.placement.loaders, read_ahead_of(self.placement, scales(prepared))
         )
@@ -77,9 +77,9 @@ class LaunchedWorkers:
         self.handles: dict[str, ActorHandle] = {}
         n_workers, n_sources = self.placement.n_hosts, len(prepared.job.sources)
         self.sources_of = {h: tuple(range(n_sources)) for h in range(n_workers)}
-        self._next_number = n_workers  # a number is used once
-        self._leases: dict[str, int] = {}  # of workers with the present coordinator
-        self._address: tuple[str, str] = ("", "")  # and token, of the present coordinator
+        self._next_number = n_workers  # numbers are never reused
+        self._leases: dict[str, int] = {}  # lease ids of workers at the current coordinator
+        self._address: tuple[str, str] = ("", "")  # address and token of the current coordinator
         # workers of new sources while they start: no coordinator uses them yet
         self._preparing: set[str] = set()
         # the worker of the last source that was prepared, and the job without that source
@@ -88,14 +88,14 @@ class LaunchedWorkers:
         self._lost: dict[str, tuple[str, float]] = {}
         self.watchdog = StartupWatchdog(control, prepared.options.lost_after_s)
         self._lock = threading.Lock()  # guards handles and placement
-        # held while a process starts: the next coordinator is given every worker of the last one
+        # held while a process starts, so that ``hand_over`` returns every worker
         self.spawning = threading.RLock()
         self.closed = False
 
     # coordinators
 
     def hand_over(self) -> tuple[str, ...]:
-        """Return the workers that live, for a new coordinator, and void the leases of the last one.
+        """Return the living workers for a new coordinator, and void the leases of the last one.
 
         Runs under ``spawning``.
         """
@@ -108,20 +108,20 @@ class LaunchedWorkers:
             )
 
     def redirect_to(self, address: str, token: str) -> None:
-        """Redirect workers to this address of the coordinator from now on."""
+        """Set the address of the coordinator that workers are redirected to."""
         self._address = (address, token)
 
     # requests of the coordinator
 
-    def start_constructor(self, planner: ActorHandle, request: StartConstructorWorker) -> None:
+    def start_constructor(self, coordinator: ActorHandle, request: StartConstructorWorker) -> None:
         number = request.number
-        self._start(planner, request.lease_id, lambda: self.factory.constructor(number))
+        self._start(coordinator, request.lease_id, lambda: self.factory.constructor(number))
 
-    def start_loader(self, planner: ActorHandle, request: StartLoaderWorker) -> None:
-        # of a new worker: a coordinator that takes over later needs its sources
+    def start_loader(self, coordinator: ActorHandle, request: StartLoaderWorker) -> None:
+        # a coordinator that takes over later needs the sources of a new worker
         self.sources_of.setdefault(request.number, tuple(request.sources))
         self._start(
-            planner,
+            coordinator,
             request.lease_id,
             lambda: self.factory.loader_worker(
                 request.number,
@@ -132,17 +132,19 @@ class LaunchedWorkers:
             ),
         )
 
-    def redirect(self, planner: ActorHandle, request: RedirectWorker) -> None:
-        self._start(planner, request.lease_id, lambda: self._living(request.worker))
+    def redirect(self, coordinator: ActorHandle, request: RedirectWorker) -> None:
+        self._start(coordinator, request.lease_id, lambda: self._living(request.worker))
 
     def _living(self, name: str) -> ActorHandle:
         if (worker := self.handles.get(name)) is None:
-            raise ActorLost(name, "it was not needed")
+            raise ActorLost(name, "it was retired")
         return worker
 
-    def _start(self, planner: ActorHandle, lease_id: int, start: Callable[[], ActorHandle]) -> None:
+    def _start(
+        self, coordinator: ActorHandle, lease_id: int, start: Callable[[], ActorHandle]
+    ) -> None:
         with self.spawning:
-            if planner is not self._coordinator():
+            if coordinator is not self._coordinator():
                 return
             try:
                 worker = start()
@@ -150,50 +152,50 @@ class LaunchedWorkers:
                     self.watchdog.watch(worker)
             except Exception as fault:
                 reason = f"it could not be started: {fault}"
-                self._control.tell(planner, "died", lease_id, reason, fault)
+                self._control.tell(coordinator, "died", lease_id, reason, fault)
                 return
             with self._lock:
                 self.handles[worker.name] = worker
-        self._lease(planner, lease_id, worker)
+        self._lease(coordinator, lease_id, worker)
 
-    def _lease(self, planner: ActorHandle, lease_id: int, worker: ActorHandle) -> None:
+    def _lease(self, coordinator: ActorHandle, lease_id: int, worker: ActorHandle) -> None:
         """Redirect a worker to the coordinator, and report its death there."""
         self._leases[worker.name] = lease_id
         self._control.tell(worker, "redirect", *self._address, lease_id)
 
         def died(worker: ActorHandle, reason: str) -> None:
             self.note_lost(worker.name, reason)
-            if planner is self._coordinator() and not self.closed:
-                reason = self.watchdog.why(worker.name, reason)
+            if coordinator is self._coordinator() and not self.closed:
+                reason = self.watchdog.reason_of(worker.name, reason)
                 fault = fault_of(self._control, worker)
-                self._control.tell(planner, "died", lease_id, reason, fault)
+                self._control.tell(coordinator, "died", lease_id, reason, fault)
 
         self._control.on_death(worker, died)
 
-    def kill(self, planner: ActorHandle, request: KillProcess) -> None:
+    def kill(self, coordinator: ActorHandle, request: KillProcess) -> None:
         """Kill a worker for the coordinator.
 
-        The death of one that is already gone is reported again: otherwise the coordinator would
-        wait for it forever.
+        The death of a worker that has already exited is reported again. Otherwise the coordinator
+        would wait for the report forever.
         """
         lease_id, name = request.lease_id, request.worker
         worker = self.handles.get(name)
         if self._leases.get(name) != lease_id:
-            self._control.tell(planner, "died", lease_id, "another has its name by now")
+            self._control.tell(coordinator, "died", lease_id, "another worker has its name")
         elif worker is None or not worker.alive:
-            reason, _ = self._lost.get(name, ("it was gone already", 0.0))
-            self._control.tell(planner, "died", lease_id, reason)
+            reason, _ = self._lost.get(name, ("it had already exited", 0.0))
+            self._control.tell(coordinator, "died", lease_id, reason)
         else:
             self.end(worker)
 
     def disconnected(self, notice: WorkerDisconnected) -> None:
         """Kill a worker that lost its connection to the coordinator and does not die by itself.
 
-        Nearly always the worker died, which is reported separately.
+        Usually the connection ends because the worker died, which is reported separately.
         """
         name = notice.worker
         if self._leases.get(name) != notice.lease_id:
-            return  # the name has another worker by now
+            return  # another worker has the name now
         if (worker := self.handles.get(name)) is not None:
             self._platform.thread(
                 lambda: self._kill_disconnected(worker, notice.reason), f"overlord cut {name}"
@@ -204,7 +206,7 @@ class LaunchedWorkers:
         while worker.alive and time.monotonic() < deadline and not self.closed:
             time.sleep(0.005)
         if worker.alive and not self.closed:
-            log.warning("%s killed: its connection to the planner ended: %s", worker.name, why)
+            log.warning("%s killed: its connection to the coordinator ended: %s", worker.name, why)
             self._kill(worker)
 
     def retire(self, number: int) -> None:
@@ -217,7 +219,7 @@ class LaunchedWorkers:
                 self.factory.end(number, worker)
 
     def moved(self, worker_of: Sequence[int]) -> None:
-        """Note the worker of every loader; ``joined`` notes the loaders of added sources."""
+        """Record the worker of every loader; ``joined`` records the loaders of added sources."""
         with self._lock:
             n = sum(self.placement.loaders)
             self.placement = replace(self.placement, host_of=tuple(worker_of[:n]))
@@ -233,17 +235,17 @@ class LaunchedWorkers:
             self._control.kill(worker)
 
     def end_stopped(self) -> None:
-        """Kill processes that were stopped (SIGSTOP) for too long while they start."""
-        for handle in self.watchdog.look():
+        """Kill workers that were stopped (SIGSTOP) during their start for too long."""
+        for handle in self.watchdog.overdue():
             log.warning("%s killed: it was stopped during its start", handle.name)
             self.end(handle)
 
     # losses
 
     def note_lost(self, name: str, why: str, silent_s: float = 0.0) -> None:
-        """Note the loss of a worker.
+        """Record the loss of a worker, ``silent_s`` after its last answer.
 
-        The first reason counts: a worker that is killed for its silence is lost since then.
+        The first reason counts: after a silence the kill of the worker is not the cause.
         """
         if not self.closed and name in self.handles:
             self._lost.setdefault(name, (why, time.monotonic() - silent_s))
@@ -267,7 +269,7 @@ class LaunchedWorkers:
         self._next_number += 1
         name, before = f"loader-worker/{number}", self.prepared
         loaders = (*self.placement.loaders, prepared.loaders_of(source))
-        self.prepared = prepared.with_loaders(loaders, SIDE_BY_SIDE)
+        self.prepared = prepared.with_loaders(loaders, MULTI_WORKER_READ_AHEAD)
         self.sources_of[number], self._without = (source,), (number, before)
         try:
             starts = self.prepared.loader_starts(source, Cursor())
@@ -287,14 +289,14 @@ class LaunchedWorkers:
         """End the worker of a source that is not added."""
         self.sources_of.pop(number, None)
         of, before = self._without
-        if of == number and before is not None:  # a restarted coordinator must not have it
+        if of == number and before is not None:  # a restarted coordinator must not have the source
             self.prepared = before
         worker = self.handles.pop(f"loader-worker/{number}", None)
         if worker is not None and not self.closed:
             self.factory.end(number, worker)
 
     def joined(self, number: int, loaders: int) -> None:
-        """Note that a source was added, read by its own worker."""
+        """Record that a source was added, with ``loaders`` loaders in a worker of its own."""
         with self._lock:
             had = self.placement
             self.placement = replace(

@@ -1,7 +1,7 @@
 """The launcher: starts and ends all processes of a job whose coordinator has its own process.
 
-It starts another coordinator when one is lost. It does not decide which workers are needed: the
-coordinator requests them, and calls them directly.
+It restarts a coordinator that is lost. It does not decide which workers are needed: the coordinator
+requests them, and calls them directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from overlord.cluster.coordinator_actor import WRITTEN, CoordinatorActor
 from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.launched_workers import START_S, LaunchedWorkers
-from overlord.cluster.supervisor import worn_out
+from overlord.cluster.supervisor import restart_limit_error
 from overlord.cluster.worker_factory import watch
 from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import Platform
@@ -46,11 +46,11 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Heartbeats of a coordinator in its own process, as its launcher polls them.
+# Heartbeats of a coordinator in its own process, polled by its launcher.
 
-# within which a coordinator must answer: one that sleeps with the whole machine is not lost
+# Polls in ``lost_after_s``. They are counted, so that a suspended machine loses no coordinator.
 TICKS = 4
-AT_S = 0.5  # for a blocked coordinator to report where it is
+ACTIVITY_S = 0.5  # for a blocked coordinator to report its activity
 
 
 class CoordinatorHeartbeat:
@@ -67,7 +67,7 @@ class CoordinatorHeartbeat:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self.run, name="overlord-planner-beats", daemon=True).start()
+        threading.Thread(target=self.run, name="overlord-coordinator-beats", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -82,60 +82,59 @@ class CoordinatorHeartbeat:
         return why if killed is coordinator else None
 
     def run(self) -> None:
-        silent, answers, beat, of = 0, False, Future[Any](), self._watched
+        silent, answers, beat, polled = 0, False, Future[Any](), self._watched
         beat.set_result(True)
         while not self._stop.wait(self._lost_after_s / TICKS):
             self._on_tick()
             coordinator = self._watched
-            moves = coordinator is not of or _moves(beat)
+            runs = coordinator is not polled or _loop_runs(beat)
             # the last answer may be under way
-            silent, answers = (0, False) if moves else (silent + 1, answers or beat.done())
+            silent, answers = (0, False) if runs else (silent + 1, answers or beat.done())
             if silent >= TICKS and coordinator is not None:
                 for_s = f"for {self._lost_after_s:g} s"
                 blocked = self._blocked(coordinator, for_s) if answers else ""
                 self.kill(coordinator, blocked or f"it answered nothing {for_s}")
-            if (coordinator is not of or beat.done()) and coordinator is not None:
+            if (coordinator is not polled or beat.done()) and coordinator is not None:
                 beat = self._control.call(coordinator, "beat")
-            of = coordinator
+            polled = coordinator
 
     def _blocked(self, coordinator: ActorHandle, for_s: str) -> str:
-        """Describe what a blocked event loop executes, if its process answers."""
+        """Describe the activity of a coordinator whose event loop is blocked."""
         try:
-            at = f": {self._control.get(self._control.call(coordinator, 'doing'), AT_S)}"
+            at = f": {self._control.get(self._control.call(coordinator, 'activity'), ACTIVITY_S)}"
         except Exception:
             at = ""
-        return f"it plans, and does not come to an end {for_s}{at}"
+        return f"its event loop was blocked {for_s}{at}"
 
     def kill(self, coordinator: ActorHandle, why: str) -> None:
-        log.warning("the planner is killed: %s", why)
+        log.warning("coordinator killed: %s", why)
         self._killed = (coordinator, why)
         with contextlib.suppress(OverlordError):
             self._control.kill(coordinator)
 
 
-def _moves(beat: Future[Any]) -> bool:
+def _loop_runs(beat: Future[Any]) -> bool:
     """Return whether a coordinator has answered, and its event loop has run."""
     return beat.done() and (beat.exception() is not None or bool(beat.result()))
 
 
-PLANNER = "planner"
+COORDINATOR_NAME = "planner"  # as in ``session.kill`` and ``metrics()["actors"]``
 BOOT_S = 30.0  # for the coordinator's process alone
-# for the coordinator to answer, though it may be restarted meanwhile; a caller of the event loop
-# waits for 30 s
+# for the coordinator to answer, including a restart; a caller of the event loop waits for 30 s
 ASK_S = 25.0
-LEAVE_S = 1.0
-LOST = "the planner was lost: "
+STOP_S = 1.0  # for the coordinator to close its journal
+LOST = "the coordinator was lost: "
 
 
 # ----------------------------------------------------------------------------
-# The launcher: starts and ends the processes of a job, and restarts its coordinator.
+# The launcher: starts a coordinator, restarts it after a loss, and executes its requests.
 
 
 class Launcher:
     """Starts the coordinator of a job, restarts it after a loss, and passes calls to it.
 
-    ``workers`` starts and ends workers for it. ``on_event`` receives the coordinator's events for
-    the session, on a thread of this class.
+    ``workers`` starts and ends workers. ``on_event`` receives the events for the session, on a
+    thread of the launcher.
     """
 
     def __init__(
@@ -147,34 +146,36 @@ class Launcher:
         platform: Platform,
     ):
         self.control, self._platform = control, platform
-        self.planner: ActorHandle | None = None  # the present one; it may be starting
+        self.coordinator: ActorHandle | None = None  # the current one, which may be starting
         self.workers = LaunchedWorkers(
-            prepared, generation, control, platform, lambda: self.planner
+            prepared, generation, control, platform, lambda: self.coordinator
         )
         self._heartbeat = CoordinatorHeartbeat(
             control, prepared.options.lost_after_s, self.workers.end_stopped
         )
         self.attached: set[int] = set()
-        # the ranks that the present coordinator was given at its start
+        # the ranks that were attached when the current coordinator started
         self._attached_at_start: frozenset[int] = frozenset()
-        self.acked = self._progress = -1  # the last step that all ranks took; as reported
+        self.acked = (
+            self._progress
+        ) = -1  # last step that all ranks took; as coordinators reported it
         self.watched = False
-        self.reports: dict[tuple[int, int], Report] = {}  # accepted lately, by step and rank
+        self.reports: dict[tuple[int, int], Report] = {}  # recently accepted, by step and rank
         self._session, self._on_event = generation, on_event
         self._incarnation = self._restarts = 0
         self._reason = ""
-        # for a coordinator whose predecessor died before it wrote anything
+        # the start state, for a coordinator whose predecessor wrote nothing
         self._initial: StreamState | None = None
-        self._launch = ""  # of the journal
+        self._launch = ""  # identifies this launch in the journal
         self._opened = False  # the journal has the start of this session
-        self._lock = threading.Condition()  # guards ``planner`` and ``_ready``
+        self._lock = threading.Condition()  # guards ``coordinator`` and ``_ready``
         self._ready = self._closed = False
-        self.absent = ""  # why the coordinator cannot be called, human-readable
+        self.absent = ""  # why the coordinator cannot be called; empty if it can
         self._written: dict[ActorHandle, list[float]] = {}  # journal counts of each coordinator
-        self._over: Exception | None = None
+        self._over: Exception | None = None  # the error that ended the job
         # separate queues: notifications may block on session locks, starts of workers must not
         self._requests = ThreadQueue(1, "launcher")
-        self._notices = ThreadQueue(1, "planner-events")
+        self._notices = ThreadQueue(1, "coordinator-events")
         self._ending = CloseOnce()
         self._stop_reviews: Callable[[], None] = lambda: None
 
@@ -188,15 +189,15 @@ class Launcher:
     def begin(self, state: StreamState | None) -> None:
         """Start the first coordinator and all workers that it requests."""
         self._initial = state
-        self._start_planner()
-        self._is_ready()
+        self._start_coordinator()
+        self._accept_calls()
         self._heartbeat.start()
         self._stop_reviews = watch(
             self.workers.factory.placement, self._platform, self.control, self._relocate
         )
 
-    def _start_planner(self) -> int:
-        """Start a coordinator and return the last step before its start."""
+    def _start_coordinator(self) -> int:
+        """Start a coordinator; return the last step that all ranks took before its start."""
         workers = self.workers
         with workers.spawning, self._lock:
             living = workers.hand_over()
@@ -219,43 +220,49 @@ class Launcher:
                 launch=self._launch,
             )
             self._attached_at_start = frozenset(config.attached)
-            planner = self.planner = self.control.spawn(
-                CoordinatorActor, config, name=PLANNER, **workers.factory.placement.planner()
+            coordinator = self.coordinator = self.control.spawn(
+                CoordinatorActor,
+                config,
+                name=COORDINATOR_NAME,
+                **workers.factory.placement.coordinator(),
             )
-        self.control.on_death(planner, self._planner_died)
-        workers.watchdog.watch(planner)
-        workers.redirect_to(*self.control.get(self.control.call(planner, "where"), BOOT_S))
-        self._listen(planner)
-        self._heartbeat.watch(planner)
-        acked: int = self.control.get(self.control.call(planner, "begin"), self._begin_s)
+        self.control.on_death(coordinator, self._coordinator_died)
+        workers.watchdog.watch(coordinator)
+        workers.redirect_to(
+            *self.control.get(self.control.call(coordinator, "rpc_address"), BOOT_S)
+        )
+        self._listen(coordinator)
+        self._heartbeat.watch(coordinator)
+        acked: int = self.control.get(self.control.call(coordinator, "begin"), self._begin_s)
         return acked
 
     @property
     def _begin_s(self) -> float:
-        """Seconds for a coordinator to start with all its workers.
+        """The timeout for a coordinator to start with all its workers, in seconds.
 
-        Some of them may have to be given up first, and others started.
+        It may have to wait for silent workers first, and then to start others.
         """
         return 2 * START_S + 2 * self.prepared.options.lost_after_s
 
-    def _is_ready(self) -> None:
+    def _accept_calls(self) -> None:
         """Accept calls from now on; raise if the coordinator died during its start."""
         with self._lock:
-            planner = self.planner
-            assert planner is not None
-            if planner.alive:
+            coordinator = self.coordinator
+            assert coordinator is not None
+            if coordinator.alive:
                 self._ready, self.absent = True, ""
                 self._lock.notify_all()
                 self._send_attached()
                 return
         self.control.get(
-            self.control.call(planner, "beat"), BOOT_S
+            self.control.call(coordinator, "beat"), BOOT_S
         )  # raises the reason of its death
 
     def _send_attached(self) -> None:
         """Send the ranks that were attached and detached while the coordinator started.
 
-        Runs under the lock, before any other call: those clients may have stopped waiting.
+        Runs under the lock, before any other call. The requests of these clients may have timed
+        out.
         """
         now = frozenset(self.attached)
         for rank in sorted(self._attached_at_start - now):
@@ -263,53 +270,60 @@ class Launcher:
         if new := sorted(now - self._attached_at_start):
             self.tell("attach", new)
 
-    def _planner_died(self, planner: ActorHandle, reason: str) -> None:
-        """Restart a lost coordinator. Runs on: thread of the actor system."""
+    def _coordinator_died(self, coordinator: ActorHandle, reason: str) -> None:
+        """Restart a lost coordinator in a thread. Runs on: thread of the actor system."""
         with self._lock:
-            if self._closed or planner is not self.planner or not self._ready:
-                return  # the thread that starts a coordinator detects its death
-            reason = self._why(planner, reason)
+            if self._closed or coordinator is not self.coordinator or not self._ready:
+                return  # the thread that starts a coordinator detects its death itself
+            reason = self._loss_reason(coordinator, reason)
             self._ready, self.absent = (
                 False,
-                f"the planner, which is being started again ({reason})",
+                f"the coordinator, which is being restarted ({reason})",
             )
         threading.Thread(
-            target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True
+            target=self._restart_coordinator,
+            args=(reason,),
+            name="overlord-coordinator-restart",
+            daemon=True,
         ).start()
 
-    def _why(self, planner: ActorHandle | None, reason: str) -> str:
-        """Return the reason of a loss; after a kill from here, the cause of the kill."""
-        cause = self._heartbeat.cause(planner)
-        return self.workers.watchdog.why(PLANNER, reason) if cause is None else cause
+    def _loss_reason(self, coordinator: ActorHandle | None, reason: str) -> str:
+        """Return the reason of a loss; after a kill by the heartbeat, the cause of the kill."""
+        cause = self._heartbeat.cause(coordinator)
+        return self.workers.watchdog.reason_of(COORDINATOR_NAME, reason) if cause is None else cause
 
-    def _start_again(self, reason: str) -> None:
-        # ``unopened``: the error of a journal that could not be opened, with which the job ends
+    def _restart_coordinator(self, reason: str) -> None:
+        """Start coordinators until one runs or the limit of restarts is reached."""
+        # ``unopened``: the error of a journal that could not be opened; the job ends with it
         since, unopened = time.monotonic(), None
         while not self._closed:
             with self._lock:
                 self._restarts += 1
                 self._incarnation += 1
                 if not self.prepared.options.failover:
-                    return self._give_up(ActorLost(PLANNER, reason))
+                    return self._give_up(ActorLost(COORDINATOR_NAME, reason))
                 if self._restarts > (most := self.prepared.options.max_restarts):
                     return self._give_up(
-                        unopened or worn_out(ActorLost(PLANNER, reason), most, self._did())
+                        unopened
+                        or restart_limit_error(
+                            ActorLost(COORDINATOR_NAME, reason), most, self._progress_text()
+                        )
                     )
-            log.warning("the planner is lost: %s; restarting it", reason)
+            log.warning("coordinator lost: %s; restarting it", reason)
             try:
                 self._reason = f"{LOST}{reason}"
-                acked = self._start_planner()
-                self._is_ready()
+                acked = self._start_coordinator()
+                self._accept_calls()
                 return self._report_recovery(reason, since, acked)
             except Exception as fault:
                 reason, unopened = (
                     f"{type(fault).__name__}: {fault}",
                     fault if isinstance(fault, JournalError) else None,
                 )
-                if isinstance(fault, ActorLost) and fault.name == PLANNER:
-                    reason = self._why(self.planner, fault.reason)
-                self._end_planner()
-                if isinstance(fault, JournalTaken):  # another launch has it for good
+                if isinstance(fault, ActorLost) and fault.name == COORDINATOR_NAME:
+                    reason = self._loss_reason(self.coordinator, fault.reason)
+                self._kill_coordinator()
+                if isinstance(fault, JournalTaken):  # another launch has taken the journal over
                     with self._lock:
                         return self._give_up(fault)
         return None
@@ -321,45 +335,45 @@ class Launcher:
         """
         now = time.monotonic()
         for name, (why, when) in {
-            PLANNER: (reason, since),
+            COORDINATOR_NAME: (reason, since),
             **self.workers.take_recovered(),
         }.items():
             log.warning(
                 "%s recovered after %.2f s%s",
-                name,
+                "coordinator" if name == COORDINATOR_NAME else name,
                 now - when,
-                "" if name == PLANNER else f", with the planner; it was lost: {why}",
+                "" if name == COORDINATOR_NAME else f", with the coordinator; it was lost: {why}",
             )
             self._notify(WorkerRecovered(name, why, now - when, acked))
 
-    def _is_awaited(self, names: Sequence[str]) -> None:
-        """Note the workers that a starting coordinator waits for."""
+    def _note_awaited(self, names: Sequence[str]) -> None:
+        """Add the workers that a starting coordinator waits for to the reason of the wait."""
         with self._lock:
             if not self._ready:
                 few = ", ".join(names[:8]) + (
                     f" and {len(names) - 8} more" if len(names) > 8 else ""
                 )
-                whom = f", and waits for {few} to answer" if names else ""
+                waits = f", and waits for {few} to answer" if names else ""
                 self.absent = (
-                    "the planner, which is being started again "
-                    f"({self._reason.removeprefix(LOST)}){whom}"
+                    "the coordinator, which is being restarted "
+                    f"({self._reason.removeprefix(LOST)}){waits}"
                 )
 
-    def _did(self) -> str:
+    def _progress_text(self) -> str:
         return (
             f"all ranks took the steps up to {self.acked}"
             if self.acked >= 0
             else "no step was taken by all ranks"
         )
 
-    def _end_planner(self) -> None:
-        if self.planner is not None:
+    def _kill_coordinator(self) -> None:
+        if self.coordinator is not None:
             with contextlib.suppress(OverlordError):
-                self.control.kill(self.planner)
+                self.control.kill(self.coordinator)
 
     def _give_up(self, error: Exception) -> None:
         """End the job without another coordinator. Runs under the lock."""
-        log.error("%s", error)
+        log.error("job ended, the coordinator is not restarted: %s", error)
         self._over, self.absent = error, str(error)
         self._lock.notify_all()
         self._notify(JobFailed(error))
@@ -379,42 +393,42 @@ class Launcher:
         """
         deadline, lost = self._platform.now() + timeout_s, False
         while True:
-            planner = self._wait_for_planner(deadline, timeout_s)
+            coordinator = self._wait_for_coordinator(deadline, timeout_s)
             if lost and done():
                 return None
             try:
                 return self.control.get(
-                    self.control.call(planner, method, *args),
+                    self.control.call(coordinator, method, *args),
                     max(0.0, deadline - self._platform.now()),
                 )
             except ActorLost as fault:
-                if fault.name != PLANNER:
+                if fault.name != COORDINATOR_NAME:
                     raise
                 lost = True
-                self._platform.sleep(0.005)  # its death is reported in a moment
+                self._platform.sleep(0.005)  # until its death is reported
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
-        """Have the start of this session written, before any rank is attached.
+        """Let the coordinator write the start of this session, before any rank is attached.
 
-        If the coordinator is lost before its answer arrives, its successor starts at the same state
-        and writes it again. Nothing was planned meanwhile.
+        If it is lost before its answer arrives, its successor starts at the same state and writes
+        the start again. No step is planned in between.
         """
         self._launch = launch
         while not self._opened:
-            planner = self.planner
+            coordinator = self.coordinator
             self.ask("open_journal", anew, floor, launch, timeout_s=self._begin_s)
             with self._lock:
-                self._opened = planner is self.planner
+                self._opened = coordinator is self.coordinator
 
     def tell(self, method: str, *args: Any) -> None:
-        """Send a call without an answer. It may be lost: a successor asks for its content."""
-        if (planner := self.planner) is not None:
+        """Send a call without an answer. It may be lost: a new coordinator gets the same facts."""
+        if (coordinator := self.coordinator) is not None:
             with contextlib.suppress(ActorLost, DataStall):
-                self.control.tell(planner, method, *args)
+                self.control.tell(coordinator, method, *args)
 
     def _relocate(self, workers: list[int], accept: Callable[[], None]) -> None:
-        """Ask the coordinator to replace loader workers; the next review asks a restarting one."""
-        if (planner := self.planner) is None:
+        """Ask the coordinator to replace loader workers; the next review repeats a lost request."""
+        if (coordinator := self.coordinator) is None:
             return
 
         def answered(future: Future[bool]) -> None:
@@ -422,9 +436,9 @@ class Launcher:
                 accept()
 
         with contextlib.suppress(ActorLost, DataStall):
-            self.control.call(planner, "relocate", workers).add_done_callback(answered)
+            self.control.call(coordinator, "relocate", workers).add_done_callback(answered)
 
-    def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
+    def _wait_for_coordinator(self, deadline: float, timeout_s: float) -> ActorHandle:
         with self._lock:
             self._lock.wait_for(
                 lambda: self._ready or self._over or self._closed,
@@ -434,9 +448,9 @@ class Launcher:
                 raise OverlordError("the session is closed")
             if self._over is not None:
                 raise self._over
-            if not self._ready or self.planner is None:
-                raise DataStall(self.absent or "the planner", timeout_s)
-            return self.planner
+            if not self._ready or self.coordinator is None:
+                raise DataStall(self.absent or "the coordinator", timeout_s)
+            return self.coordinator
 
     @property
     def is_over(self) -> bool:
@@ -446,7 +460,9 @@ class Launcher:
     def written_before(self) -> dict[str, float]:
         """Return the journal counts of lost coordinators, up to the last acknowledged step."""
         before = [
-            counts for planner, counts in list(self._written.items()) if planner is not self.planner
+            counts
+            for coordinator, counts in list(self._written.items())
+            if coordinator is not self.coordinator
         ]
         return {
             what: sum(column)
@@ -455,54 +471,54 @@ class Launcher:
 
     # events of the coordinator
 
-    def _listen(self, planner: ActorHandle) -> None:
+    def _listen(self, coordinator: ActorHandle) -> None:
         def received(future: Future[Any]) -> None:
-            if future.exception() is None and planner is self.planner:
+            if future.exception() is None and coordinator is self.coordinator:
                 events = future.result()
-                self._requests.do(lambda: self._receive(planner, events))
-                self._listen(planner)
+                self._requests.do(lambda: self._receive(coordinator, events))
+                self._listen(coordinator)
 
-        self.control.call(planner, "events").add_done_callback(received)
+        self.control.call(coordinator, "events").add_done_callback(received)
 
-    def _receive(self, planner: ActorHandle, events: Sequence[Any]) -> None:
+    def _receive(self, coordinator: ActorHandle, events: Sequence[Any]) -> None:
         for event in events:
-            if self._closed or planner is not self.planner:
+            if self._closed or coordinator is not self.coordinator:
                 return
             try:
-                self._execute(planner, event)
+                self._execute(coordinator, event)
             except Exception:
-                log.exception("request of the planner failed: %.200r", event)
+                log.exception("request %.200r of the coordinator failed", event)
 
-    def _execute(self, planner: ActorHandle, event: Any) -> None:
+    def _execute(self, coordinator: ActorHandle, event: Any) -> None:
         match event:
             case StartConstructorWorker():
-                self.workers.start_constructor(planner, event)
+                self.workers.start_constructor(coordinator, event)
             case StartLoaderWorker():
-                self.workers.start_loader(planner, event)
+                self.workers.start_loader(coordinator, event)
             case RedirectWorker():
-                self.workers.redirect(planner, event)
+                self.workers.redirect(coordinator, event)
             case PlacementChanged(worker_of=worker_of):
-                # on this queue: workers that are not named any more may be retired next
+                # on this queue, before the requests that retire workers without loaders
                 self.workers.moved(worker_of)
             case RetireWorker(number=number):
                 self.workers.retire(number)
             case KillProcess():
-                self.workers.kill(planner, event)
+                self.workers.kill(coordinator, event)
             case WorkerDisconnected():
                 self.workers.disconnected(event)
             case WaitingForWorkers(workers=names):
-                self._is_awaited(names)
+                self._note_awaited(names)
             case WorkerGivenUp(worker=name, reason=why):
                 log.warning("%s killed: %s", name, why)
                 self.workers.note_lost(name, why, self.prepared.options.lost_after_s)
             case StepProgress(acked=acked, written=counts):
-                self._written[planner] = counts
+                self._written[coordinator] = counts
                 self.acked = max(acked, self.acked)
                 if acked > self._progress:
                     self._progress, self._restarts = acked, 0
             case CoordinatorFailed(error=error):
-                log.error("the planner stopped: %s", error)
-                self._end_planner()
+                log.error("coordinator failed: %s; killing it", error)
+                self._kill_coordinator()
             case WorkerRecovered(worker=name):
                 self.workers.recovered(name)
                 self._notify(event)
@@ -523,14 +539,14 @@ class Launcher:
         self._stop_reviews()
         self._ending.run(
             lambda: [
-                self._stop_planner,
-                lambda: self.control.shutdown(LEAVE_S),
+                self._stop_coordinator,
+                lambda: self.control.shutdown(STOP_S),
                 self._requests.close,
                 self._notices.close,
             ]
         )
 
-    def _stop_planner(self) -> None:
-        if self._ready and self.planner is not None:
+    def _stop_coordinator(self) -> None:
+        if self._ready and self.coordinator is not None:
             with contextlib.suppress(OverlordError):
-                self.control.get(self.control.call(self.planner, "leave", self.acked), LEAVE_S)
+                self.control.get(self.control.call(self.coordinator, "stop", self.acked), STOP_S)

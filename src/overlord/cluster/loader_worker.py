@@ -1,4 +1,4 @@
-"""The worker process of some loaders.
+"""The process that runs some of a job's loaders.
 
 It reads samples, announces their metadata to the planner, and sends payload to constructor workers.
 """
@@ -45,19 +45,19 @@ from overlord.transport.connection import TIMEOUT, Connection
 log = logging.getLogger("overlord")
 
 DIAL_S = 30.0  # for a constructor worker to accept a connection
-# for a constructor worker to receive payload: far above the time of a step, below a trainer's limit
+# for a constructor worker to receive payload: far above the time of a step, below stall_limit_s
 SEND_S = 120.0
-# The same with failover: a longer wait would block the event loop, and this worker would be taken
-# for lost too.
+# The same with failover. A longer wait blocks the event loop, and the coordinator kills a worker
+# whose loop is blocked.
 REACH_S = 5.0
-JOIN_BELOW = 4096  # values per piece: below it one more copy is faster than a look at each piece
+JOIN_BELOW = 4096  # values per piece: smaller pieces are joined first, which costs less
 
 
 class LoaderWorker(Worker):
     """Some loaders of a job.
 
-    ``reader_specs`` has all sources that this worker may ever read: code is sent at the start of a
-    process only.
+    ``reader_specs`` has all sources that this worker may ever read: a process receives code only
+    at its start.
     """
 
     BACKGROUND = True
@@ -83,7 +83,7 @@ class LoaderWorker(Worker):
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
-        # by source where its loaders share one, else by loader, as a number below 0
+        # by source if its loaders share one, otherwise by -1 - loader
         self._workers: dict[int, TransformWorker] = {}
         self._worker_of: dict[int, int] = {}  # the key of every loader's transform worker
         self._opens = False  # a source is being opened, which blocks the event loop
@@ -95,7 +95,7 @@ class LoaderWorker(Worker):
         self._done = -1  # the last step whose plan was executed since the last rollback
         self._pool = self._platform.memory_pool(self.name, settings.ring_bytes)
         self._links: dict[int, Connection] = {}  # by constructor worker
-        self._where: dict[int, str] = {}  # and its address
+        self._addresses: dict[int, str] = {}  # of constructor workers
         self._sent_bytes = 0
         for opening in openings:
             self._open(opening)
@@ -117,18 +117,18 @@ class LoaderWorker(Worker):
         )
 
     def _reach(self, constructor: int, address: str, token: str) -> None:
-        """Connect to a constructor worker, which may be a restarted one.
+        """Connect to a constructor worker; report a failure to the coordinator.
 
         This call may block: no step is planned before all workers are connected.
         """
         self._leave(constructor)
-        self._where[constructor] = address
+        self._addresses[constructor] = address
         try:
             self._connect(constructor, address, token)
         except (ActorLost, DataStall, LinkRefused) as fault:
-            # the coordinator finds out if it is lost; if not, the first payload for it fails
+            # without failover, the first payload for it ends the job
             name = f"constructor-worker/{constructor}"
-            log.warning("%s: %s: %s", self.name, name, fault)
+            log.warning("%s could not connect to %s: %s", self.name, name, fault)
             if self._failover:
                 self._events.put(ConnectionLost(name, str(fault), address))
 
@@ -137,23 +137,25 @@ class LoaderWorker(Worker):
             link.close()
 
     def _listen(self, constructor: int, link: Connection) -> None:
-        """Receive releases of shared memory, all that a constructor sends. Runs on: own thread."""
+        """Receive the releases of shared memory by a constructor worker. Runs on: own thread."""
         try:
             while link.recv(60.0) is TIMEOUT:
                 pass
         except ActorLost as lost:
-            log.debug("%s: %s", self.name, lost)
+            log.debug("%s lost its connection to a constructor worker: %s", self.name, lost)
             if self._failover:
                 reason = str(lost)
                 self._event_loop.post(lambda: self._disconnect(constructor, link, reason))
 
     def _disconnect(self, constructor: int, link: Connection, reason: str) -> None:
-        """Report a lost connection: payload may be lost with it. The coordinator reacts."""
+        """Close a lost connection and report it: payload may be lost with it."""
         if self._links.get(constructor) is link:
             self._leave(constructor)
             self._events.put(
                 ConnectionLost(
-                    f"constructor-worker/{constructor}", reason, self._where.get(constructor, "")
+                    f"constructor-worker/{constructor}",
+                    reason,
+                    self._addresses.get(constructor, ""),
                 )
             )
 
@@ -178,8 +180,8 @@ class LoaderWorker(Worker):
     def beat(self) -> Future[bool]:
         """Answer on the event loop, or at once while a source is opened.
 
-        Opening blocks the loop: transform processes start and import what they need. A start has
-        its own deadline, so this worker is not to be taken for lost during it.
+        Opening blocks the loop: transform processes start and import their modules. A start has its
+        own deadline, so heartbeats must not fail during it.
         """
         answer = Future[bool]()
         self._beats.append(answer)
@@ -229,7 +231,10 @@ class LoaderWorker(Worker):
                 for hosted in self._loading.slots.values():
                     hosted.loader.set_budget(nbytes)
             case _:
-                raise TypeError(f"unknown message to a loader worker: {type(message).__name__}")
+                raise TypeError(
+                    f"{self.name}: expected a message to a loader worker, got "
+                    f"{type(message).__name__}"
+                )
 
     def _execute(self, command: Any) -> None:
         match command:
@@ -238,18 +243,20 @@ class LoaderWorker(Worker):
             case Announce(loader=loader, found=found):
                 hosted = self._loading.slots.get(loader)
                 if hosted is not None and hosted.standby:
-                    return  # it announces its samples once it is promoted
+                    return  # a standby announces its samples when it is promoted
                 self._events.put(
                     command,
                     hurry=found is None or hosted is None or hosted.loader.was_short(len(found)),
                 )
             case _:
-                raise TypeError(f"no handler for the command {type(command).__name__}")
+                raise TypeError(
+                    f"{self.name}: expected a loader command, got {type(command).__name__}"
+                )
 
     def _roll_back(self, rollback: Rollback) -> None:
         if rollback.generation > self._loading.generation:
             self._done = rollback.step
-        self._events.hurry()  # all workers wait for the announcements
+        self._events.hurry()  # the next plan waits for the announcements
         self.commands.queue.extend(self._loading.rollback(rollback, self._open))
 
     def _execute_plan(self, routed: LoaderPlan) -> None:
@@ -278,22 +285,22 @@ class LoaderWorker(Worker):
     def caught_up(self, loaders: list[int]) -> Future[bool]:
         """Answer once these loaders hold as many samples as were requested.
 
-        Then a standby among them can take over. False: one of them cannot read.
+        True: standbys among them can take over. False: one of them cannot read.
         """
         answer = Future[bool]()
         self._event_loop.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
     def work(self) -> Future[list[LoaderWork]]:
-        """Return the statistics of every loader for scaling."""
+        """Answer with the statistics of every loader, for the autoscaler."""
         answer = Future[list[LoaderWork]]()
         self._event_loop.post(lambda: answer.set_result(self._loading.work()))
         return answer
 
     def pss_bytes(self) -> int:
-        """Return the bytes that this process holds, for scaling within a bound.
+        """Return the memory of this process in bytes, for the memory bound of the autoscaler.
 
-        Runs on: RPC thread, since the system counts pages for it.
+        Runs on: RPC thread, since the kernel has to count pages.
         """
         return pss_bytes()
 
@@ -325,7 +332,7 @@ class LoaderWorker(Worker):
         for i, (c, take) in enumerate(zip(routed.to, takes, strict=True)):
             tokens = self._into_pool(pieces if take is None else [Ragged.concat(pieces).take(take)])
             items = None if (wanted := images[i]) is None else self._into_pool(wanted)
-            n += self._hand(
+            n += self._send_payload(
                 c, StepPayload(routed.step, self._number, tokens, routed.generation, items)
             )
         return n
@@ -339,14 +346,14 @@ class LoaderWorker(Worker):
             (number >= found.counts[document]).any() for document, number in routed.items
         ):
             raise PlanError(
-                "more images are planned than documents have",
+                f"{self.name}: expected the images of the popped documents, got more in the plan",
                 routed.step,
-                "this is a fault of the package: report it",
+                "this is a bug in Overlord: report it",
             )
         rows = [(found.first[document] + number).tolist() for document, number in routed.items]
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
-    def _hand(self, constructor: int, payload: StepPayload) -> int:
+    def _send_payload(self, constructor: int, payload: StepPayload) -> int:
         """Send a payload and return its bytes.
 
         A lost constructor worker is an error, unless it can be restarted: then this payload is
@@ -354,7 +361,7 @@ class LoaderWorker(Worker):
         """
         try:
             if (link := self._links.get(constructor)) is None:
-                raise ActorLost("", f"{self.name} could not reach it")
+                raise ActorLost("", f"{self.name} has no connection to it")
             link.send(payload, timeout_s=REACH_S if self._failover else SEND_S)
             return payload.tokens.nbytes + (0 if payload.items is None else payload.items.nbytes)
         except DataStall as stall:
@@ -369,10 +376,10 @@ class LoaderWorker(Worker):
             raise ActorLost(f"constructor-worker/{constructor}", lost.reason) from lost
 
     def _into_pool(self, pieces: Sequence[Ragged]) -> Ragged:
-        """Join pieces in a segment of shared memory: the one copy on the way to the constructor.
+        """Join pieces in a segment of shared memory: the only copy before the constructor.
 
-        Without room they stay in this process and are copied once more. To wait for a segment
-        would be to wait for the trainer, or for work that is queued after this.
+        If no segment is free, private memory is used, which is copied once more. The call must not
+        wait for a segment: trainers, or work that is queued after this, release them.
         """
         spans = [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in pieces]
         if sum(map(len, spans)) < JOIN_BELOW * len(spans):
@@ -387,7 +394,7 @@ class LoaderWorker(Worker):
         )
         np.concatenate(spans, out=values, casting="unsafe")  # ``narrowest`` has checked the range
         ends = np.concatenate([p.offsets for p in pieces])
-        # between pieces there is none
+        # drop the differences between the end of one piece and the start of the next
         lengths = np.delete(
             ends[1:] - ends[:-1], np.cumsum([len(p) + 1 for p in pieces[:-1]], dtype=np.int64) - 1
         )
@@ -401,8 +408,8 @@ class LoaderWorker(Worker):
 
         return done
 
-    def figures(self) -> dict[str, Any]:
-        """Return what this worker does and holds, as plain values."""
+    def metrics(self) -> dict[str, Any]:
+        """Return the process, loaders, memory and connections of this worker as plain values."""
         return self._event_loop.call(
             lambda: {
                 "pid": os.getpid(),

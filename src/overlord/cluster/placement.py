@@ -1,4 +1,4 @@
-"""Which worker reads which loader or follows it as a standby, and how a loader starts. Pure."""
+"""The workers of loaders, standbys and ranks. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from overlord.messages.control import FollowLoader, LoaderStart
 from overlord.scaling.loader_placement import SourceLoad
 
 # ----------------------------------------------------------------------------
-# Which worker reads which loader, follows it as a standby, or is to read it next. Pure.
+# The worker that reads each loader, follows it as a standby, or is to read it next.
 
 
 class Placement:
-    """Loaders, sources and ranks by worker. Loaders are numbered source by source.
+    """The workers of loaders, sources and ranks. Loaders are numbered source by source.
 
     ``loaders`` is the number of loaders of every source, ``worker_of`` the worker of every loader,
     ``constructor_of`` the constructor worker of every data-parallel group, ``ranks`` its ranks.
@@ -65,7 +65,7 @@ class Placement:
         return sorted({self.worker(loader) for loader in self.loaders_of(source)})
 
     def busy(self) -> set[int]:
-        """Return the workers that read a loader, or are about to."""
+        """Return the workers that read a loader or are to read one."""
         return {self.pending.get(k, self.worker(k)) for k in range(self.n_loaders)}
 
     def can_open(self, worker: int, source: int) -> bool:
@@ -79,7 +79,7 @@ class Placement:
         self.worker_of[loader] = worker
 
     def follow(self, standbys: Mapping[int, int]) -> None:
-        """Set the workers that follow loaders: they pop the same samples as the loader's worker."""
+        """Set the workers with standbys: they pop the same samples as the loader's worker."""
         self.standby_of = dict(standbys)
 
     def add_source(self, loaders: int, worker: int) -> None:
@@ -88,7 +88,7 @@ class Placement:
         self.worker_of = np.concatenate([self.worker_of, np.full(loaders, worker, np.int64)])
 
     def replace_missing(self, living: Collection[int]) -> None:
-        """Move loaders whose worker does not exist to the first worker that can open them."""
+        """Move each loader without a living worker to the first worker that can open it."""
         for loader, worker in enumerate(self.worker_of.tolist()):
             if worker not in living:
                 source = self.source_of(loader)
@@ -96,18 +96,18 @@ class Placement:
 
 
 # ----------------------------------------------------------------------------
-# Standby loaders: their placement on workers, and their promotion. Pure.
+# Standby loaders: their placement on workers, and their promotion.
 #
 # A *standby* is a second loader of the same number on another worker. It receives the same plans,
 # holds the same samples and sends nothing. When the worker of a loader is lost, the standby's
-# worker becomes the loader's, and a new standby is placed where there is room.
+# worker takes the loader over, and a new standby is placed on another worker.
 
 
 class StandbyManager:
     """Places and promotes standbys. Runs on: event loop.
 
-    ``sizes`` has the bytes of every loader, roughly; ``wanted`` are the loaders that are to have a
-    standby.
+    ``sizes`` has the estimated bytes of every loader. ``wanted`` are the loaders that are to have a
+    standby; None: all.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class StandbyManager:
         return set(self.worker_of.values())
 
     def covers(self, worker: int, living: Collection[int]) -> bool:
-        """Return whether living workers have standbys of all loaders of a worker."""
+        """Return whether other living workers have standbys of all loaders of a worker."""
         others = {h for h in living if h != worker}
         return all(self.worker_of.get(k) in others for k in self._placement.loaders_on(worker))
 
     def follow(self, starts: Sequence[LoaderStart]) -> list[tuple[int, FollowLoader]]:
-        """Return the messages that let standbys follow loaders from their start on, by worker."""
+        """Return (worker, message) pairs that attach standbys at the starts of their loaders."""
         start_of = {start.loader: start for start in starts}
         return [
             (h, FollowLoader(start_of[loader]))
@@ -152,16 +152,15 @@ class StandbyManager:
         self._placement.follow(self.worker_of)
 
     def drop(self, loader: int) -> None:
-        """Forget the standby of a loader, which has become the loader itself."""
+        """Forget the standby of a loader that has moved to the standby's worker."""
         self.worker_of.pop(loader, None)
 
     def fill(self, living: Collection[int], nodes: Mapping[int, str]) -> list[int]:
-        """Give a standby to every loader that is to have one, and return the loaders of new ones.
+        """Place the missing standbys, and return the loaders of the new ones.
 
-        A standby goes to another worker that can open the source: the one that holds least, and on
-        another of the ``nodes`` where there is one, since a node is lost as a whole. Loaders of a
-        source on one worker stay together, since hooks see them together. ``living`` are the
-        workers to choose from.
+        A standby is placed on another of the ``living`` workers that can open the source. Workers
+        on another node are preferred, since a node is lost as a whole, then the one that holds
+        least. The loaders of a source on one worker stay together, since hooks see them together.
         """
         load, made = self._held_by(living), list[int]()
         for group in self._groups():
@@ -205,10 +204,10 @@ class StandbyManager:
 def standby_sizes(
     kind: str, loads: Sequence[SourceLoad], loaders: Sequence[int]
 ) -> tuple[dict[int, float], list[int]]:
-    """Return the bytes of every loader, and the loaders to which ``shadows`` gives a standby.
+    """Return the bytes of every loader, and the loaders that get a standby.
 
-    These are the loaders of all sources ("all"), of sources that cost more than the mean ("heavy"),
-    or of none ("none").
+    The option ``shadows`` is ``kind``: the loaders of all sources ("all"), of sources that cost
+    more than the mean ("heavy"), or of none ("none").
     """
     if kind == "none":
         return {}, []
@@ -222,7 +221,7 @@ def standby_sizes(
 
 
 # ----------------------------------------------------------------------------
-# The ranks that take part in a job, by constructor worker and data-parallel group. Pure.
+# The attached ranks of a job, by data-parallel group and constructor worker.
 
 
 class AttachedRanks:

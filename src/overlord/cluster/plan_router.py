@@ -1,4 +1,4 @@
-"""Plans in a cluster: routed to workers, and kept until every rank acknowledged them. Pure."""
+"""Plans of a cluster: routed to workers, and kept until every rank acknowledged them. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from overlord.planning.images import Encodings
 from overlord.planning.mixture import Event, EventLog
 
 # ----------------------------------------------------------------------------
-# The planned steps that not every rank has acknowledged: what a rollback needs. Pure.
+# Plan history: the planned steps that not every rank has acknowledged, for a rollback.
 
 
 class PlanHistory:
@@ -45,33 +45,33 @@ class PlanHistory:
         self.acked = start.step - 1  # every rank acknowledged the steps up to here
 
     def planned(self, stage: PlannedStep) -> bool:
-        """Note a planned step and return whether it is planned for the first time.
+        """Record a planned step and return whether it is planned for the first time.
 
-        A second plan that differs from the first is a PlanError.
+        Raise ``PlanError`` if it differs from its first plan.
         """
-        step, assured = stage.plan.step, self._digests.get(stage.plan.step)
-        if assured is not None and assured != stage.digest:
+        step, first = stage.plan.step, self._digests.get(stage.plan.step)
+        if first is not None and first != stage.digest:
             what = (
-                "after a worker was lost the step was planned again, and came out different "
-                f"({stage.digest}, first {assured})"
+                "the step was planned again after a worker was lost: expected the first plan "
+                f"({first}), got another ({stage.digest})"
             )
             raise PlanError(what, step, NO_FUNCTION)
         assert isinstance(stage.after, StreamState)
         if step >= self.acked:
             self._states[step] = stage.after
         self._digests[step], self._next = stage.digest, step + 1
-        return assured is None
+        return first is None
 
     def applied(self, event: Event) -> None:
         """Keep an event for the next rollback."""
         self._log.add(event, self.acked + 1)
 
     def reported(self, report: Report) -> None:
-        """Keep a report that came in time for a plan."""
+        """Keep a report that arrived before the plan that uses it."""
         self._log.report(report, self.acked + 1)
 
     def taken(self, step: int) -> bool:
-        """Note that all ranks took the steps up to this one; return whether that is new."""
+        """Record that all ranks took the steps up to this one; return whether that is new."""
         step_acked = max((s for s in self._states if s <= step), default=self.acked)
         if step_acked <= self.acked:
             return False
@@ -89,61 +89,59 @@ class PlanHistory:
 
 
 # ----------------------------------------------------------------------------
-# Acknowledgements that wait for reports, where the mixture learns from what trainers report.
+# Report barrier: acknowledgements wait for earlier reports, if the mixture learns from reports.
 #
 # Reports arrive through the launching process, acknowledgements directly from constructor
-# workers. A step counts as acknowledged once all earlier reports are here: otherwise a plan could
-# be made without a report that was sent in time.
+# workers. A step counts as acknowledged once all earlier reports have arrived. Otherwise a step
+# could be planned without a report that was sent in time.
 
 
 class ReportBarrier:
     """Holds acknowledgements until the launching process has forwarded earlier reports.
 
-    ``ask(mark)`` requests an answer that follows them; ``release(mark)`` receives it. Marks of an
-    earlier coordinator are ignored, so each starts at another ``first``. Without ``learns`` nothing
-    is held, nor where the coordinator runs in the launching process. Runs on: event loop.
+    ``ask(mark)`` requests an answer that follows these reports; ``release(mark)`` receives it. Each
+    request has another number, ``mark``. Each coordinator starts at another ``first``, so answers
+    to an earlier one are ignored. Without ``learns`` nothing is held. Runs on: event loop.
     """
 
     def __init__(
         self, learns: bool = False, ask: Callable[[int], None] = lambda mark: None, first: int = 0
     ):
         self.learns, self._ask, self._mark = learns, ask, first
-        self._unsure: list[Consumed] = []
-        self._n_asked = 0  # of them, those that the last request was made for
+        self._waiting: list[Consumed] = []
+        self._n_asked = 0  # how many of them the pending request covers
 
     def add(self, taken: Iterable[Consumed]) -> None:
-        """Hold acknowledgements without a request; ``ask`` follows."""
-        self._unsure += taken
+        """Hold acknowledgements without a request; the caller calls ``ask`` later."""
+        self._waiting += taken
 
     def hold(self, taken: list[Consumed]) -> list[Consumed]:
-        """Return the acknowledgements that count now: all, where no report is waited for."""
+        """Hold acknowledgements; return them at once if the mixture does not learn."""
         if not self.learns:
             return taken
         if taken:
-            self._unsure += taken
+            self._waiting += taken
             self.ask()
         return []
 
     def ask(self) -> None:
-        """Request the mark after all earlier reports, unless a request is under way."""
-        if self._unsure and not self._n_asked:
-            self._n_asked, self._mark = len(self._unsure), self._mark + 1
+        """Request the answer that follows all earlier reports, unless a request is pending."""
+        if self._waiting and not self._n_asked:
+            self._n_asked, self._mark = len(self._waiting), self._mark + 1
             self._ask(self._mark)
 
     def release(self, mark: int) -> list[Consumed] | None:
-        """Return the acknowledgements that a mark releases; None for an unknown mark."""
+        """Return the acknowledgements of request ``mark``; None if that is not the pending one."""
         if mark != self._mark or not self._n_asked:
             return None
-        sure, self._unsure = self._unsure[: self._n_asked], self._unsure[self._n_asked :]
+        released, self._waiting = self._waiting[: self._n_asked], self._waiting[self._n_asked :]
         self._n_asked = 0
         self.ask()
-        return sure
+        return released
 
 
 # ----------------------------------------------------------------------------
-# Routing of a plan: each loader worker and each constructor worker receives its share, no more.
-#
-# Pure.
+# Plan router: each loader worker and each constructor worker receives only its part of a plan.
 
 NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
@@ -156,10 +154,10 @@ class RoutedPlan(NamedTuple):
 
 
 class PlanRouter:
-    """Splits planned steps by worker, and knows which loader holds each passed-over sample.
+    """Splits planned steps by worker, and tracks which loader holds each passed-over sample.
 
     ``whole_plans``: a constructor hook sees the whole plan. ``loader_hooks``: a loader hook sees
-    all that a step takes from a source.
+    all samples that a step takes from a source.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class PlanRouter:
         self.generation = 0  # of the plans
 
     def rollback(self, generation: int) -> None:
-        """Route plans of a new generation: no sample is held."""
+        """Start a new generation of plans: no sample is held."""
         self.generation, self._held_by, self._held_on = generation, NONE, NONE
 
     def forget(self, loaders: Iterable[int]) -> None:
@@ -188,14 +186,14 @@ class PlanRouter:
     def route(
         self, stage: PlannedStep, after: EncodedState, served: np.ndarray, acked: int = -1
     ) -> RoutedPlan:
-        """Return the messages of a step.
+        """Return the messages of a planned step.
 
-        ``served[g]``: a rank of data-parallel group g is attached; samples of other groups are not
+        ``served[g]``: a rank of data-parallel group g is attached. Samples of other groups are not
         sent. ``acked`` is the last step that every rank has acknowledged.
         """
         worker_of, constructor_of = self._placement.worker_of, self._placement.constructor_of
         assert (worker_of[self._held_by] == self._held_on).all(), (
-            "a loader with held samples was moved: drop them first"
+            "a loader with held samples must not be moved: drop the samples first"
         )
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
         worker = worker_of[by]
@@ -339,7 +337,7 @@ class PlanRouter:
         h: int,
         to: dict[int, np.ndarray],
     ) -> LoaderPlan:
-        """Add the plan for loader hooks: all that a step takes from a source, in draw order."""
+        """Add the rows that loader hooks see: all samples of the worker, in draw order."""
         rows = np.flatnonzero(worker[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
@@ -353,7 +351,7 @@ class PlanRouter:
 
 
 class ImageContext(NamedTuple):
-    """The facts about a job with images that routing needs."""
+    """The properties of a job with images that routing needs."""
 
     batch: Batch
     multiple: int  # documents are padded to a multiple of it
@@ -373,7 +371,7 @@ class _StepImages:
         self.sends: dict[int, dict[int, np.ndarray]] = {}
 
     def send(self, c: int, buckets: np.ndarray) -> EncoderPlan:
-        """Return what the ranks of these buckets, served by constructor worker ``c``, encode."""
+        """Return the images that constructor worker ``c`` encodes, for the ranks of its buckets."""
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
         order = np.lexsort((inside[items], self._doc[items], self._worker[items]))
@@ -443,17 +441,18 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
 
 
 class _RowsByConstructor:
-    """Rows and items of a plan by constructor worker, rising.
+    """Returns the rows and items of a plan for one constructor worker, in ascending order.
 
-    They are sorted once: there may be a thousand workers, and a scan of the whole plan for each
-    took ten times as long as planning.
+    They are sorted once: a scan of the whole plan for each of a thousand workers took ten times as
+    long as planning.
     """
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
         self._plan, self._bucket, self._goes_to = plan, bucket, goes_to
         self._sorted = plan.main.axis == "DP" or plan.place is None
         if self._sorted:
-            self._rows, self._items = _Sorted(goes_to[bucket]), _Sorted(goes_to[plan.main.bucket])
+            self._rows = _KeyPositions(goes_to[bucket])
+            self._items = _KeyPositions(goes_to[plan.main.bucket])
 
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
         if self._sorted:
@@ -465,8 +464,8 @@ class _RowsByConstructor:
         )
 
 
-class _Sorted:
-    """Positions of a key in an array, for many keys."""
+class _KeyPositions:
+    """Returns the positions of a key in an array, sorted once for many keys."""
 
     def __init__(self, keys: np.ndarray):
         self._order = np.argsort(keys, kind="stable")
@@ -486,7 +485,7 @@ def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment
 
 
 def _numbers(worker: np.ndarray) -> np.ndarray:
-    """Return the number of each document within its worker, in the documents' order."""
+    """Return the index of each document among those of its worker, in the given order."""
     order = np.argsort(worker, kind="stable")
     starts = np.searchsorted(worker[order], worker[order], side="left")
     number = np.empty(len(worker), np.int64)

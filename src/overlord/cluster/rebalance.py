@@ -1,10 +1,11 @@
-"""Changes of which worker reads a source: more workers, fewer, or others on another node.
+"""Migration of loaders: a source is read in more workers, in fewer, or on another node.
 
-New workers start in threads, follow the loaders they are to read until they hold as many samples,
-and take over between two steps. A worker without loaders is ended once no rank needs what it sent.
+New workers start in threads. They follow the loaders that they are to read until they hold as many
+samples, and take over between two steps. A worker without loaders ends once every rank acknowledged
+its last step.
 
-No sample is dropped by it: loaders that stay, and those that were followed, continue with the
-samples they hold (``LoaderService.stand``). The stream does not change.
+No sample is dropped: a worker that takes over continues with the samples that it holds
+(``LoaderService.promote``). The stream does not change.
 """
 
 from __future__ import annotations
@@ -32,21 +33,20 @@ from overlord.scaling.loader_placement import assign_shards, workers_to_keep
 
 log = logging.getLogger("overlord")
 
-# workers that scaling started are numbered from here on: others are counted where the job was
-# launched
-SCALED = 10_000
-# numbers that one coordinator may use: a job that runs for months scales often
-PER_PLANNER = 1_000_000
-FOLLOW_S = 5.0  # for a worker to hold what it is to take over; then it takes over as it is
+# the first number of workers that scaling starts; those of the launch have lower numbers
+FIRST_SCALED = 10_000
+# worker numbers for each coordinator: a job that runs for months scales often
+NUMBERS_PER_COORDINATOR = 1_000_000
+FOLLOW_S = 5.0  # for a worker to buffer samples before it takes loaders over
 
 
 @dataclass(slots=True, eq=False)
 class Migration:
-    """A source on its way to other workers, or workers whose loaders go to new ones."""
+    """A source that moves to other workers, or workers whose loaders move to new workers."""
 
-    what: str  # for logs
-    workers: list[int]  # that are to read
-    starting: int  # of them, not started yet
+    what: str  # the moved sources, for logs
+    workers: list[int]  # the workers that are to read
+    starting: int  # how many of them have not started yet
     source: int | None = None
     replaced: dict[int, int] = field(default_factory=dict)  # old worker -> new worker
     moves: dict[int, int] = field(default_factory=dict)  # loader -> the worker that takes it over
@@ -67,7 +67,7 @@ class Rebalancer:
         history: PlanHistory,
         starts: LoaderStarts,
         commands: CommandLoop,
-        first: int = SCALED,
+        first: int = FIRST_SCALED,
     ):
         self._pool, self._placement = workers.pool, workers.placement
         self._standby, self._recovery = workers.standby, workers.recovery
@@ -76,7 +76,7 @@ class Rebalancer:
         self._platform = context.platform
         self._migration: Migration | None = None
         self._next_number = first
-        # workers without loaders -> the step after whose acknowledgement they are not needed
+        # worker without loaders -> the last step that it sent samples for
         self._retiring: dict[int, int] = {}
 
     @property
@@ -88,13 +88,13 @@ class Rebalancer:
     def scale(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
         """Read a source in ``n`` workers: its own, those of ``on``, idle ones, then new ones.
 
-        Return False where another migration is under way, or where ``n`` workers read it already.
+        Return False if another migration is in progress, or if ``n`` workers read it already.
         """
         name, most = self._current.prepared.job.names[source], self._placement.loaders[source]
         if not 1 <= n <= most:
             raise JobError(
                 [
-                    f"expected 1 to {most} hosts for {name!r}, which has {most} "
+                    f"expected 1 to {most} loader workers for {name!r}, which has {most} "
                     f"loader{'s' * (most > 1)}, got {n}"
                 ],
                 "scale",
@@ -110,7 +110,7 @@ class Rebalancer:
         ):
             return False
         if n < len(now):
-            stay = workers_to_keep(now, n, self._others(source), lambda h: h < SCALED)
+            stay = workers_to_keep(now, n, self._others(source), lambda h: h < FIRST_SCALED)
             self._hand_over(Migration(name, stay, 0, source))
             return True
         idle = self._idle_for(source)
@@ -125,9 +125,9 @@ class Rebalancer:
         return True
 
     def relocate(self, workers: Iterable[int]) -> bool:
-        """Replace loader workers by new ones, which are placed anew on the nodes of a cluster.
+        """Replace loader workers by new ones, which are placed again on the nodes of a cluster.
 
-        Return False where another migration is under way, or none of the workers is alive.
+        Return False if another migration is in progress, or if none of the workers is alive.
         """
         living = self._pool.living()
         old = [h for h in workers if h in living and self._placement.loaders_on(h)]
@@ -159,18 +159,20 @@ class Rebalancer:
         """Read the k-th loader of a source on ``workers[k % len(workers)]``."""
         known = {w.name: h for h, w in list(self._pool.loaders.items()) if not w.lost}
         if unknown := [name for name in workers if name not in known]:
+            listed = ", ".join(list(known)[:8])
+            listed += f" and {len(known) - 8} more" if len(known) > 8 else ""
             raise JobError(
                 [
-                    f"no loader host is called {name!r}; there are {', '.join(known)}"
+                    f"expected the name of a loader worker, got {name!r}; there are {listed}"
                     for name in unknown
                 ],
                 "move",
             )
         name = self._current.prepared.job.names[source]
-        if strangers := [w for w in workers if not self._placement.can_open(known[w], source)]:
+        if unfit := [w for w in workers if not self._placement.can_open(known[w], source)]:
             problem = (
-                f"{name!r} joined after {strangers[0]} was started, and code crosses only "
-                "when a process starts"
+                f"expected a worker with the code of {name!r}, got {unfit[0]}, which started "
+                "before the source was added; name a worker that reads the source"
             )
             raise JobError([problem], "move")
         if len(set(workers)) > 1:
@@ -184,8 +186,8 @@ class Rebalancer:
     def _refuse_hooks(self, name: str, where: str) -> None:
         if of_kind(self._current.prepared.job.hooks, LOADER):
             problem = (
-                f"a loader hook is shown all that a step takes from {name!r}: its "
-                "loaders stay on one host"
+                f"a loader hook sees all samples that a step takes from {name!r}, so its "
+                "loaders stay in one loader worker; remove the hook, or name one worker"
             )
             raise JobError([problem], where)
 
@@ -216,30 +218,30 @@ class Rebalancer:
     def _not_started(
         self, migration: Migration, h: int, reason: str, worker: WorkerHandle | None
     ) -> None:
-        """End what there is of a worker: a coordinator that takes over is not to wait for it."""
+        """End a worker whose start failed: a later coordinator must not wait for it."""
         if self._pool.closed:
             return
         if worker is not None:
             worker.lost = worker.lost or reason
             self._pool.retire(h, worker)
         log.warning(
-            "loader-worker/%d not started: %s; %s is read as before", h, reason, migration.what
+            "loader-worker/%d not started: %s; workers of %s stay", h, reason, migration.what
         )
         self._placement.sources_of.pop(h, None)
         migration.workers.remove(h)
-        self._one_less(migration)
+        self._start_done(migration)
 
     def _started(self, migration: Migration, h: int, worker: WorkerHandle) -> None:
         if self._pool.closed or worker.lost:
-            self._not_started(migration, h, worker.lost or "the job is over", worker)
+            self._not_started(migration, h, worker.lost or "the job has ended", worker)
             return
         self._pool.loaders[h], worker.joined = worker, True
         self._recovery.joined(worker)
         self._pool.link(worker)  # a constructor worker may have been restarted since
         worker.out.append(Rollback(self._recovery.generation, self._current.planner.next_step - 1))
-        self._one_less(migration)
+        self._start_done(migration)
 
-    def _one_less(self, migration: Migration) -> None:
+    def _start_done(self, migration: Migration) -> None:
         migration.starting -= 1
         if not migration.starting and not self._pool.closed:
             self._hand_over(migration)
@@ -247,9 +249,9 @@ class Rebalancer:
     # taking over
 
     def _hand_over(self, migration: Migration) -> None:
-        """Let the workers that are to have other loaders follow them, once all have started.
+        """Attach followers to the loaders that move, once all new workers have started.
 
-        A loader that has a standby is moved as it is.
+        A loader that has a standby moves without one more follower.
         """
         self._migration, living, planner = migration, self._pool.living(), self._current.planner
         workers = [h for h in migration.workers if h in living]
@@ -305,17 +307,17 @@ class Rebalancer:
                 if not self._pool.get(future, max(0.0, deadline - self._platform.now())):
                     unable.add(h)
             except OverlordError:
-                # late or lost: its loaders stay where they are, or are opened again
+                # late or lost: its loaders stay, or are reopened
                 continue
         self._event_loop.post(lambda: self._switch(migration, unable))
 
     def _switch(self, migration: Migration, unable: Set[int] = frozenset()) -> None:
-        """Move the loaders between two steps: the next step takes all samples from the new workers.
+        """Move the loaders between two steps: the next step pops samples from the new workers.
 
         ``unable`` are workers that cannot read their loaders.
         """
         if self._pool.closed or self._migration is not migration:
-            return  # a rollback has settled it meanwhile
+            return  # a rollback has completed or cancelled it
         if unable:
             log.warning(
                 "%s cannot read %s, though other workers can; those loaders are not moved",
@@ -333,7 +335,7 @@ class Rebalancer:
         for loader, h in migration.moves.items():
             if loader not in moves and h in every:
                 self._pool.send(h, DropLoader(loader))
-        # until the planner restarts them, which may wait for the journal
+        # kept until the planner restarts the loaders, which may wait for the journal
         self._placement.pending |= moves
         self._finish([worker(loader) for loader in moves])
         for source in sorted({self._placement.source_of(loader) for loader in moves}):
@@ -341,18 +343,18 @@ class Rebalancer:
         self._commands.run()
 
     def restart(self, command: RestartLoader) -> None:
-        """Open a loader again, on the worker that it is to be moved to."""
+        """Open a loader on the worker that it moves to, or again on its own."""
         loader, was = command.loader, self._placement.worker(command.loader)
         worker = self._placement.pending.pop(loader, was)
         if worker != was:
             self._pool.send(was, DropLoader(loader))
             self._placement.move(loader, worker)
         start = self._starts.of(loader, command.cursor, command.generation)
-        # A worker keeps what it holds, unless look-ahead passed over samples: those were dropped
-        # together with what the loader held of them.
+        # A worker keeps its samples, unless look-ahead passed some over: then held samples were
+        # dropped, and the loader reads again.
         afresh = self._current.planner.holds_over or not self._recovery.fails_over
         self._pool.send(worker, start if afresh else TakeOverLoader(command.step, start))
-        if self._standby.worker_of.get(loader) == worker:  # it moved to where it was followed
+        if self._standby.worker_of.get(loader) == worker:  # it moved to the worker of its standby
             self._standby.drop(loader)
             made = self._standby.fill(self._pool.living(), self._pool.nodes())
             self.follow_from_here([other for other in made if other != loader])
@@ -366,15 +368,15 @@ class Rebalancer:
             self._pool.send(self._standby.worker_of[loader], *messages)
 
     def use_as_standby(self, name: str) -> None:
-        """Let a restarted worker, which standbys have replaced, follow their loaders.
+        """Use a restarted worker for new standbys: its own standbys have replaced it.
 
-        Where they have not replaced it yet, since another worker without standbys is missing, it
-        waits for the rollback.
+        If they have not yet, because a worker without standbys is missing, it waits for the
+        rollback.
         """
         h = int(name.partition("/")[2])
         reads = self._placement.loaders_on(h) or h in self._standby.workers()
         if name not in self._pool.restarted or reads:
-            return  # or it started in time for the rollback
+            return  # it waits for the rollback, or the rollback has adopted it
         worker = self._pool.restarted.pop(name)
         self._recovery.adopted(worker)
         self._pool.adopt(worker)
@@ -386,9 +388,9 @@ class Rebalancer:
         self._commands.run()
 
     def settle(self, dead: Sequence[int]) -> None:
-        """Complete or cancel moves at a rollback, which opens every loader where it is read then.
+        """Complete or cancel moves at a rollback, before loaders are opened again.
 
-        Workers that follow a loader of a migration take it over now, or never.
+        Living workers that follow a loader take it over now; other moves are cancelled.
         """
         migration, pending = self._migration, self._placement.pending
         under_way = migration is not None and not migration.starting
@@ -409,14 +411,14 @@ class Rebalancer:
             self._finish(had)
 
     def _finish(self, workers: Iterable[int] = ()) -> None:
-        """End the migration. ``workers`` read some of its loaders, or were to read some."""
+        """End the migration. ``workers`` read some of its loaders before, or were to read some."""
         migration, self._migration = self._migration, None
         self.retire_idle({*workers, *(migration.workers if migration is not None else ())})
 
     # workers that are not needed
 
     def retire_idle(self, workers: Iterable[int]) -> None:
-        """End those workers that read no loader, once all ranks have the steps they sent."""
+        """End those workers that read no loader, once all ranks took the steps they sent."""
         busy, step = self._placement.busy(), self._current.planner.next_step - 1
         self._retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
 

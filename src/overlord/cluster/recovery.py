@@ -1,6 +1,7 @@
 """Supervision of workers: heartbeats, losses, restarts, and the generation of the last rollback.
 
-``cluster/supervisor.py`` decides what is to be done; ``Coordinator.rollback`` does it.
+``cluster/supervisor.py`` decides on restarts and rollbacks. ``RecoveryManager`` executes its
+commands, and ``Coordinator.rollback`` rolls back.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from overlord.cluster.supervisor import (
     Needed,
     Progress,
     Retired,
-    RollBack,
     StandbyReady,
+    StartRollback,
     StartWorker,
     Supervisor,
     Tick,
     Unreachable,
     WorkerDied,
     WorkerReady,
-    worn_out,
+    restart_limit_error,
 )
 from overlord.cluster.worker_pool import ProcessContext, WorkerHandle, WorkerPool
 from overlord.errors import ActorLost, DataStall
@@ -49,10 +50,10 @@ KEPT_RECOVERIES = 1000  # rows in ``metrics()``
 class RecoveryActions:
     """The calls that recovery makes on the event loop.
 
-    ``roll_back(reason)`` is called once all lost workers are back, ``use_as_standby(name)`` when
-    one is back whose loaders its standbys read. ``end_job(error)`` is called when a worker cannot
-    be kept alive; ``duty_of(name)`` describes its task. ``end_at(end)`` ends the job at a step that
-    a worker reported.
+    ``roll_back(reason)`` is called once all lost workers are restarted, ``use_as_standby(name)``
+    when a worker is restarted that its standbys have replaced. ``end_job(error)`` is called when a
+    worker is not restarted any more; ``duty_of(name)`` describes its task. ``end_at(end)`` ends the
+    job at a step that a worker reported.
     """
 
     roll_back: Callable[[str], None]
@@ -63,10 +64,10 @@ class RecoveryActions:
 
 
 class RecoveryManager:
-    """Supervises workers and has lost ones restarted. Runs on: event loop.
+    """Supervises workers and restarts lost ones. Runs on: event loop.
 
     ``generation`` is the generation of the last rollback. With ``options.failover`` a lost worker
-    is restarted, else the job ends after the complete steps.
+    is restarted; otherwise the job ends after the complete steps.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class RecoveryManager:
             lost_after_s=options.lost_after_s, max_restarts=options.max_restarts
         )
         self.fails_over, self.generation = options.failover, generation
-        self.recoveries: list[WorkerRecovered] = []  # the last ones
-        self.n_recovered = 0  # all of them
+        self.recoveries: list[WorkerRecovered] = []  # the last KEPT_RECOVERIES
+        self.n_recovered = 0  # recoveries since the start
         self._lost_at: dict[str, float] = {}
-        # by worker: the step that planning was rolled back to for it
+        # worker -> the step that its rollback returned to, and its loss
         self._losses: dict[str, tuple[int, Loss]] = {}
         self._ticking = False
         self._stop: Callable[[], None] = lambda: None
@@ -133,7 +134,7 @@ class RecoveryManager:
     # events of workers
 
     def joined(self, worker: WorkerHandle) -> None:
-        """Supervise a worker that is part of the job from now on."""
+        """Start to supervise a worker."""
         self._supervisor.handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def retired(self, worker: WorkerHandle) -> None:
@@ -141,24 +142,24 @@ class RecoveryManager:
         self._supervisor.handle(Retired(worker.name), self._now())
 
     def acked(self, step: int) -> None:
-        """Note that every rank acknowledged the steps up to this one."""
+        """Record that every rank acknowledged the steps up to this one."""
         self._supervisor.handle(Progress(step), self._now())
 
     def started(self, worker: WorkerHandle) -> None:
-        """Note that a restarted worker is ready."""
+        """Record that a restarted worker is ready."""
         self._handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def start_failed(self, name: str, incarnation: int, reason: str) -> None:
         self._handle(WorkerDied(name, incarnation, reason), self._now())
 
     def lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Have a lost worker restarted. It is not waited for if standbys have all that it read.
+        """Restart a lost worker. The rollback waits for it unless standbys cover its loaders.
 
         Without failover the job ends.
         """
         now, name = self._now(), worker.name
         if not self.fails_over:
-            self._end_job(ActorLost(name, reason), f"{name} is lost: {reason}")
+            self._end_job(ActorLost(name, reason), f"{name} lost, and failover is off: {reason}")
             return
         self._lost_at.setdefault(name, now)
         living = self._pool.living()
@@ -170,15 +171,15 @@ class RecoveryManager:
         spare = any(w is worker and h in covered for h, w in gone.items())
         died = WorkerDied(name, worker.incarnation, reason, spare)
         commands = self._supervisor.handle(died, now)
-        restarts = "; restarting it, trainers continue with the steps they have"
-        log.warning("%s is lost: %s%s", name, reason, restarts if self.given_up is None else "")
+        restarts = "; restarting it, trainers continue with prefetched steps"
+        log.warning("%s lost: %s%s", name, reason, restarts if self.given_up is None else "")
         self._execute(commands)
 
     def missed_by_peer(self, lost: WorkerHandle, end: EndOfJob) -> None:
-        """Handle the end of a worker that cannot continue without another one.
+        """Handle the report of a worker that cannot continue without ``lost``.
 
-        With failover that one is restarted, unless it is given up. Without it the job ends. Peers
-        only see the connection close, so the launcher is asked for the exit reason first.
+        With failover ``lost`` is restarted, unless it was given up. Without failover the job ends.
+        Peers only see the connection close, so a call of ``lost`` returns the exit reason first.
         """
         if self.fails_over:
             if self.given_up is not None:
@@ -197,12 +198,12 @@ class RecoveryManager:
     def unreachable(self, name: str, reason: str, address: str) -> None:
         """Handle a constructor worker that a loader worker cannot connect to.
 
-        If that has died, its launcher reports it. If it answers a heartbeat, it is killed, since it
-        is of no use. If it does not answer, the next heartbeats find out.
+        If it has died, its launcher reports that. If it answers a heartbeat, it is killed, since it
+        cannot receive payload. If it does not answer, the next heartbeats detect that.
         """
         c = int(name.rpartition("/")[2])
         if self._pool.addresses.get(c) != address:
-            return  # it has been replaced
+            return  # another worker has replaced it
         worker = self._pool.restarted.get(name, self._pool.constructors[c])
 
         def answered(future: Future[Any]) -> None:
@@ -211,7 +212,7 @@ class RecoveryManager:
 
         def act() -> None:
             if not self._pool.closed and self._pool.addresses.get(c) == address:
-                event = Unreachable(name, f"others cannot reach it: {reason}")
+                event = Unreachable(name, f"loader workers cannot connect to it: {reason}")
                 self._handle(event, self._now())
 
         self._pool.call(worker, "beat").add_done_callback(answered)
@@ -227,7 +228,7 @@ class RecoveryManager:
                     self._pool.restart(name, incarnation)
                 case KillWorker(name=name, incarnation=incarnation, reason=reason):
                     self._pool.kill_incarnation(name, incarnation, reason)
-                case RollBack(reason=reason):
+                case StartRollback(reason=reason):
                     self._actions.roll_back(reason)
                 case StandbyReady(name=name):
                     self._actions.use_as_standby(name)
@@ -236,43 +237,43 @@ class RecoveryManager:
 
     def _give_up(self, error: ActorLost) -> None:
         """End the job: a worker is not restarted any more."""
-        error = worn_out(error, self._max_restarts, self._actions.duty_of(error.name))
+        error = restart_limit_error(error, self._max_restarts, self._actions.duty_of(error.name))
         self._supervisor.given_up = error
         self._end_job(error, str(error))
 
-    def _end_job(self, error: ActorLost, words: str) -> None:
-        log.error("%s", words)
+    def _end_job(self, error: ActorLost, cause: str) -> None:
+        log.error("job ends after the complete steps: %s", cause)
         self._actions.end_job(error)
 
     # rollbacks
 
     def next_generation(self) -> int:
-        """Raise the generation: messages of earlier ones are ignored from now on."""
+        """Increase the generation: messages of earlier ones are ignored from now on."""
         self.generation += STRIDE
         return self.generation
 
     def adopted(self, worker: WorkerHandle) -> None:
-        """Note that a restarted worker has taken its place."""
+        """Record that a restarted worker has replaced the lost one."""
         self._lost_at.pop(worker.name, None)
 
     def rolled_back(self, step: int) -> None:
-        """Note the step that planning was rolled back to for all losses so far."""
+        """Record the step of a rollback for all losses that it recovers."""
         for loss in self._supervisor.take_recovered():
-            # a worker that was lost again meanwhile is missed since the first time
+            # a worker that was lost twice counts from its first loss
             self._losses.setdefault(loss.worker, (step, loss))
 
     def planned(self, step: int, floor: int) -> None:
-        """Report losses as recovered once all steps before ``floor`` are planned again."""
+        """Report losses as recovered once all steps below ``floor`` are planned again."""
         if not self._losses or step < floor - 1:
             return
         losses, self._losses, now = self._losses, {}, self._now()
         for rolled_back_to, loss in losses.values():
             log.warning(
-                "%s %s after %.2f s: %s, nothing was lost",
+                "%s %s after %.2f s: %s, no sample was lost",
                 loss.worker,
                 "replaced by its standbys" if loss.spare else "recovered",
                 now - loss.since,
-                _planned_again(rolled_back_to + 1, floor - 1),
+                _replanned_text(rolled_back_to + 1, floor - 1),
             )
             self.recoveries.append(
                 WorkerRecovered(
@@ -289,7 +290,7 @@ class RecoveryManager:
         return self._supervisor.silent_s(worker.name, self._now()) if self.fails_over else 0.0
 
     def error_of(self, worker: WorkerHandle) -> Exception:
-        """Return the error of a request to a lost worker."""
+        """Return the error for a request to a lost worker."""
         if not self.fails_over or self.given_up is not None:
             if self.given_up is not None and self.given_up.name == worker.name:
                 return self.given_up
@@ -299,7 +300,7 @@ class RecoveryManager:
         return DataStall(what, self._now() - lost_at)
 
 
-def _planned_again(first: int, last: int) -> str:
+def _replanned_text(first: int, last: int) -> str:
     if last > first:
         return f"steps {first} to {last} were planned again"
     return f"step {last} was planned again" if last == first else "no step had to be planned again"

@@ -1,4 +1,4 @@
-"""Status queries of a job in several processes, and the addresses where clients get their steps."""
+"""Status queries of a job in several processes, and the addresses of its constructor workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from overlord.messages.control import Consumed
 from overlord.messages.launcher import WorkerRecovered
 
 # ----------------------------------------------------------------------------
-# Where the clients of a job get their steps: the addresses of constructor workers.
+# Client endpoints: the constructor worker, address and step queue of each rank.
 
-TAKEN_S = 2.0  # for a constructor worker to answer the last step that a rank took
+TAKEN_S = 2.0  # for a constructor worker to return the last step that a rank took
 
 
 class ClientEndpoints:
@@ -67,8 +67,8 @@ class ClientEndpoints:
     def taken(self, rank: int) -> int | None:
         """Return the last step that a client took. Runs on: any thread but the event loop.
 
-        Its constructor worker reports steps only when the slowest rank has moved on, so it is
-        asked. None: it is being replaced, and the step is not known. ``DataStall``: no answer.
+        The constructor worker is called, since it reports steps only when its slowest rank takes
+        one. None: it is being replaced. Raise ``DataStall`` if it does not answer.
         """
         worker = self.constructor(rank)
         if worker.lost:
@@ -95,9 +95,9 @@ class ClientEndpoints:
 #
 # All workers are polled concurrently with one deadline.
 
-ASK_S = 0.6  # for all workers to answer: a waiting client gives the event loop one second
+ASK_S = 0.6  # for all workers to answer: a client waits one second for the reason of its wait
 
-Answers = Mapping[str, Mapping[str, Any]]  # of workers by name; ``silent`` where there was none
+Answers = Mapping[str, Mapping[str, Any]]  # metrics by worker; key ``silent``: it did not answer
 
 
 def recovery_rows(recoveries: Iterable[WorkerRecovered]) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ class StatusReporter:
 
     def poll(self) -> Answers:
         """Return the metrics of all workers by name; for one that does not answer, the reason."""
-        asked = {w.name: self._pool.ask(w, "figures") for w in self._pool.workers() if not w.lost}
+        asked = {w.name: self._pool.ask(w, "metrics") for w in self._pool.workers() if not w.lost}
         deadline, found = self._platform.now() + ASK_S, dict[str, dict[str, Any]]()
         for name, future in asked.items():
             try:
@@ -149,18 +149,18 @@ class StatusReporter:
         if worker.lost:
             return self._missing(worker)
         try:
-            return str(self._pool.get(self._pool.ask(worker, "why", rank), ASK_S / 3))
+            return str(self._pool.get(self._pool.ask(worker, "waiting_for", rank), ASK_S / 3))
         except (DataStall, ActorLost) as silent:
             silent_s = self._recovery.silent_s(worker)
             what = (
                 f"has answered nothing for {silent_s:.0f} s"
                 if silent_s >= 1
-                else f"does not say what it does ({silent})"
+                else f"did not report its state ({silent})"
             )
             return f"{worker.name}, which {what}"
 
     def busy(self, answers: Answers) -> list[str]:
-        """Describe what loader workers do, or, without an answer, what they may be busy with."""
+        """Describe the work of loader workers; for one that does not answer, name its sources."""
         return [
             words
             for h, worker in list(self._pool.loaders.items())
@@ -176,15 +176,15 @@ class StatusReporter:
         return [f"{worker.name} does not answer; it reads {sources}"]
 
     def _missing(self, worker: WorkerHandle) -> str:
-        restarts = " and is being started again" if self._recovery.fails_over else ""
-        return f"{worker.name}, which is lost: {worker.lost}{restarts}"
+        restarts = "; it is being restarted" if self._recovery.fails_over else ""
+        return f"{worker.name}, which was lost: {worker.lost}{restarts}"
 
     def sources_on(self, h: int) -> list[str]:
         """Return the names of the sources that a worker reads."""
         return list(dict.fromkeys(self.source_name(k) for k in self._placement.loaders_on(h)))
 
     def duty_of(self, name: str, acked: int) -> str:
-        """Describe what a worker is there for; ``acked`` is the last step that all ranks took."""
+        """Describe the task of a worker; ``acked`` is the last step that all ranks took."""
         kind, _, number = name.partition("/")
         if kind != "loader-worker":
             if acked < 0:
@@ -195,7 +195,7 @@ class StatusReporter:
         return f"it reads {', '.join(sources[:5])}{more}" if sources else ""
 
     def acks(self, answers: Answers) -> list[Consumed]:
-        """Return the last steps that ranks took, as constructor workers answered."""
+        """Return the last step of each rank, from the answers of constructor workers."""
         return [
             Consumed(rank, client["took"])
             for answer in answers.values()
@@ -208,7 +208,7 @@ class StatusReporter:
     # metrics
 
     def metrics(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what loaders, constructors and their workers do and hold."""
+        """Return the metrics of loaders, constructors and their workers."""
         answers = self.poll()
         memory: dict[str, int] = {}
         for answer in answers.values():
@@ -255,7 +255,7 @@ class StatusReporter:
         }
 
     def _unanswered(self, loader: int) -> dict[str, Any]:
-        """Return the row of a loader whose worker is lost or does not answer, with every column."""
+        """Return the row of a loader whose worker is lost or silent, with every column."""
         worker = self._pool.loaders[self._placement.worker(loader)]
         return {
             "loader": loader,

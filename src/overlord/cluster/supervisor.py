@@ -1,8 +1,8 @@
-"""Supervision of the workers of a job: which are lost, and what is done about it. Pure.
+"""Supervision of the workers of a job: it detects losses, and decides on restarts. Pure.
 
-Time and events come in, commands come out. A worker that died or does not answer is restarted under
-its own name as another *incarnation*. When all are back, planning is rolled back once for all
-losses.
+The input is events with their times, the output commands. A worker that died or does not answer is
+restarted under its own name as another *incarnation*. When all workers are restarted, one rollback
+recovers all losses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from overlord.errors import LAST_OUTPUT, ActorLost
 
-# in the order in which they are started: each connects to those before it
+# in the order of starts: a worker connects to workers of the kinds before its own
 KINDS = ("planner", "constructor-worker", "loader-worker")
-# within which a worker must answer: a supervisor that slept sees one late tick, and no silence
+# A worker must answer within this many ticks. A supervisor that was suspended gets one late tick.
 TICKS = 4
 
 
@@ -40,19 +40,19 @@ class WorkerDied:
     name: str
     incarnation: int
     reason: str
-    spare: bool = False  # standbys have all that it read: it is not waited for
+    spare: bool = False  # standbys cover all its loaders: the rollback does not wait for it
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A worker has to be waited for after all: its standbys are lost too."""
+    """A lost worker is needed for the rollback after all: its standbys are lost too."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Others cannot connect to a worker, though it answers."""
+    """Loader workers cannot connect to a constructor worker that answers heartbeats."""
 
     name: str
     reason: str
@@ -67,7 +67,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: about a quarter of the time that a worker may be silent."""
+    """A quarter of the time after which a silent worker is lost has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +100,22 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class RollBack:
-    """All workers are back: plan again after the last step that every rank acknowledged."""
+class StartRollback:
+    """All workers are restarted: replan after the last step that every rank acknowledged."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyReady:
-    """A worker that standbys have replaced is back."""
+    """Use a restarted worker for standbys: its own standbys have replaced it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A worker cannot be kept alive."""
+    """End the job: a worker is not restarted any more."""
 
     error: ActorLost
 
@@ -131,7 +131,7 @@ Event = (
     | Progress
     | Closing
 )
-Command = StartWorker | KillWorker | RollBack | StandbyReady | GiveUp
+Command = StartWorker | KillWorker | StartRollback | StandbyReady | GiveUp
 
 UP, DYING, DEAD, STARTING = "up", "to be killed", "dead", "being started"
 
@@ -146,7 +146,7 @@ class _WorkerState:
     restarts: int = 0  # since every rank last acknowledged a step
     reason: str = ""  # of its last loss
     since: float = 0.0  # time at which it was last alive
-    spare: bool = False  # standbys have what it read
+    spare: bool = False  # standbys cover all its loaders
 
     @property
     def kind(self) -> int:
@@ -155,7 +155,7 @@ class _WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A worker that was lost and is back."""
+    """The loss of a worker that was restarted, or that standbys replaced."""
 
     worker: str
     reason: str
@@ -163,10 +163,10 @@ class Loss:
     spare: bool = False  # standbys replaced it
 
 
-def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
+def restart_limit_error(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
     """Return the error of a worker that is not restarted any more.
 
-    It names the reason of the loss, the duty of the worker, the number of restarts, and the remedy.
+    It has the reason of the loss, the task of the worker, the number of restarts, and the remedy.
     """
     why = str(lost).removeprefix(f"{lost.name} is lost: ")
     tried = (
@@ -174,17 +174,17 @@ def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
         "step in between"
     )
     output = "" if LAST_OUTPUT in why else f"{LAST_OUTPUT} is in the output of the job: "
-    remedy = f"{output}mend what ends it; or raise max_restarts, if that passes by itself"
+    remedy = f"{output}fix the cause; or raise max_restarts, if the cause is temporary"
     return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))
 
 
 class Supervisor:
-    """``handle(event, now)`` returns commands. Pure."""
+    """Tracks the state of every worker; ``handle(event, now)`` returns commands. Pure."""
 
     def __init__(self, *, lost_after_s: float, max_restarts: int):
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
         self._workers: dict[str, _WorkerState] = {}
-        self._recovered: dict[str, Loss] = {}  # back since the last rollback
+        self._recovered: dict[str, Loss] = {}  # losses that the next rollback recovers
         self._acked = -1
         self._over = False
         self.given_up: ActorLost | None = None
@@ -219,7 +219,7 @@ class Supervisor:
                 return [
                     command
                     for worker in list(self._workers.values())
-                    for command in self._look_at(worker, now)
+                    for command in self._check_silence(worker, now)
                 ]
             case Progress(step=step):
                 if step > self._acked:
@@ -238,12 +238,12 @@ class Supervisor:
         }
 
     def silent_s(self, name: str, now: float) -> float:
-        """Return the seconds since a living worker answered; 0 for any other."""
+        """Return the seconds since a living worker last answered; 0 for other workers."""
         worker = self._workers.get(name)
         return 0.0 if worker is None or worker.state != UP else now - worker.answered_at
 
     def take_recovered(self) -> list[Loss]:
-        """Return the losses of workers that are back since the last call."""
+        """Return the losses that were recovered since the last call, and forget them."""
         losses, self._recovered = list(self._recovered.values()), {}
         return losses
 
@@ -255,28 +255,27 @@ class Supervisor:
             )
             return []
         if worker.incarnation != event.incarnation or worker.state != STARTING:
-            return [KillWorker(event.name, event.incarnation, "another was started in its place")]
+            return [KillWorker(event.name, event.incarnation, "another process has replaced it")]
         worker.state, worker.answered_at, worker.ticks = UP, now, 0
         if not worker.spare:
             self._recovered.setdefault(
                 worker.name, Loss(worker=worker.name, reason=worker.reason, since=worker.since)
             )
         spare, worker.spare, worker.since = worker.spare, False, now
-        return [StandbyReady(worker.name), *self._go_on()] if spare else self._go_on()
+        commands = self._next_commands()
+        return [StandbyReady(worker.name), *commands] if spare else commands
 
     def _answered(self, name: str, incarnation: int, now: float) -> list[Command]:
         worker = self._workers.get(name)
         if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
             return [
-                KillWorker(
-                    name, incarnation, "it was given up, and another is started in its place"
-                )
+                KillWorker(name, incarnation, "it was given up, and another process replaces it")
             ]
         if worker.state == UP:
             worker.answered_at, worker.ticks = now, 0
         return []
 
-    def _look_at(self, worker: _WorkerState, now: float) -> list[Command]:
+    def _check_silence(self, worker: _WorkerState, now: float) -> list[Command]:
         if worker.state != UP:
             return []
         worker.ticks += 1
@@ -310,10 +309,10 @@ class Supervisor:
                 worker.name,
                 Loss(worker=worker.name, reason=worker.reason, since=worker.since, spare=True),
             )
-        return self._go_on()
+        return self._next_commands()
 
-    def _go_on(self) -> list[Command]:
-        """Start the workers that can be started; when all are back, roll back once."""
+    def _next_commands(self) -> list[Command]:
+        """Start the workers that can be started; when no needed worker is missing, roll back."""
         missing = [worker for worker in self._workers.values() if worker.state != UP]
         first = min((worker.kind for worker in missing), default=0)
         starts = [worker for worker in missing if worker.state == DEAD and worker.kind == first]
@@ -324,7 +323,7 @@ class Supervisor:
             return begun
         return [
             *begun,
-            RollBack(
+            StartRollback(
                 "; ".join(f"{loss.worker}: {loss.reason}" for loss in self._recovered.values())
             ),
         ]

@@ -1,7 +1,7 @@
 """A coordinator in its own process: its first start, and the takeover of a lost one's workers.
 
-Workers are started by the launching process, which is asked for them by name. A coordinator that
-takes over finds its state in the journal, adopts the workers that live, and rolls back.
+The launching process starts workers at the coordinator's request. A coordinator that takes over
+reads its state from the journal, adopts the living workers, and rolls back.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from overlord.cluster.coordinator import PLANNERS, Coordinator
+from overlord.cluster.coordinator import GENERATIONS_PER_COORDINATOR, Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, Incarnation
 from overlord.cluster.plan_router import ReportBarrier
-from overlord.cluster.rebalance import SCALED
+from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.worker_factory import NodePlacement
 from overlord.cluster.worker_pool import START_S, WorkerHandle
 from overlord.concurrency.event_loop import EventLoop
@@ -36,18 +36,18 @@ from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.scaling.loader_placement import LoaderPlacement
 
-# for a constructor worker to answer which steps its clients took; else only the journal counts
+# for constructor workers to return the last steps of their clients; then only the journal counts
 TAKEN_S = 5.0
-TRIES = 3  # of taking over a worker: it may die meanwhile
-AWAITED_S = 1.0  # after which the workers that did not answer are reported
-# the method that a worker is called with when it is taken over
-ANSWERS = {"constructor-worker": "address", "loader-worker": "figures"}
+TRIES = 3  # attempts to start a worker, which may die meanwhile
+AWAITED_S = 1.0  # after this time the workers that did not answer are reported
+# the method that the coordinator calls when it takes a worker over
+FIRST_CALLS = {"constructor-worker": "address", "loader-worker": "metrics"}
 
 Send = Callable[[Any], None]  # a message to the launching process
 
 
 class RemoteWorkerFactory:
-    """Asks the launching process for workers, which then connect to this process."""
+    """Requests workers from the launching process; they then connect to this process."""
 
     placement: NodePlacement | None = None  # the launching process places workers on nodes
 
@@ -88,8 +88,8 @@ class RemoteWorkerFactory:
 def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
     """Return the last step that every rank took.
 
-    This is the step of the journal, or a later one where all ranks are known to have it. The
-    journal's step is of the ranks of this launch, since no other has opened the journal after it.
+    ``taken`` has the last step of each rank, None if unknown. The result is the step of the
+    journal, or a later one if every rank is known to have taken it.
     """
     known = [step for step in taken if step is not None]
     return max(found.acked, min(known)) if known and len(known) == len(taken) else found.acked
@@ -100,7 +100,7 @@ def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     return ReportBarrier(
         learns(config.prepared.job.mixture),
         lambda mark: send(ReportsRequested(mark)),
-        config.incarnation * PLANNERS,
+        config.incarnation * GENERATIONS_PER_COORDINATOR,
     )
 
 
@@ -130,9 +130,9 @@ def first_coordinator(
 class Takeover:
     """Builds the coordinator that takes over the workers of a lost one.
 
-    ``found`` is the content of the journal. ``send`` tells the launching process which workers are
-    waited for and given up. After construction ``coordinator`` has its workers; once its journal is
-    open, ``roll_back`` lets it plan.
+    ``found`` is the content of the journal. ``send`` sends messages to the launching process. After
+    construction ``coordinator`` has its workers. Once its journal is open, ``roll_back`` starts to
+    plan.
     """
 
     def __init__(
@@ -148,14 +148,11 @@ class Takeover:
     ):
         self._config, self._peers, self._starter, self._send = config, peers, starter, send
         self._platform = platform or Platform()
-        self._answers: dict[str, Any] = {}  # of workers that live
-        self._had: dict[int, set[int]] = {}  # loaders of a loader worker that is taken over
-        self.acked_state: StreamState | None = (
-            None  # after the last step that all took, when planned
-        )
-        self.acked_by_rank: dict[
-            int, int
-        ] = {}  # the last step that each rank took, where it was known
+        self._answers: dict[str, Any] = {}  # answers of living workers to their first call
+        self._open_loaders: dict[int, set[int]] = {}  # loaders that each loader worker has open
+        # the state after the last step that all ranks took, as it was planned
+        self.acked_state: StreamState | None = None
+        self.acked_by_rank: dict[int, int] = {}  # the last step of each rank that is known
         self._barrier = barrier_of(config, send)
         self._handles = {name: starter.living(name) for name in config.living}
         self._ask_living()
@@ -192,11 +189,11 @@ class Takeover:
             self.coordinator.begin()
 
     def claim(self, name: str) -> ActorHandle:
-        """Return the handle of a worker that lives and is not part of the job yet."""
+        """Return the handle of a living worker that the job does not use yet."""
         handle = self._handles.pop(name, None)
         return self._starter.living(name) if handle is None else handle
 
-    # workers that live
+    # living workers
 
     def _ask_living(self) -> None:
         """Call all living workers concurrently; give up those that do not answer in time."""
@@ -219,16 +216,16 @@ class Takeover:
         }
         for name in [name for name in silent if name in calls]:
             self._send(WorkerGivenUp(name, f"it answered nothing for {lost_after_s:g} s"))
-        # a name stays taken until its process is gone: the start of another one reports that
+        # a name is taken until its process has exited: the next start of that name waits for it
         with contextlib.suppress(OverlordError):
             peers.kill_all([handle for handle in silent.values() if handle.alive])
         self._send(WaitingForWorkers([]))
 
     def _ask(self, handle: ActorHandle) -> Future[Any]:
-        return self._peers.call(handle, ANSWERS[handle.name.partition("/")[0]])
+        return self._peers.call(handle, FIRST_CALLS[handle.name.partition("/")[0]])
 
     def _answer_by(self, name: str, future: Future[Any], deadline: float) -> Any:
-        """Return a worker's answer. A busy event loop may refuse before the deadline: ask again."""
+        """Return the answer of a worker; repeat a call that a busy event loop refused."""
         while True:
             try:
                 return self._peers.get(future, max(0.0, deadline - self._platform.now()))
@@ -263,11 +260,11 @@ class Takeover:
     # the workers of the job
 
     def _adopt_workers(self) -> None:
-        """Give the coordinator all its workers: those that live, and new ones for the others."""
+        """Give the coordinator its workers: adopt living ones, and start the others."""
         pool, placement, starter = self.coordinator.pool, self.coordinator.placement, self._starter
         placement.sources_of = {h: frozenset(sources) for h, sources in self._config.sources_of}
         cs = range(placement.n_constructors)
-        found = self._have(
+        found = self._adopt_or_start(
             {f"constructor-worker/{c}": lambda c=c: starter.constructor(c) for c in cs}  # type: ignore[misc]
         )
         for c, (worker, address) in zip(cs, found.values(), strict=True):
@@ -281,7 +278,7 @@ class Takeover:
             for h, sources in sorted(placement.sources_of.items())
             if min(sources) < len(placement.loaders)
         }
-        found = self._have(
+        found = self._adopt_or_start(
             {
                 f"loader-worker/{h}": lambda args=args: starter.loader_worker(*args)  # type: ignore[misc]
                 for h, args in wanted.items()
@@ -289,15 +286,15 @@ class Takeover:
         )
         for h, (worker, metrics) in zip(wanted, found.values(), strict=True):
             pool.loaders[h], worker.node = worker, metrics["node"]
-            self._had[h] = {row["loader"] for row in metrics["loaders"]}
-        # a worker may have been retired, and the launching process not told of the move
+            self._open_loaders[h] = {row["loader"] for row in metrics["loaders"]}
+        # a worker may have been retired before the launching process was sent the move
         placement.replace_missing(pool.loaders)
 
     def _is_spare(self, h: int) -> bool:
-        """Return whether a worker that scaling wanted has no loader and does not live.
+        """Return whether a worker of the autoscaler has no loader, is not alive and is not needed.
 
-        Perhaps it could not be started. A worker that replaced others stays: no other can open
-        their sources, though it may not be known yet that it reads them.
+        Its start may have failed. A worker that alone can open a source is needed: it may have
+        replaced others before the launching process was informed.
         """
         placement = self.coordinator.placement
         others = {
@@ -307,19 +304,19 @@ class Takeover:
             for source in sources
         }
         there = f"loader-worker/{h}" in self._handles or h in placement.worker_of
-        return h >= SCALED and not there and others.issuperset(placement.sources_of[h])
+        return h >= FIRST_SCALED and not there and others.issuperset(placement.sources_of[h])
 
-    def _have(
+    def _adopt_or_start(
         self, starts: Mapping[str, Callable[[], ActorHandle]]
     ) -> dict[str, tuple[WorkerHandle, Any]]:
-        """Return workers of a kind with their answers; those that do not live start together."""
+        """Return workers of one kind with their answers; missing ones start concurrently."""
         pool = self.coordinator.pool
         found = {
             name: (pool.watch(self._handles.pop(name)), self._answers[name])
             for name in starts
             if name in self._handles
         }
-        for left in reversed(range(TRIES)):
+        for tries_left in reversed(range(TRIES)):
             workers = {
                 name: pool.watch(start()) for name, start in starts.items() if name not in found
             }
@@ -330,7 +327,7 @@ class Takeover:
                 try:
                     found[name] = (worker, self._peers.get(calls[name], timeout_s))
                 except (ActorLost, DataStall) as fault:
-                    if not left or (isinstance(fault, ActorLost) and fault.name != name):
+                    if not tries_left or (isinstance(fault, ActorLost) and fault.name != name):
                         raise
                     worker.lost = fault.reason if isinstance(fault, ActorLost) else str(fault)
                     if worker.handle.alive:
@@ -340,22 +337,22 @@ class Takeover:
     def roll_back(self) -> Coordinator:
         """Roll all workers back to the state of this coordinator, and return it.
 
-        The attached ranks may differ from what the constructor workers were told last.
+        The attached ranks may differ from those that constructor workers know.
         """
         coordinator = self.coordinator
         pool, placement = coordinator.pool, coordinator.placement
         for rank in sorted(placement.bucket_of):
             message = Attach(rank) if rank in coordinator.attached else Detach(rank)
             pool.constructors[placement.constructor(rank)].out.append(message)
-        for report in self._config.reports:  # written with the plan that comes next, if one came
-            if coordinator.planner.in_time(report):  # else a written plan has used it
+        for report in self._config.reports:  # the journal may lack the last ones
+            if coordinator.planner.in_time(report):  # otherwise a written plan has used it
                 coordinator.event(report)
         coordinator.rollback(self._config.reason)
-        for h, had in self._had.items():  # some loaders have moved since, or were followed there
+        for h, opened in self._open_loaders.items():  # loaders that moved, or former standbys
             follows = {k for k, w in coordinator.standby.worker_of.items() if w == h}
-            unused = sorted(had - {*placement.loaders_on(h)} - follows)
+            unused = sorted(opened - {*placement.loaders_on(h)} - follows)
             pool.send(h, *map(DropLoader, unused))
-        coordinator.rebalancer.retire_idle(h for h in pool.loaders if h >= SCALED)
+        coordinator.rebalancer.retire_idle(h for h in pool.loaders if h >= FIRST_SCALED)
         self._barrier.ask()
         coordinator.run()
         return coordinator

@@ -1,8 +1,8 @@
-"""The base of all worker processes: an event loop that executes messages and reports events.
+"""The base class of worker processes: an event loop that executes messages and reports events.
 
-The coordinator sends messages with ``do`` and asks for events with ``events``, a call that is
-answered once there are some. ``turn`` does both, since every message wakes two processes. Payload
-goes directly from loader workers to constructor workers.
+The coordinator sends messages with ``do`` and requests events with ``events``, a long poll.
+``turn`` does both in one call, since every call wakes two processes. Payload goes directly from
+loader workers to constructor workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overlord.rpc.peers import RpcEndpoint
 
 log = logging.getLogger("overlord")
 
-# Events that nobody waits for are sent at this interval: each message wakes two processes, and the
+# Events that are not urgent are sent at this interval: each message wakes two processes, and the
 # planner answers most of them.
 QUIET_S = 0.02
 
@@ -33,7 +33,7 @@ class WorkerConfig:
 
     name: str  # of the job
     token: str = field(repr=False)
-    generation: int = 0  # of the session: clients of another one are refused
+    generation: int = 0  # of the session: clients of other generations are refused
     workers: int = 1  # threads of this worker
     open_files: int = 512
     open_bytes: int = 2**28
@@ -46,25 +46,28 @@ class WorkerConfig:
     narrow: bool = True
     check: bool = False
     failover: bool = False  # lost workers are restarted, and the others roll back
-    # Of two workers of one name the later one counts. Clocks of machines differ, so starts are
-    # counted; 0: use the clock.
+    # Number of the start: of two workers of one name the later one counts. Clocks of machines
+    # differ, so starts are counted; 0: use the clock.
     incarnation: int = 0
-    machine: Platform = field(default_factory=Platform, repr=False)  # simulations have another
+    machine: Platform = field(default_factory=Platform, repr=False)  # simulations replace it
 
 
 class EventQueue:
-    """Events that were not asked for yet. The event loop adds them, the RPC thread takes them."""
+    """Events that the coordinator has not requested yet.
+
+    The event loop adds them, and the RPC thread requests them.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._now = threading.Lock(), now
-        self._happened: list[Any] = []
+        self._queued: list[Any] = []
         self._waiting: Future[list[Any]] | None = None
-        self._hurry = False  # the coordinator waits for an event
+        self._hurry = False  # an urgent event is queued
         self._answered = 0.0
 
     def put(self, event: Any, *, hurry: bool = True) -> None:
         with self._lock:
-            self._happened.append(event)
+            self._queued.append(event)
             self._hurry = self._hurry or hurry
 
     def hurry(self) -> None:
@@ -78,35 +81,30 @@ class EventQueue:
         return waiting
 
     def answer(self) -> float | None:
-        """Answer the pending call with all events, at once where the coordinator waits for one.
+        """Answer the pending call with all queued events, if one is urgent or QUIET_S have passed.
 
-        The event loop calls this after every turn. Events that can wait are collected: then the
-        seconds are returned after which this is to be called again.
+        The event loop calls this after every turn. Return the seconds until the next call is due;
+        None: no call is due.
         """
         with self._lock:
             now = self._now()
-            if self._happened and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
+            if self._queued and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
                 return left
-            if self._waiting is None or not self._happened:
+            if self._waiting is None or not self._queued:
                 return None
-            waiting, happened, self._waiting, self._happened = (
-                self._waiting,
-                self._happened,
-                None,
-                [],
-            )
+            waiting, events, self._waiting, self._queued = self._waiting, self._queued, None, []
             self._hurry, self._answered = False, now
-        waiting.set_result(happened)
+        waiting.set_result(events)
         return None
 
 
 class Worker(ABC):
-    """An event loop, threads that work for it, and the events for the coordinator."""
+    """A worker process: its event loop, its threads, and the events for the coordinator."""
 
-    BACKGROUND = False  # it reads ahead, so other processes may run first
+    BACKGROUND = False  # True: low scheduling priority, since the worker reads ahead
 
     def __init__(self, name: str, settings: WorkerConfig, links: int = 0):
-        """``links`` is the number of connections, each of which gets a thread."""
+        """Start the threads of the worker; each of ``links`` connections gets one."""
         self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
         self.name, self._platform = name, settings.machine
         self._platform.prepare(settings.workers, links=links, background=self.BACKGROUND)
@@ -122,7 +120,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _execute(self, command: Any) -> None:
-        """Execute a command of this worker's cores."""
+        """Execute a command of this worker's loaders or constructors."""
 
     @abstractmethod
     def _take(self, message: Any) -> None:
@@ -136,14 +134,16 @@ class Worker(ABC):
         self.commands.run(commands)
 
     def _start(self) -> None:
-        self._event_loop.start(self._broke, self._after_turn)
+        self._event_loop.start(self._loop_failed, self._after_turn)
 
-    def _broke(self, error: BaseException) -> None:
+    def _loop_failed(self, error: BaseException) -> None:
         """Exit: after an error on the event loop no state of this process can be trusted.
 
-        Others detect an exit at once, a silent process only after a deadline.
+        The coordinator detects an exit at once, and a silent process only after a deadline.
         """
-        log.critical("%s exits: %s: %s", self.name, type(error).__name__, error)
+        log.critical(
+            "event loop of %s failed, exiting: %s: %s", self.name, type(error).__name__, error
+        )
         self._platform.end(70)
 
     def _after_turn(self) -> float | None:
@@ -157,12 +157,12 @@ class Worker(ABC):
             self._take(message)
         self.run()
 
-    def at(self) -> str:
-        """Return the cluster node of this worker; the answer also shows that it has started."""
+    def node(self) -> str:
+        """Return the cluster node of this worker; an answer implies that it has started."""
         return self._platform.node()
 
     def beat(self) -> Future[bool]:
-        """Answer on the event loop: a worker whose loop is blocked is of no use."""
+        """Answer on the event loop, so that a blocked loop is detected."""
         answer = Future[bool]()
         self._event_loop.post(lambda: answer.set_result(True))
         return answer
@@ -171,7 +171,7 @@ class Worker(ABC):
         return self._events.ask()
 
     def turn(self, messages: Sequence[Any]) -> Future[list[Any]]:
-        """Execute messages and wait for the next events: one round trip instead of two."""
+        """Execute messages and answer with the next events: one round trip instead of two."""
         if messages:
             self.do(messages)
         return self._events.ask()

@@ -45,53 +45,48 @@ from overlord.setup.prepared_job import READ_AHEAD, PreparedJob, ReaderSpec
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Where the hosts of a job are on the nodes of a cluster: chosen when they start, reviewed while
-# they run.
+# The nodes of a job's workers on a cluster: chosen at their start, and reviewed while they run.
 #
-# ``placing.py`` decides, purely. This file holds the figures of the nodes, the hosts placed so
-# far, and the clock.
+# ``ray/node_choice.py`` decides, as pure functions. ``NodePlacement`` holds the resources of the
+# nodes, the workers placed so far, and the times.
 
-SETTLED_S = 5.0  # until what was asked of a cluster is missing from the figures of its nodes
+SETTLED_S = 5.0  # until requested resources are missing from the free resources of a node
 REVIEW_S = 2.0  # between two reviews
-AGAIN_S = 60.0  # until a host that should have moved is proposed again
+PROPOSE_AGAIN_S = 60.0  # until a worker that was to move and did not is proposed again
 
-# Takes the numbers of the loader hosts that are to move, and what to call once the move is
-# accepted. Another change may be under way.
+# Called with the numbers of the loader workers that are to move, and a callback for an accepted
+# move. Another migration may be in progress.
 Move = Callable[[list[int], Callable[[], None]], None]
 
 
 class NodePlacement:
-    """The hosts of one job by node. Runs on: any thread."""
+    """The nodes of one job's workers. Runs on: any thread."""
 
     def __init__(self, control: ActorSystem, layout: Callable[[], Layout]):
         self._control, self._layout = control, layout
-        self._placed: dict[str, Spot] = {}  # hosts by name
+        self._placed: dict[str, Spot] = {}  # by worker
         self._memory: dict[str, int] = {}  # bytes that each of them needs
-        self._nodes: dict[
-            str, Node
-        ] = {}  # as they would be without this job, when their figures had last settled
+        # nodes without the workers of this job, when their free resources had last settled
+        self._nodes: dict[str, Node] = {}
         self._last_start = -math.inf
-        self._wanted: dict[
-            str, tuple[str, str]
-        ] = {}  # hosts that are to move by the last review: the node, and the node they leave
-        self._moved: dict[str, float] = {}  # hosts whose move was accepted, and when
-        self._crowded: dict[
-            str, tuple[float, Surplus]
-        ] = {}  # nodes with ranks whose share is exceeded, since when
-        self._lock = Lock()  # hosts are started by several threads
+        # workers that are to move by the last review -> the new node, and the node they leave
+        self._wanted: dict[str, tuple[str, str]] = {}
+        self._moved: dict[str, float] = {}  # workers whose move was accepted -> the time
+        # nodes with ranks whose share is exceeded -> the time since when, and the surplus
+        self._crowded: dict[str, tuple[float, Surplus]] = {}
+        self._lock = Lock()  # several threads start workers
 
     def place(self, name: str, memory: int) -> dict[str, Any]:
-        """Return node and resources of a host, as arguments of ``spawn``. A host that is started
-        again stays, if its node is there.
+        """Return the node and resources of a worker, as arguments of ``spawn``.
+
+        A restarted worker keeps its node, if that is alive.
         """
         if not (nodes := self._living_nodes()):
             return {}
         layout = self._layout()
         with self._lock:
-            if (
-                time.monotonic() - self._last_start > SETTLED_S
-            ):  # all that was asked for is in the figures of now
-                self._nodes = {}
+            if time.monotonic() - self._last_start > SETTLED_S:
+                self._nodes = {}  # the current free resources include all requests
             before = self._placed.get(name)
             if before is None or (spot := spot_for_restart(before, nodes)) is None:
                 spot = choose(name, self._without_job(nodes, name), layout, self._placed, memory)
@@ -103,9 +98,10 @@ class NodePlacement:
         asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
         return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
 
-    def planner(self) -> dict[str, Any]:
-        """Return the node of the planner, which asks for nothing: one without ranks where there is
-        one, else any.
+    def coordinator(self) -> dict[str, Any]:
+        """Return the node of the coordinator, as an argument of ``spawn``.
+
+        It is a node without ranks, if there is one. The coordinator requests no resources.
         """
         found = (
             node_without_ranks(nodes, layout)
@@ -115,20 +111,19 @@ class NodePlacement:
         return {} if found is None else {"node": found.id}
 
     def forget(self, name: str) -> None:
-        """The host has ended, and nobody starts it again."""
+        """Forget a worker that has ended and is not restarted."""
         with self._lock:
             self._placed.pop(name, None)
             self._memory.pop(name, None)
 
     def memory_of(self, name: str) -> int | None:
-        """Return the bytes that a host was placed with; None for one that is not known."""
+        """Return the bytes that a worker was placed with; None for an unknown worker."""
         return self._memory.get(name)
 
     def review(self) -> list[str]:
-        """Report nodes whose share is exceeded, and return the loader hosts that are to move to
-        nodes with room.
+        """Log the nodes whose share is exceeded; return the loader workers that are to move.
 
-        They are returned again by the next review, until ``accept`` says that they move.
+        The next review returns them again, until ``accept`` is called for them.
         """
         nodes, layout, now = self._living_nodes(), self._layout(), time.monotonic()
         with self._lock:
@@ -138,34 +133,37 @@ class NodePlacement:
             free = self._without_job(nodes)
             self._report(surplus(free, layout, self._placed, self._memory), now)
             found = moves(free, layout, self._placed, self._memory)
-            self._moved = {host: when for host, when in self._moved.items() if host in self._placed}
+            self._moved = {name: at for name, at in self._moved.items() if name in self._placed}
             names = {n.id: n.name or n.address for n in nodes}
             self._wanted = {
-                host: (names[spot.node], names.get(self._placed[host].node, ""))
-                for host, spot in found.items()
-                if now - self._moved.get(host, -math.inf) > AGAIN_S
+                worker: (names[spot.node], names.get(self._placed[worker].node, ""))
+                for worker, spot in found.items()
+                if now - self._moved.get(worker, -math.inf) > PROPOSE_AGAIN_S
             }
             return list(self._wanted)
 
-    def accept(self, hosts: Sequence[str]) -> None:
-        """Report that hosts move. They are proposed again after ``AGAIN_S``, where nothing came of
-        it.
+    def accept(self, workers: Sequence[str]) -> None:
+        """Record that workers move, and log it.
+
+        A worker that has not moved after ``PROPOSE_AGAIN_S`` is proposed again.
         """
         with self._lock:
-            for host in hosts:
-                if host in self._wanted:
-                    to, at = self._wanted.pop(host)
-                    self._moved[host] = time.monotonic()
+            for worker in workers:
+                if worker in self._wanted:
+                    to, at = self._wanted.pop(worker)
+                    self._moved[worker] = time.monotonic()
                     log.warning(
-                        "%s moves to node %s, which has room: node %s runs more hosts than it may",
-                        host,
+                        "%s moves to node %s, which has room: node %s exceeds sidecar=%g",
+                        worker,
                         to,
                         at,
+                        self._layout().share,
                     )
 
-    def figures(self) -> dict[str, Any]:
-        """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows;
-        empty without a cluster.
+    def metrics(self) -> dict[str, Any]:
+        """Return the nodes with ranks that run more workers than ``sidecar`` allows.
+
+        The result is empty without a cluster.
         """
         now, share = time.monotonic(), self._layout().share
         with self._lock:
@@ -186,9 +184,11 @@ class NodePlacement:
         return getattr(self._control, "nodes", list)()
 
     def _without_job(self, nodes: Sequence[Node], name: str = "") -> list[Node]:
-        """Nodes as they would be without the hosts of this job, ``name`` apart. Under the lock."""
+        """Return the nodes without the workers of this job but ``name``. Runs under the lock."""
         living: Collection[str] = getattr(self._control, "asked", dict)()
-        ours = [spot for host, spot in self._placed.items() if host in living and host != name]
+        ours = [
+            spot for worker, spot in self._placed.items() if worker in living and worker != name
+        ]
         free = [without_job(n, [s for s in ours if s.node == n.id]) for n in nodes]
         self._nodes = {n.id: self._nodes.get(n.id, n) for n in free}
         return [at_most(n, self._nodes[n.id]) for n in free]
@@ -197,17 +197,18 @@ class NodePlacement:
         crowded = {s.node.id: s for s in found if s.has_ranks}
         for node, s in crowded.items():
             if node not in self._crowded:
-                words = (
-                    "node %s runs %d hosts of this job, and sidecar=%g allows %d: no other "
-                    "node had room. They move when one has"
-                )
                 log.warning(
-                    words, s.node.name or s.node.address, s.workers, self._layout().share, s.allowed
+                    "node %s runs %d workers of this job, and sidecar=%g allows %d: no other node "
+                    "has room; they move when one has",
+                    s.node.name or s.node.address,
+                    s.workers,
+                    self._layout().share,
+                    s.allowed,
                 )
         for node, (since, s) in self._crowded.items():
             if node not in crowded:
                 log.warning(
-                    "node %s runs no more hosts than sidecar allows, again after %.0f s",
+                    "node %s runs no more workers than sidecar allows, after %.0f s above",
                     s.node.name or s.node.address,
                     now - since,
                 )
@@ -219,39 +220,36 @@ class NodePlacement:
 def watch(
     placement: NodePlacement, machine: Platform, control: ActorSystem, move: Move
 ) -> Callable[[], None]:
-    """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow
-    to answer. Returns what ends it.
+    """Review the placement every ``REVIEW_S``; return the function that ends the reviews.
+
+    They run in a thread of their own, since a cluster may be slow to answer.
     """
     if not getattr(control, "nodes", list)():
         return lambda: None
 
-    def look() -> None:
+    def review() -> None:
         try:
             if found := placement.review():
                 move(
                     [int(name.rpartition("/")[2]) for name in found],
                     lambda: placement.accept(found),
                 )
-        except Exception:  # its figures are for people, and what it proposes can wait
-            log.exception(
-                "the nodes of the job's hosts could not be reviewed; the next review is in %g s",
-                REVIEW_S,
-            )
+        except Exception:  # moves can wait for the next review
+            log.exception("node placement not reviewed; the next review is in %g s", REVIEW_S)
 
-    return machine.every(REVIEW_S, look, "overlord places")
+    return machine.every(REVIEW_S, review, "overlord places")
 
 
 # ----------------------------------------------------------------------------
-# Starts the workers of a job.
+# The worker factory: starts the workers of a job.
 #
-# Code is sent to a process only when it starts, so the factory stays in the launching process. A
-# coordinator asks for workers by number, there or from its own process.
+# A process receives code only at its start, so the factory stays in the launching process. A
+# coordinator requests workers by number, in that process or from its own.
 
-# of a worker before it has read anything: Python, pyarrow and what a cluster adds to them
+# memory of a worker before it has read anything: Python, pyarrow, and libraries of a cluster
 PROCESS_BYTES = 2**27
-SIDE_BY_SIDE = (
-    8  # steps to read ahead with several workers: they are not equally fast at every step
-)
+# steps to read ahead with several workers: they are not equally fast at every step
+MULTI_WORKER_READ_AHEAD = 8
 
 
 def n_constructors(prepared: PreparedJob) -> int:
@@ -262,25 +260,25 @@ def n_constructors(prepared: PreparedJob) -> int:
     )
 
 
-def constructors_of(prepared: PreparedJob, hosts: int | None = None) -> list[int]:
+def constructors_of(prepared: PreparedJob, workers: int | None = None) -> list[int]:
     """Return the constructor worker of every data-parallel group.
 
-    ``hosts`` is the number of constructor workers; by default that of the job.
+    ``workers`` is the number of constructor workers; by default that of the job.
     """
     named = tuple(prepared.options.rank_nodes or ())
     nodes_of = [
         [named[rank] for rank in ranks if rank < len(named)]
         for ranks in prepared.job.place.buckets("DP")
     ]
-    return constructors_by_node(nodes_of, n_constructors(prepared) if hosts is None else hosts)
+    return constructors_by_node(nodes_of, n_constructors(prepared) if workers is None else workers)
 
 
 def read_ahead_of(loader_placement: LoaderPlacement, scaled: bool = False) -> int:
-    """Return the steps to read ahead of the draw. ``scaled``: there may be more workers soon."""
-    return SIDE_BY_SIDE if loader_placement.n_hosts > 1 or scaled else READ_AHEAD
+    """Return the steps to read ahead of the draw. ``scaled``: workers may be added later."""
+    return MULTI_WORKER_READ_AHEAD if loader_placement.n_hosts > 1 or scaled else READ_AHEAD
 
 
-def lanes_of(options: Options, loader_placement: LoaderPlacement) -> int:
+def loader_threads(options: Options, loader_placement: LoaderPlacement) -> int:
     """Return the number of threads of every loader worker.
 
     Threads are not cores: see ``scaling/loader_placement.py``.
@@ -303,7 +301,7 @@ def settings_of(
         name=prepared.job.name,
         token=token,
         generation=generation,
-        workers=lanes_of(options, loader_placement),
+        workers=loader_threads(options, loader_placement),
         open_files=max(1, options.open_files // loader_placement.n_hosts),
         open_bytes=max(1, options.open_bytes // loader_placement.n_hosts),
         ring_bytes=ring_bytes(options),
@@ -318,16 +316,17 @@ def settings_of(
 
 
 def layout_of(prepared: PreparedJob, constructor_of: Sequence[int]) -> Layout:
+    """Return the layout of the launch options, with the ranks of each constructor worker."""
     buckets, options = list(prepared.job.place.buckets("DP")), prepared.options
     served = [
-        tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b])
-        for host in range(max(constructor_of) + 1)
+        tuple(r for b, c in enumerate(constructor_of) if c == worker for r in buckets[b])
+        for worker in range(max(constructor_of) + 1)
     ]
     return replace(layout_asked(options), ranks_of=tuple(served))
 
 
 def layout_asked(options: Options) -> Layout:
-    """Return the layout that the launch options ask for."""
+    """Return the layout that the launch options describe."""
     return Layout(
         rank_nodes=tuple(options.rank_nodes or ()),
         share=options.sidecar,
@@ -344,9 +343,12 @@ class WorkerStarter(Protocol):
     token: str
 
     @property
-    def placement(self) -> NodePlacement | None: ...  # on the nodes of a cluster, if known here
+    def placement(self) -> NodePlacement | None:
+        """The nodes of workers; None if another process decides them."""
 
-    def constructor(self, c: int) -> ActorHandle: ...
+    def constructor(self, c: int) -> ActorHandle:
+        """Start a constructor worker."""
+
     def loader_worker(
         self,
         h: int,
@@ -354,14 +356,15 @@ class WorkerStarter(Protocol):
         openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> ActorHandle: ...  # instead_of: the worker whose loaders it is to read
-    def end(
-        self, h: int, handle: ActorHandle
-    ) -> None: ...  # a loader worker that is not needed any more; may block
+    ) -> ActorHandle:
+        """Start a loader worker. ``instead_of``: the worker whose loaders it is to read."""
+
+    def end(self, h: int, handle: ActorHandle) -> None:
+        """End a loader worker that is not needed any more; may block."""
 
 
 class WorkerFactory:
-    """The starter of the launching process, which has the code and the settings of workers.
+    """Starts workers from the launching process, which has their code and settings.
 
     ``prepared`` returns the current prepared job: sources may have been added.
     """
@@ -381,7 +384,9 @@ class WorkerFactory:
         self.placement = NodePlacement(
             control, lambda: layout_of(self._prepared(), self._constructor_of.tolist())
         )
-        self._reader_specs: dict[int, ReaderSpec] = {}  # those that are known to be sendable
+        self._reader_specs: dict[
+            int, ReaderSpec
+        ] = {}  # of sources whose code was checked to be sendable
 
     def constructor(self, c: int) -> ActorHandle:
         prepared = self._prepared()
@@ -433,8 +438,8 @@ class WorkerFactory:
     ) -> ActorHandle:
         """Place a worker and start it.
 
-        The placement of one that cannot be started is removed, unless it had one before: then it is
-        tried again.
+        If the start fails, the placement is removed, unless the worker had it before: then the
+        start is retried there.
         """
         is_new = self.placement.memory_of(name) is None
         where = self.placement.place(name, memory)
@@ -460,7 +465,7 @@ class WorkerFactory:
         if (
             i not in self._reader_specs
             or self._reader_specs[i].pipeline is not prepared.pipelines[i]
-        ):  # a source that could not join is another by then
+        ):  # the source was replaced: an earlier one of this number was not added
             self._reader_specs[i] = sendable(
                 prepared.reader_spec(i), f"source {prepared.job.sources[i].name!r}"
             )

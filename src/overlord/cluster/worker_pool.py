@@ -1,4 +1,4 @@
-"""The workers of a job as its coordinator sees them: handles, outboxes, addresses and starts."""
+"""The workers of a coordinator: their handles, outboxes, addresses, starts and ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("overlord")
 def is_stopped(pid: int) -> bool:
     """Return whether a signal stopped a process.
 
-    False where the system does not say: then only the deadline of a start applies.
+    False if the system does not report it: then only the deadline of a start applies.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -39,27 +39,27 @@ def is_stopped(pid: int) -> bool:
 
 
 class StartupWatchdog:
-    """Watches starting workers. One thread calls ``look`` ``TICKS`` times in ``lost_after_s``."""
+    """Watches starting workers. One thread calls ``overdue`` TICKS times in ``lost_after_s``."""
 
     def __init__(self, control: ActorSystem, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
-        # of actor systems whose processes get their id later, or run elsewhere
+        # set by actor systems whose processes get their id later, or run on other machines
         self._pid_here: Callable[[ActorHandle], int] | None = getattr(control, "pid_here", None)
-        self._there: dict[ActorHandle, Future[Any]] = {}
-        self._ticks: dict[ActorHandle, int] = {}
+        self._starting: dict[ActorHandle, Future[Any]] = {}  # first heartbeats of starting workers
+        self._ticks: dict[ActorHandle, int] = {}  # calls at which the worker was stopped
         self._given_up: dict[str, str] = {}
 
     def watch(self, handle: ActorHandle) -> None:
-        """Watch a worker whose process is visible here. Runs on: any thread."""
+        """Watch a worker whose process id is known on this machine. Runs on: any thread."""
         if handle.pid is not None or self._pid_here is not None:
-            self._there[handle] = self._control.call(handle, "beat")  # answered once it has started
+            self._starting[handle] = self._control.call(handle, "beat")
 
-    def look(self) -> list[ActorHandle]:
-        """Return the workers to kill: they were stopped at every look for ``lost_after_s``."""
+    def overdue(self) -> list[ActorHandle]:
+        """Return the workers to kill: they were stopped at every call for ``lost_after_s``."""
         found = []
-        for handle, there in list(self._there.items()):
-            if there.done():
-                del self._there[handle]
+        for handle, heartbeat in list(self._starting.items()):
+            if heartbeat.done():
+                del self._starting[handle]
                 self._ticks.pop(handle, None)
                 continue
             pid = handle.pid or 0 if self._pid_here is None else self._pid_here(handle)
@@ -71,8 +71,8 @@ class StartupWatchdog:
                 found.append(handle)
         return found
 
-    def why(self, name: str, reason: str) -> str:
-        """Return the reason of a loss: a worker that was killed here was stopped before."""
+    def reason_of(self, name: str, reason: str) -> str:
+        """Return the reason of a loss; for a worker that the watchdog killed, why it did."""
         return self._given_up.pop(name, reason)
 
 
@@ -87,20 +87,20 @@ LOADER, CONSTRUCTOR = "loader-worker", "constructor-worker"
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """A worker process and the messages that it is sent at the end of the turn."""
+    """A worker process, and the messages that are sent to it at the end of the turn."""
 
     handle: ActorHandle
     out: list[Any] = field(default_factory=list)
     lost: str = ""  # the reason, once it is lost
-    joined: bool = True  # else the job does not need it yet
-    asks: bool = False  # its events arrived: the end of the turn asks for the next ones
+    joined: bool = True  # False: it is prepared, and the job does not need it yet
+    asks: bool = False  # its events arrived; the end of the turn requests the next ones
     incarnation: int = 0  # number of restarts
     heartbeat: Future[Any] | None = None
     question: Future[Any] | None = None  # the last status query
-    # of a restarted constructor worker, for loader workers and for clients of this process
+    # address of a restarted constructor worker, for loader workers and clients of this process
     address: str = ""
-    outside: str = ""  # the same for clients of other processes
-    node: str = ""  # node of a cluster of a loader worker: workers of a node may be lost together
+    outside: str = ""  # its address for clients of other processes
+    node: str = ""  # cluster node of a loader worker: workers of a node may be lost together
     # of a loader worker: the addresses of the constructor workers it is connected to
     linked: dict[int, str] = field(default_factory=dict)
 
@@ -147,7 +147,10 @@ class WorkerCallbacks:
 
 
 class WorkerPool:
-    """Starts, watches, addresses and ends workers. Runs on: event loop, except where stated."""
+    """Starts, polls and ends workers, and sends messages to them.
+
+    Runs on: event loop, except where stated.
+    """
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class WorkerPool:
         self._starter, self._placement = starter, placement
         self.loaders: dict[int, WorkerHandle] = {}
         self.constructors: dict[int, WorkerHandle] = {}
-        self.restarted: dict[str, WorkerHandle] = {}  # they know no step until the next rollback
+        self.restarted: dict[str, WorkerHandle] = {}  # they wait for the next rollback
         self.addresses: dict[int, str] = {}  # of constructor workers
         self._outside: dict[int, str] = {}  # the same for clients of other processes
         self._listening: tuple[str, str] | None = None  # interface and token of those clients
@@ -231,7 +234,7 @@ class WorkerPool:
         return self._control.get(future, timeout_s)
 
     def ask(self, worker: WorkerHandle, method: str, *args: Any) -> Future[Any]:
-        """Call a status query; a worker that has not answered the last one is not asked again."""
+        """Send a status query; fail at once if the worker has not answered the last one."""
         if worker.question is None or worker.question.done():
             worker.question = self.call(worker, method, *args)
             return worker.question
@@ -240,7 +243,7 @@ class WorkerPool:
         return silent
 
     def ask_heartbeat(self, worker: WorkerHandle) -> None:
-        """Call for a heartbeat unless one is under way."""
+        """Request a heartbeat unless a request is pending."""
         if worker.heartbeat is None or worker.heartbeat.done():
             worker.heartbeat = self.call(worker, "beat")
 
@@ -277,7 +280,7 @@ class WorkerPool:
         if self.closed or worker.lost:
             return
         worker.lost = reason
-        if worker.joined:  # else the code that prepares it finds out
+        if worker.joined:  # otherwise the code that prepares it detects the loss
             self._callbacks.lost(worker, reason)
 
     # starting
@@ -295,7 +298,7 @@ class WorkerPool:
         for h in range(self._starter.loader_placement.n_hosts):
             mine = [s for s in starts if self._placement.worker(s.loader) == h]
             self.start_loader(h, sources, mine)
-        ready = [(worker, self.call(worker, "at")) for worker in self.loaders.values()]
+        ready = [(worker, self.call(worker, "node")) for worker in self.loaders.values()]
         for worker, future in ready:
             worker.node = self.get(future, START_S)
 
@@ -360,7 +363,7 @@ class WorkerPool:
         try:
             sources = self._placement.sources_of[h]
             worker = self._spawn_loader(h, sources, (), instead_of, joined=False)
-            worker.node = self.wait_for(worker, "at")
+            worker.node = self.wait_for(worker, "node")
         except Exception as fault:
             reason = f"{type(fault).__name__}: {fault}"
             self._event_loop.post(lambda: failed(worker, reason))
@@ -381,7 +384,7 @@ class WorkerPool:
         except Exception as fault:
             reason = f"{type(fault).__name__}: {fault}"
             if isinstance(fault, ActorLost) and fault.name == name:
-                reason = self._watchdog.why(name, fault.reason)
+                reason = self._watchdog.reason_of(name, fault.reason)
             self._event_loop.post(lambda: self._restart_failed(name, incarnation, reason))
         else:
             self._event_loop.post(lambda: self._is_restarted(worker))
@@ -395,7 +398,7 @@ class WorkerPool:
 
     def _restart_loader(self, h: int, incarnation: int) -> WorkerHandle:
         worker = self._spawn_loader(h, self._placement.sources_of[h], incarnation=incarnation)
-        worker.node = self.wait_for(worker, "at")
+        worker.node = self.wait_for(worker, "node")
         return worker
 
     def _restart_failed(self, name: str, incarnation: int, reason: str) -> None:
@@ -404,7 +407,7 @@ class WorkerPool:
             self._callbacks.start_failed(name, incarnation, reason)
 
     def _is_restarted(self, worker: WorkerHandle) -> None:
-        """Keep a restarted worker aside until the rollback: it knows no step that is under way."""
+        """Set a restarted worker aside until the rollback: it has no step in progress."""
         if self.closed or worker.lost:
             return
         self.restarted[worker.name] = worker
@@ -413,7 +416,7 @@ class WorkerPool:
         self._callbacks.started(worker)
 
     def adopt(self, worker: WorkerHandle) -> None:
-        """Let a restarted worker take its place in the job."""
+        """Replace a lost worker by its restarted one."""
         if worker.is_loader:
             self.loaders[worker.number] = worker
             return
@@ -421,7 +424,7 @@ class WorkerPool:
         self.constructors[c] = worker
         if worker.outside:
             self._outside[c] = worker.outside
-        elif (listening := self._listening) is not None:  # asked for since it was started
+        elif (listening := self._listening) is not None:  # ``listen`` was called after its start
             self._outside.pop(c, None)
             self.call(worker, "listen", *listening).add_done_callback(
                 lambda future: self._found_outside(c, future)
@@ -450,8 +453,8 @@ class WorkerPool:
     # ending
 
     def kill_stopped(self) -> None:
-        """Kill workers that were stopped (SIGSTOP) for too long while they start."""
-        for handle in self._watchdog.look():
+        """Kill workers that were stopped (SIGSTOP) during their start for too long."""
+        for handle in self._watchdog.overdue():
             log.warning("%s killed: it was stopped during its start", handle.name)
             self._kill_later(handle)
 
@@ -460,7 +463,8 @@ class WorkerPool:
         if (worker := self.named(name)) is None:
             known = ", ".join(worker.name for worker in self.workers())
             raise JobError(
-                [f"no process of this job is called {name!r}; there are {known}"], "kill"
+                [f"expected the name of a process of this job, got {name!r}; there are {known}"],
+                "kill",
             )
         self._control.kill(worker.handle)
 
@@ -477,10 +481,8 @@ class WorkerPool:
         """Kill a worker. Runs on: any thread."""
         try:
             self._control.kill(handle)
-        except (
-            OverlordError
-        ) as fault:  # blocked by a disk, perhaps: its name stays taken until then
-            log.warning("%s: %s", handle.name, fault)
+        except OverlordError as fault:  # a disk may block its exit; its name is taken until then
+            log.warning("%s not killed: %s", handle.name, fault)
 
     def retire(self, h: int, worker: WorkerHandle) -> None:
         """End a loader worker that is not needed, in a thread: a disk may block it."""
@@ -490,7 +492,7 @@ class WorkerPool:
         try:
             self.end(h, worker)
         except OverlordError as fault:
-            log.warning("%s: %s", worker.name, fault)
+            log.warning("%s not ended: %s", worker.name, fault)
 
     def end(self, h: int, worker: WorkerHandle) -> None:
         """End a loader worker for good. Runs on: any thread."""
@@ -511,7 +513,7 @@ class WorkerPool:
 
     def listen(self, interface: str, token: str, workers: Mapping[int, WorkerHandle]) -> None:
         """Let constructor workers accept clients of other processes. Runs on: any thread."""
-        self._listening = (interface, token)  # first: workers that are being started read it
+        self._listening = (interface, token)  # set first: workers that are starting read it
         calls = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
         self._outside = {c: self.get(future, START_S) for c, future in calls.items()}
 
@@ -524,7 +526,7 @@ class WorkerPool:
     def poll(
         self, workers: Iterable[WorkerHandle], method: str, answered: Callable[[str, Any], None]
     ) -> None:
-        """Call a method of workers and pass answers to ``answered``, None in place of an error.
+        """Call a method of workers, and pass each answer to ``answered``; None for an error.
 
         ``answered`` runs on the event loop.
         """

@@ -26,11 +26,11 @@ from overlord.planning.state_json import (
 )
 
 # ----------------------------------------------------------------------------
-# Tables of integers in few bytes: each column has the smallest integer type that holds it.
+# Compact tables of integers: each column is stored in the smallest integer type that holds it.
 #
-# A plan writes such a table at every step.
+# The entry of each plan has such a table.
 
-ZERO = "0"  # a column of nothing but zeros takes no bytes
+ZERO = "0"  # the form of a column of zeros, which takes no bytes
 FORMS: dict[str, np.dtype[Any]] = {
     "b": np.dtype("<i1"),
     "h": np.dtype("<i2"),
@@ -61,10 +61,7 @@ def _form(low: int, high: int) -> str:
 
 
 def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
-    """Return the table that was given to ``packed``.
-
-    Raise ValueError for a wrong form or length.
-    """
+    """Return the table that ``packed`` encoded; raise ValueError for a wrong form or length."""
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:
         raise ValueError(
@@ -94,15 +91,15 @@ SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB = (
     "job",
 )
 KINDS = (SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB)
-MOST_SOURCES = 2**20  # a file with more is refused before anything is allocated for it
-MOST_AGES = 2**26
+MOST_SOURCES = 2**20  # an entry with more is refused before memory is allocated for it
+MOST_AGES = 2**26  # the same for ages of look-ahead samples
 N_CURSOR = len(Cursor())
 
 Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
 
 
 # ----------------------------------------------------------------------------
-# Entries of a journal.
+# Entries of a journal: their contents, and the changes of a state.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,10 @@ class Entry:
 class Interval:
     """The rule for the next snapshot, by the bytes of the plans since the last one.
 
-    A snapshot is due when these plans hold ``ratio`` times its bytes. Then snapshots add
-    1/``ratio`` to the bytes written, whatever the number of sources. Replaying the plans costs at
-    most ``ratio`` times as much as reading the snapshot. ``most_bytes`` and ``most_plans`` bound
-    the plans that a restart holds in memory and replays.
+    A snapshot is due when these plans have ``ratio`` times its bytes. So snapshots add 1/``ratio``
+    to the bytes written, whatever the number of sources. A replay of the plans costs at most
+    ``ratio`` times as much as reading the snapshot. ``most_bytes`` and ``most_plans`` bound the
+    plans that a restart holds in memory and replays.
     """
 
     ratio: int = 64
@@ -149,8 +146,8 @@ def snapshot(state: StreamState, acked: int) -> Entry:
 def rewind(state: StreamState, floor: int = 0) -> Entry:
     """Return a snapshot that restarts the stream: earlier plans no longer count.
 
-    ``floor`` is the first step that events may still change. It is above the state's step where
-    some ranks have already received steps that are replanned.
+    ``floor`` is the first step that events may still change. It is above the state's step if some
+    ranks have already received steps that are replanned.
     """
     return Entry(
         REWIND,
@@ -175,7 +172,7 @@ def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
 
 
 def event(applied: Event, step: int) -> Entry:
-    """Return the entry of an event; ``step`` is the first that was not planned when it arrived."""
+    """Return the entry of an event; ``step`` is the first step that was not planned then."""
     return Entry(EVENT, step, event_out(applied))
 
 
@@ -184,15 +181,15 @@ def report(received: Report) -> Entry:
 
 
 def acked(step: int) -> Entry:
-    """Return the entry of a step that all ranks acknowledged, where no later plan records it."""
+    """Return the entry of a step that all ranks acknowledged, if no later plan records it."""
     return Entry(ACKED, step, {})
 
 
 def rollback(step: int, generation: int, reason: str) -> Entry:
     """Return the entry of a rollback after a worker was lost.
 
-    All steps after ``step`` are replanned with the same plans. So the entry is only for readers of
-    the journal.
+    All steps after ``step`` are replanned with the same plans. A replay ignores the entry; it is
+    for people who read the journal.
     """
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
@@ -200,9 +197,9 @@ def rollback(step: int, generation: int, reason: str) -> Entry:
 def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
     """Return the entry that identifies the job of a stream.
 
-    It is written next to the first snapshot of a segment, and when a source is added. ``place`` is
-    part of it: under another mesh or ``sync`` the same samples have other slots, and plans other
-    digests.
+    It is written before the first snapshot of a segment, and when a source is added. ``place``
+    identifies mesh and ``sync``: with others the same samples have other slots, and plans have
+    other digests.
     """
     return Entry(
         JOB,
@@ -224,9 +221,9 @@ def report_of(entry: Entry) -> Report:
 
 
 def changes(before: StreamState | None, after: StreamState) -> Body:
-    """Return the difference from ``before`` to ``after``; None is the empty state.
+    """Return the changes from ``before`` to ``after``; None is the empty state.
 
-    Numbers are written as differences, which are small.
+    Numbers are stored as differences, which are small.
     """
     n, full = len(after.active), before is None
     before = _empty(n, tuple(after.counts)) if before is None else with_added_sources(before, n)
@@ -252,14 +249,14 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
     if after.ahead or before.ahead:
         body["ahead"] = _ages_out(after.ahead)
     if after.reports != before.reports:
-        body["reports"] = _reports_left(before.reports, after.reports)
+        body["reports"] = _reports_out(before.reports, after.reports)
     return body
 
 
 def changed(before: StreamState | None, body: Body) -> StreamState:
-    """Return ``after`` from ``before`` and the result of ``changes``.
+    """Return the state after the changes in ``body``, which ``changes`` created.
 
-    Raise ValueError, TypeError or KeyError if the body does not fit.
+    Raise ValueError, TypeError or KeyError if the body does not fit ``before``.
     """
     n = _whole(body["sources"], MOST_SOURCES)
     before = _empty(n, ()) if before is None else with_added_sources(before, n)
@@ -275,7 +272,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
         raise ValueError(f"expected {table.shape[1]} columns, got {delta.shape[1]}")
     table[rows] += delta
     reports = (
-        before.reports if "reports" not in body else _reports_of(before.reports, body["reports"])
+        before.reports if "reports" not in body else _reports_in(before.reports, body["reports"])
     )
     mix_step, mix_epoch = body["mix"]
     return StreamState(
@@ -301,7 +298,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
 def with_report(state: StreamState, received: Report) -> StreamState:
     """Return the state with a report that later plans may use.
 
-    The last report of a rank for a step counts.
+    It replaces an earlier report of the same rank and step.
     """
     known = {(r.step, r.rank): r for r in state.reports}
     known[received.step, received.rank] = received
@@ -334,17 +331,17 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 
 
 def _fits(owed: Sequence[int]) -> bool:
-    """Return whether all accounts fit into 64 bits.
+    """Return whether the numbers of owed samples or tokens fit into 64 bits.
 
-    Accounts in tokens may not, after a change of weights.
+    Numbers of tokens may not, after a change of weights.
     """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 
 
 def _table(state: StreamState) -> np.ndarray:
-    """Return the integers of every source as a table: cursor, account, counts.
+    """Return the integers of every source as a table: cursor, owed samples, counts.
 
-    Differences of tables may overflow; adding them wraps back to the same values.
+    Differences of tables may overflow; adding them wraps around to the same values.
     """
     owed = (
         np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
@@ -355,7 +352,7 @@ def _table(state: StreamState) -> np.ndarray:
 
 
 def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:
-    """Return the ages of look-ahead samples: their number by source, then all ages."""
+    """Return the ages of look-ahead samples as tables: counts by source, then all ages."""
     if not ahead:
         return []
     lengths = np.array([len(a) for a in ahead], np.int64)
@@ -372,10 +369,10 @@ def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
     return tuple(np.split(values, np.cumsum(lengths)[:-1]))
 
 
-def _reports_left(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
+def _reports_out(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
     """Return the change of the reports.
 
-    Usually a plan uses the oldest reports and keeps the rest.
+    Usually a plan uses the oldest reports; then the first step that stays is enough.
     """
     first = after[0].step if after else (before[-1].step + 1 if before else 0)
     if tuple(r for r in before if r.step >= first) == tuple(after):
@@ -383,7 +380,7 @@ def _reports_left(before: Sequence[Report], after: Sequence[Report]) -> list[Any
     return [0, reports_out(after)]
 
 
-def _reports_of(before: Sequence[Report], saved: Sequence[Any]) -> tuple[Report, ...]:
+def _reports_in(before: Sequence[Report], saved: Sequence[Any]) -> tuple[Report, ...]:
     if len(saved) > 1:
         return reports_in(saved[1])
     return tuple(r for r in before if r.step >= int(saved[0]))

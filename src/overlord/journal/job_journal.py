@@ -1,9 +1,9 @@
-"""A job's journal: every plan and event is written before it is executed.
+"""The journal of a job: every plan and event is written before it is executed.
 
-``journal/checkpoint.py`` defines the entries. The event loop calls the journal, and a thread of its
-own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that applies
-them. Once an append has failed nothing more is written, so that the journal always holds everything
-that was executed. The job then ends before the step that could not be written.
+``journal/checkpoint.py`` defines the entries. The event loop calls the journal, and a separate
+thread writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that
+applies them. After a failed append nothing more is written, and the job ends before the step that
+could not be written. So the journal always has everything that was executed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SEGMENT_BYTES = 2**22
 class JobJournal(NullJournal):
     """The journal of a new job (``fresh``) or of a job that resumes (``resumed``).
 
-    ``begin`` is called before the first plan.
+    ``write_start`` or ``write_rewind`` is called before the first plan.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class JobJournal(NullJournal):
         )
         self._on_change: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
-        # Simulations replace it by a writer without threads.
+        # simulations replace it by a writer without threads
         self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
             AppendThread
         )
-        # The state after the last plan that was queued for writing, with the reports since.
+        # the state after the last plan that was queued for writing, with later reports
         self._last: StreamState | None = None
         self._next = 0  # the first step that was not queued for writing
         self._durable = 0  # the first step that is not durable
-        # (step, order of the writer): once the order is done, all steps before it are durable
+        # (step, number of an append): once that append is done, all steps before are durable
         self._orders: deque[tuple[int, int]] = deque()
         self._acked = -1  # the last acknowledged step, as written
         self._digests: dict[int, str] = {}  # of written steps that are planned again
@@ -94,15 +94,13 @@ class JobJournal(NullJournal):
     def fresh(where: Where, name: str) -> JobJournal:
         """Return a new journal; raise if one exists.
 
-        Nothing is written before ``begin``: a launch that fails leaves no journal.
+        Nothing is written before ``write_start``: a launch that fails leaves no journal.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
             storage.hold()
             if storage.names():
-                JournalLog.create(
-                    storage, Header(job=name)
-                )  # raises, and names the existing journal
+                JournalLog.create(storage, Header(job=name))  # raises: the journal exists
         except BaseException:
             storage.close()
             raise
@@ -115,7 +113,7 @@ class JobJournal(NullJournal):
         """Open the journal of a job, which may be empty, and return it with its content.
 
         Older writers are fenced off. With ``launch`` the journal must be empty or of that launch.
-        So a job that was fenced off cannot return through another of its processes.
+        So another process of a job that was fenced off cannot open the journal.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
@@ -186,17 +184,15 @@ class JobJournal(NullJournal):
         self._prune()
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Return whether the plan is already written.
+        """Return whether a plan is already written or queued for writing.
 
-        Raise ``PlanError`` if another plan of its step is written.
+        Raise ``PlanError`` if the journal has another plan of its step.
         """
         if stage.plan.step >= self._next:
             return False
         first = self._digests.get(stage.plan.step)
         if first is not None and first != stage.digest:
-            what = (
-                f"the journal has another plan of this step: expected {first}, got {stage.digest}"
-            )
+            what = f"expected the plan in the journal ({first}), got another ({stage.digest})"
             raise PlanError(what, stage.plan.step, NO_FUNCTION)
         return True
 
@@ -228,22 +224,22 @@ class JobJournal(NullJournal):
     def write_acked(self, step: int | None, last: bool) -> None:
         """Record that all ranks acknowledged a step.
 
-        The next plan records it too. It is written by itself if no plan follows (``last``), or if
-        at least two steps were acknowledged since the last one written.
+        The next plan records it too. So it gets its own entry only if no plan follows (``last``),
+        or if at least two steps were acknowledged since the last one written.
         """
         if step is not None and step > self._acked + (not last):
             self._append([*self._pending, checkpoint.acked(step)])
             self._acked = step
 
     def write_rollback(self, step: int, generation: int, reason: str) -> None:
-        """Record a rollback: a worker was lost, and the steps after this one are planned again.
+        """Record a rollback: a worker was lost, and the steps after this one are replanned.
 
-        The entry is only for readers of the journal, so it is written with the next append.
+        A replay does not need the entry, so it is written with the next append.
         """
         self._pending.append(checkpoint.rollback(step, generation, reason))
 
     def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None:
-        """Restart the stream at a state: trainers loaded it, or the mesh changed.
+        """Restart the stream at a state that trainers loaded, or on another mesh.
 
         Earlier plans no longer count. They are pruned, although their steps may have higher
         numbers.
@@ -289,7 +285,7 @@ class JobJournal(NullJournal):
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Queue entries for writing; return the number of the order, to wait for it."""
+        """Queue entries for writing; return the number of the append, for ``_settle``."""
         if self._writer is None:
             self._log = self._log or JournalLog.create(self._storage, self._header)
             self._writer = self.make_writer(self._log, self._on_change)
@@ -300,7 +296,7 @@ class JobJournal(NullJournal):
         return order
 
     def _settle(self, order: int) -> None:
-        """Wait until an order is durable."""
+        """Wait until an append is durable."""
         assert self._writer is not None
         self.settling = True
         try:
@@ -324,9 +320,9 @@ class JobJournal(NullJournal):
                 )
 
     def _prune(self) -> None:
-        """Prune everything before the newest snapshot that all ranks have passed.
+        """Prune all entries before the newest snapshot that all ranks have passed.
 
-        No rollback goes beyond the last step that all ranks acknowledged.
+        A rollback never returns to a step before the last one that all ranks acknowledged.
         """
         passed = False
         while len(self._snapshots) > 1 and self._snapshots[1] <= self._acked + 1:
@@ -360,13 +356,13 @@ class JobJournal(NullJournal):
     def close(self, taken: int = -1) -> None:
         """Record the last step that all ranks acknowledged, and close the log.
 
-        A signal handler may call it. Without it nothing is lost that a resumed job needs.
+        A signal handler may call this. A job can resume from a journal that was not closed.
         """
         if self._writer is None:
             (self._log or self._storage).close()
             return
         if self._last is not None and (taken > self._acked or self._pending):
-            with contextlib.suppress(JournalError):  # this entry is not needed to resume
+            with contextlib.suppress(JournalError):  # a resumed job does not need this entry
                 self._append([*self._pending, checkpoint.acked(max(taken, self._acked))])
                 self._acked = max(taken, self._acked)
         in_time = self._writer.close(TIMEOUTS.close_s)
@@ -375,10 +371,7 @@ class JobJournal(NullJournal):
 
 
 def entries(records: Sequence[Record]) -> list[Entry]:
-    """Return the entries of records.
-
-    Raise ``JournalError`` for a body that this version does not know.
-    """
+    """Return the entries of records; raise ``JournalError`` for a body that is not an entry."""
     found = []
     for record in records:
         body = record.body
@@ -386,7 +379,7 @@ def entries(records: Sequence[Record]) -> list[Entry]:
             raise JournalError(
                 record.where,
                 f"expected the fields of a {record.kind}, got {type(body).__name__}",
-                "this journal was not written by a job",
+                "the journal was not written by a job: give the job another one",
             )
         found.append(Entry(record.kind, record.number, dict(body), record.where))
     return found
@@ -397,8 +390,8 @@ def _job_entry(prepared: PreparedJob, step: int) -> Entry:
 
 
 def slots_of(job: Job) -> str:
-    """Return a text of the job's mesh and ``sync``.
+    """Return a text that identifies the mesh and ``sync`` of a job.
 
-    They decide the slots of a step's samples, and so its plan, but not the samples.
+    They decide the slots of samples in a step, and so its plan, but not the samples.
     """
     return f"{job.place!r}, sync={job.sync!r}"

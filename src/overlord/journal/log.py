@@ -1,9 +1,9 @@
 """The log: records that are durable when ``append`` returns.
 
-After a crash the log reads back exactly what was written. A log has one writer, which uses it from
-one thread at a time. Calls wait only for the disk or the store. A writer never appends to a segment
-of another writer. It begins a segment of its own, whose header records where the records before it
-end. So nothing that was once read ever changes.
+After a crash the log reads back exactly the records that were written. A log has one writer, which
+uses it from one thread at a time. Calls wait only for the disk or the store. A writer never appends
+to a segment of another writer. It begins its own segment, whose header records where the records
+before it end. So records that were read once never change.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from overlord.journal.segments import (
     pruned,
     seed_of,
 )
-from overlord.journal.storage import JournalStorage, NameTaken, storage_of, whoami
+from overlord.journal.storage import JournalStorage, NameTaken, process_label, storage_of
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
-# For an operation that another process may disturb: a list that changes while it is read, a number
-# that is taken.
+# Attempts of an operation that another process may disturb: a list of segments that changes while
+# it is read, or a segment number that is taken.
 TRIES = 10
 T = TypeVar("T")
 Where = str | os.PathLike[str] | JournalStorage
@@ -51,7 +51,7 @@ class _Tip:
     ordinal: int
     seed: int
     begin: int
-    end: int  # acknowledged up to here
+    end: int  # the end of the acknowledged bytes
 
 
 @dataclass(slots=True)
@@ -61,13 +61,13 @@ class _Kept:
     name: str
     ordinal: int
     top: int | None
-    opens: bool = False  # a writer fenced off the writers before it with this segment
+    opens: bool = False  # the first segment of its writer, which fenced off earlier writers
 
 
 class JournalLog:
     """A journal open for writing.
 
-    After an append that failed the next one begins a new segment, which leaves out the failed one.
+    After a failed append the next one begins a new segment, whose header excludes the failed one.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class JournalLog:
         """Initialize the log; use ``create`` or ``open`` instead."""
         self.generation = generation
         self.segment_bytes = segment_bytes
-        # Bytes that were left out when the journal was opened.
+        # bytes that do not count, as found when the journal was opened
         self.cuts: list[Truncation] = reading.cuts if reading else []
         self._storage, self._header, self._journal = storage, header, journal
-        self._claim, self._writer = token_hex(8), whoami()
+        self._claim, self._writer = token_hex(8), process_label()
         self._after: After = reading.after if reading else NOTHING_BEFORE
         self._next = reading.next_ordinal if reading else 0
         self._opened = self._next
@@ -134,7 +134,7 @@ class JournalLog:
         goes_on: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> tuple[JournalLog, list[Record]]:
-        """Open a journal, or create it, and return it with its records; fence off older writers.
+        """Open or create a journal, fence off older writers, and return it with its records.
 
         Raise ``StateMismatch`` for a journal of another job; ``allow`` names entries of the
         fingerprint that may differ. With ``goes_on`` the last writer must be of the header's
@@ -160,7 +160,7 @@ class JournalLog:
             found = reading.header
             if found is not None:
                 _same_job(found, header, allow)
-                # A writer that takes the next number after this check is found by the next try.
+                # A writer that takes the next number after this check is found by the next attempt.
                 if goes_on and found.launch != header.launch:
                     raise _of_another_launch(storage, found)
                 storage.settle(name_of(reading.after.ordinal))
@@ -178,7 +178,7 @@ class JournalLog:
                 if not tries_left:
                     raise JournalError(
                         storage.shown,
-                        f"expected a free next segment, got one of another writer, {TRIES} times",
+                        f"expected a free segment number, got one of another writer, {TRIES} times",
                         "stop the other writer first",
                     ) from None
                 continue
@@ -194,12 +194,12 @@ class JournalLog:
     def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
         """Write records with one sync; they are durable on return.
 
-        If it raises, each record may be read back or not, but never a part of one. With ``anew``
-        the records begin a segment. Once they are durable all segments before it are pruned,
+        After an error each record may be read back or not, but never a part of one. With ``anew``
+        the records begin a segment. Once they are durable all earlier segments are pruned,
         whatever their numbers; ``sweep`` removes them.
         """
         if notes := [record.kind for record in records if record.is_note]:
-            raise ValueError(f"expected records of the caller, got the log's own {notes[0]!r}")
+            raise ValueError(f"append: expected records without notes of the log, got {notes[0]!r}")
         self._write(records, anew)
 
     def _write(self, records: Sequence[Record], anew: bool = False) -> None:
@@ -221,16 +221,15 @@ class JournalLog:
         self._storage.append(tip.name, data, tip.end)
         tip.end += len(data)
         self._tip, self._after = tip, After(tip.ordinal, tip.end, 0)
-        self._note_numbers(records)
+        self._raise_top(records)
 
     def _begin(
         self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False
     ) -> None:
         """Begin a new segment with these records.
 
-        With ``anew`` a note after them, in the same append, prunes all earlier segments. If that
-        append is cut off, the note never exists without the records, and the older segments still
-        count.
+        With ``anew`` a note after them, in the same append, prunes all earlier segments. If the
+        append is cut off, the note does not exist without the records, and older segments count.
         """
         self._tip = None
         for _ in range(TRIES):
@@ -248,22 +247,22 @@ class JournalLog:
                     self._ended = self._replaced(taken)
                     raise self._ended from None
                 self._kept.append(_Kept(name, self._next, None))
-                # An append of this writer failed and was yet written: the next segment leaves it
-                # out.
+                # A failed append of this writer was written after all: the next segment excludes
+                # it.
                 self._next += 1
         else:
             raise JournalError(
                 self._storage.shown,
-                f"expected a free next segment, got {TRIES} of failed appends",
+                f"expected a free segment number, got {TRIES} of failed appends",
                 "resume the job",
             )
         if claiming:
-            self._storage.prove(name, data)
+            self._storage.check_exclusive(name, data)
         self._tip = _Tip(name, self._next, seed, len(head), len(data))
         self._after = After(self._next, len(data), 0)
         self._kept.append(_Kept(name, self._next, None, claiming))
         self._next += 1
-        self._note_numbers(records)
+        self._raise_top(records)
         if anew:
             self._drop(len(self._kept) - 1)
 
@@ -303,7 +302,7 @@ class JournalLog:
             "stop this process: its writes no longer count",
         )
 
-    def _note_numbers(self, records: Iterable[Record]) -> None:
+    def _raise_top(self, records: Iterable[Record]) -> None:
         numbers = [record.number for record in records if not record.is_note]
         if numbers:
             kept = self._kept[-1]
@@ -312,7 +311,7 @@ class JournalLog:
     def roll(self) -> None:
         """Let the next append begin a new segment.
 
-        A snapshot begins one, so that all segments before it can be pruned.
+        It is called before a snapshot, so that all segments before it can be pruned.
         """
         self._tip = None
 
@@ -322,14 +321,14 @@ class JournalLog:
         The segment being written stays. Return the number of pruned segments. They are no longer
         read, even if the storage refuses to remove them.
         """
-        pruned_segments = self.give_up(before)
+        n_pruned = self.mark_pruned(before)
         self.sweep()
-        return pruned_segments
+        return n_pruned
 
-    def give_up(self, before: int) -> int:
-        """Prune without removing: write a durable note that the segments no longer count.
+    def mark_pruned(self, before: int) -> int:
+        """Write a durable note that segments no longer count; ``sweep`` removes them.
 
-        A segment that is missing without such a note was lost.
+        A segment that is missing without such a note counts as lost.
         """
         going = []
         for kept in self._kept:
@@ -347,8 +346,8 @@ class JournalLog:
     def _drop(self, n: int) -> None:
         """Move the ``n`` oldest segments to those that ``sweep`` removes.
 
-        In a store the first segment of each writer stays for ever: a fenced-off writer that wakes
-        up late must find its next number taken.
+        In a store the first segment of each writer is never removed: a fenced-off writer that
+        resumes late must find its next number taken.
         """
         self._doomed += [
             kept.name for kept in self._kept[:n] if not (kept.opens and self._storage.whole)
@@ -356,9 +355,9 @@ class JournalLog:
         del self._kept[:n]
 
     def sweep(self) -> None:
-        """Remove pruned segments, also those that an earlier writer did not remove.
+        """Remove pruned segments, including those of earlier writers.
 
-        A removal that is refused is tried again next time.
+        The next call retries a removal that the storage refused.
         """
         doomed = list(self._doomed)  # more may be pruned meanwhile
         if doomed:
@@ -389,7 +388,7 @@ class JournalLog:
         self._tip = None
         self._storage.close()
         self._ended = self._ended or JournalError(
-            self._storage.shown, "the journal was closed", "open it again"
+            self._storage.shown, "expected an open journal, got a closed one", "open it again"
         )
 
     def __enter__(self) -> Self:
@@ -408,7 +407,7 @@ class JournalLog:
 
 
 def read(where: Where) -> Reading:
-    """Read a whole journal with its faults, also while a job writes to it."""
+    """Read a whole journal with its faults; a job may write to it meanwhile."""
     storage = _storage_of(where)
     reading = _load(storage)
     if not reading.parts:
@@ -448,7 +447,7 @@ def _load(storage: JournalStorage) -> Reading:
             continue  # pruned meanwhile
     raise JournalError(
         storage.shown,
-        f"expected the same segments during one read, got others, {TRIES} times",
+        f"expected a list of segments that stays during a read, got changes {TRIES} times",
         "try again",
     )
 
@@ -488,7 +487,7 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
     if differ:
         raise StateMismatch(
             differ,
-            "the journal is another job's: give this one a journal of its own, or fix the job",
+            "the journal belongs to another job: give this one its own journal, or fix the job",
         )
 
 
@@ -509,14 +508,14 @@ def _storage_of(where: Where) -> JournalStorage:
 
 
 def _closing(storage: JournalStorage, opening: Callable[[], T]) -> T:
-    """Open a log; unlock its storage if that fails."""
+    """Call ``opening``, and close the storage if that fails."""
     try:
         return opening()
     except NameTaken as taken:
         storage.close()
         raise JournalError(
             f"{storage.shown}/{taken.name}",
-            "another writer created it at the same time",
+            "expected a new segment, got one that another writer created at the same time",
             "stop the other writer first",
         ) from None
     except BaseException:

@@ -1,6 +1,6 @@
-"""One record as bytes, and back.
+"""Conversion of a record to bytes and back. Pure; nothing that is read is executed.
 
-This module touches no file and executes nothing that it reads.
+The layout of a record:
 
 mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind
 and body | checksum of head | kind | body
@@ -34,7 +34,7 @@ VERSION = 1
 BYTES, VALUE = 0, 1  # forms of a body: raw bytes; a frame of the transport
 MAX_BODY_BYTES = 2**30
 SECTOR = 512  # bytes that a disk writes whole or not at all
-FEWEST_ZEROS = 4  # in a piece of a sector: fewer may be data
+FEWEST_ZEROS = 4  # zeros that prove an unwritten piece of a sector; fewer may be data
 
 # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their
 # checksum
@@ -49,7 +49,7 @@ DAMAGED = (
     "resume the trainers' state with a new journal"
 )
 _OR_CUT = (
-    "; if the machine lost power while this was written it was never acknowledged, and "
+    "; if the machine lost power during this write, the record was never acknowledged, and "
     "`truncate -s {}` on the segment drops it"
 )
 NEWER = "it was written by another version of Overlord: read it with that one"
@@ -72,7 +72,7 @@ class Record:
     def __post_init__(self) -> None:
         if not _KIND.fullmatch(self.kind):
             raise ValueError(
-                f"expected a kind of up to 32 of a-z, 0-9, '_' and '-', got {self.kind!r:.60}"
+                f"record: expected a kind of up to 32 of a-z, 0-9, '_', '-', got {self.kind!r:.60}"
             )
         if not -(2**63) <= self.number < 2**63:
             raise ValueError(
@@ -88,7 +88,7 @@ class Record:
     def of(kind: str, number: int, body: Any) -> Record:
         """Return a record with an encoded body.
 
-        Bytes are kept as they are; other values must be known to the transport's codec.
+        Bytes are stored unchanged; the codec of the transport must support other values.
         """
         if isinstance(body, bytes):
             return Record(kind, number, body)
@@ -108,8 +108,8 @@ class Record:
             return decode(frame.header, frame.columns)
         except FrameError as error:
             what = (
-                f"the body of {self.kind!r} {self.number} is whole, but is not a value that this "
-                f"version knows: {error}"
+                f"expected a body of {self.kind!r} {self.number} that this version can decode, got "
+                f"another: {error}"
             )
             raise JournalError(self.where or "record", what, NEWER) from error
 
@@ -143,7 +143,7 @@ class PlacedRecord(NamedTuple):
 class Scan(NamedTuple):
     """The content of a segment after its header.
 
-    Whole records end at ``end``. ``torn`` bytes of a write that was cut off follow.
+    Whole records end at ``end``. Then follow ``torn`` bytes of a write that was cut off.
     """
 
     records: list[PlacedRecord]
@@ -194,8 +194,8 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
             at = found.end
             continue
         later = _next_head(data, at + 1, seed) if found else -1
-        # A later append proves that this one was acknowledged. Without one, a sector that was never
-        # written (zeros) proves that it was not.
+        # A later append proves that this one was acknowledged. Without a later one, an unwritten
+        # sector (zeros) proves that it was not.
         acknowledged = later >= 0 and _head_at(data, later).append_at > at
         if found is None or (not acknowledged and unwritten(data, at)):
             return Scan(records, at, len(data) - at, faults)

@@ -31,7 +31,7 @@ from overlord.planning.mixture import Event, EventLog
 from overlord.planning.state_json import fingerprint_in
 
 NOT_A_RUN = (
-    "it was written by another version of Overlord, or by something else: resume the "
+    "it was written by another version of Overlord, or by another program: resume the "
     "trainers' state with a new journal"
 )
 
@@ -52,13 +52,13 @@ class Recovered:
     planned: dict[int, str] = field(default_factory=dict)
     empty: bool = True
     checking: bool = False  # compare every snapshot with the result of the plans before it
-    # Keep all states, also those before the last acknowledged step: for readers, which never prune.
+    # keep states before the last acknowledged step too, for readers of the journal
     keeping: bool = False
-    # The first entry before any snapshot, if there is one: the snapshot it followed was pruned.
+    # the first entry before any snapshot, if any: the snapshot that it followed was pruned
     orphan: Entry | None = None
     _front: StreamState | None = None  # the state that ``checking`` has reached
     _states: dict[int, StreamState] = field(default_factory=dict)  # snapshots by the step before
-    _entries: list[Entry] = field(default_factory=list)  # all since the oldest snapshot, inclusive
+    _entries: list[Entry] = field(default_factory=list)  # the oldest snapshot and all later entries
 
     @staticmethod
     def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
@@ -95,9 +95,8 @@ class Recovered:
         """Replay one more entry; raise ValueError, TypeError or KeyError if it does not fit.
 
         Pruning stops at the first segment with a step number that may still be needed. After a
-        rollback or a restart that segment may be older than the needed snapshot, and newer than the
-        snapshot it followed. Then the entries before the first snapshot hold nothing that is not in
-        it.
+        rollback or a restart, that segment may begin before the oldest kept snapshot. The effect of
+        the entries before the first snapshot is in the snapshot.
         """
         if entry.kind in (SNAPSHOT, REWIND):
             self._add_snapshot(entry)
@@ -136,7 +135,7 @@ class Recovered:
                 f"{state.step - 1}"
             )
         elif self._front is not None:
-            _same(self._front, state)
+            _check_equal(self._front, state)
         self._front = state if self.checking else None
         self._states[state.step - 1] = state
         self._entries.append(entry)
@@ -197,10 +196,10 @@ class Recovered:
     # states
 
     def state(self, step: int) -> StreamState:
-        """Return the state after a step, with all later events: it gives the same plans again.
+        """Return the state after a step, with all later events: its next plans are unchanged.
 
-        Reports of later steps stay, too: an accepted report counts, whether or not trainers send it
-        again.
+        It also has reports of later steps: an accepted report counts even if trainers do not send
+        it again.
         """
         bare = self.bare(step)
         events = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
@@ -212,12 +211,14 @@ class Recovered:
         return events.completed(bare, self.names, ahead=True)
 
     def bare(self, step: int) -> StreamState:
-        """Return the state that the planner had when it had planned that step."""
+        """Return the state after a step as the planner had it, without later events."""
         base = max((after for after in self._states if after <= step), default=None)
         if base is None or step > self._planned_to:
             kept = f"of steps {min(self._states)} to {self._planned_to}" if self._states else "none"
             raise PlanError(
-                f"the journal has no state after step {step}", step, f"those it keeps: {kept}"
+                f"expected a step whose state the journal keeps, got step {step}",
+                step,
+                f"kept states: {kept}",
             )
         state = self._states[base]
         for entry in self._entries[self._index(base) + 1 :]:
@@ -239,7 +240,7 @@ class Recovered:
 
     @property
     def why(self) -> str:
-        """The reason why the stream continues at its step, as a sentence."""
+        """The reason for the step at which the stream continues, as a sentence."""
         if self.empty:
             return "the journal has no step yet"
         planned = f"steps up to {self.next_step - 1} were planned, and are replanned unchanged"
@@ -262,10 +263,10 @@ def _with(state: StreamState, entry: Entry) -> StreamState:
     return with_report(state, report_of(entry)) if entry.kind == REPORT else state
 
 
-def _same(folded: StreamState, snapshot: StreamState) -> None:
-    """Raise unless a snapshot equals the state that results from the plans before it."""
+def _check_equal(folded: StreamState, snapshot: StreamState) -> None:
+    """Raise ValueError unless a snapshot equals the state after the plans before it."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
         differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
         raise ValueError(
-            f"expected the state that the plans before it give, got another {', '.join(differ)}"
+            f"expected the state after the plans before it, got other {', '.join(differ)}"
         )

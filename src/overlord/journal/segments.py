@@ -1,4 +1,4 @@
-"""Segments of a journal: the form of one, and all of them in order as one log."""
+"""Segments of a journal: the layout of one, and the chain of all. Pure: no file is opened."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from overlord.journal.record import (
 )
 
 # ----------------------------------------------------------------------------
-# A segment: a sequence of records under one name, after a header that identifies the writer.
+# A segment: a header that identifies the writer, then records.
 #
-# This module touches no file. Segments are numbered 0, 1, 2, ... and the number alone is the
-# name. A name that holds the writer's generation would let two writers each write "the next"
-# segment. With the number alone only one of them can create it, and the other detects that it has
-# been replaced.
+# Segments are numbered 0, 1, 2, ... and the name is the number alone. With the generation of the
+# writer in the name, two writers could each create "the next" segment. With the number alone only
+# one can create it, and the other detects that it was replaced.
 
 MAGIC = b"OVJL"
 VERSION = 2
@@ -60,7 +59,7 @@ class Header:
             for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values())
             if not _text(text)
         ]:
-            raise ValueError(f"expected texts that can be printed, got {wrong[0]!r:.60}")
+            raise ValueError(f"journal header: expected printable texts, got {wrong[0]!r:.60}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class After:
     Bytes after it, and segments in between, do not count.
     """
 
-    ordinal: int  # -1: there is no segment before
+    ordinal: int  # -1: no segment precedes
     end: int
     torn: int  # bytes after the end, at the time when this was written
 
@@ -84,13 +83,13 @@ class SegmentHeader:
 
     ordinal: int
     generation: int  # raised each time that a writer opens the journal
-    opened: int  # the first segment of this generation, which fenced off the writers before
-    journal: str  # random, drawn when the journal was created: segments of two cannot be mixed up
-    claim: str  # random, drawn when the writer opened the journal
+    opened: int  # the first segment of this generation, which fenced off earlier writers
+    journal: str  # random id of the journal: segments of two journals cannot be mixed up
+    claim: str  # random id of the writer
     job: str
     fingerprint: dict[str, str]
     after: After
-    writer: str  # process and host, for people
+    writer: str  # process id and machine of the writer, for errors
     version: str  # of Overlord
     launch: str = ""  # of the writer; empty in journals from before this field existed
 
@@ -121,8 +120,8 @@ def header_bytes(header: SegmentHeader) -> bytes:
     text = json.dumps(asdict(header), ensure_ascii=True, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(text)}: "
-            "give digests, not whole texts"
+            f"journal header: expected at most {MAX_HEADER_BYTES} bytes, got {len(text)}; use "
+            "digests as entries of the fingerprint"
         )
     start = _START.pack(MAGIC, VERSION, 0, len(text))
     return start + _CRCS.pack(zlib.crc32(start), zlib.crc32(text)) + text
@@ -141,7 +140,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
     start_crc, text_crc = _CRCS.unpack_from(data, _START.size)
     if zlib.crc32(data[: _START.size]) != start_crc:
         what = (
-            f"expected a segment that starts with {MAGIC.hex()} and a good checksum, got "
+            f"expected a segment that starts with {MAGIC.hex()} and a valid checksum, got "
             f"{data[:PREFIX_BYTES].hex()}"
         )
         return None if unwritten(data[:SECTOR], 0) else Fault(segment, 0, what)
@@ -211,15 +210,13 @@ def _whole(value: Any, least: int = 0) -> int:
 
 
 # ----------------------------------------------------------------------------
-# The segments of a journal in order, as one log.
+# The chain of segments: the records that count, the writes that were cut off, and the faults.
 #
-# This module finds the records that count, the writes that were cut off, and the faults. It
-# touches no file. Every segment records where the records before it end. So the bytes after a
-# writer's last acknowledged append are left as they are and never read again. They may be half a
-# record, a failed append, or a segment without a header. Acknowledged bytes cannot go missing
-# unnoticed.
+# Every segment records where the records before it end. So the bytes after the last acknowledged
+# append of a writer stay unchanged and are ignored. They may be half a record, a failed append, or
+# a segment without a header. A loss of acknowledged bytes is always detected.
 
-PRUNED = ".pruned"  # the kind of the note that segments before one are pruned
+PRUNED = ".pruned"  # kind of the note that earlier segments are pruned
 MISSING = (
     "segments were removed: restore them from a copy, or resume the trainers' state with a new "
     "journal"
@@ -240,7 +237,7 @@ class Truncation:
     def __str__(self) -> str:
         return (
             f"{self.segment}, byte {self.offset}: {self.nbytes} bytes of a write that did not "
-            "finish are left out"
+            "finish are ignored"
         )
 
 
@@ -257,11 +254,11 @@ class SegmentData:
     end: int = 0
     torn: int = 0
     faults: list[Fault] = field(default_factory=list)
-    void: bool = False  # a later segment leaves it out
+    void: bool = False  # a later segment excludes it
 
     @property
     def opens(self) -> bool:
-        """Whether a writer fenced off the writers before it with this segment."""
+        """Whether this is the first segment of its writer, which fenced off earlier writers."""
         return self.header is not None and self.header.opened == self.ordinal
 
     @property
@@ -306,7 +303,7 @@ def read_segment(name: str, data: bytes) -> SegmentData:
 
 
 class SegmentChain:
-    """A chain that links segments, fed in order, into one log."""
+    """Links segments, fed in order, into one log."""
 
     def __init__(self) -> None:
         self.segments: list[SegmentData] = []
@@ -389,7 +386,7 @@ class SegmentChain:
         )
 
     def _kept(self) -> int:
-        """Return the first segment that is not pruned, by the notes in the segments."""
+        """Return the number of the first segment that is not pruned, by the notes in segments."""
         kept = 0
         for segment in self.segments:
             for placed in segment.records:
@@ -412,7 +409,7 @@ def kept_from(note: Record) -> int:
     body: Any = note.body
     if not isinstance(body, dict) or type(body.get("kept")) is not int or body["kept"] < 0:
         raise JournalError(
-            note.where, "expected the number of a segment in the note, got something else", NEWER
+            note.where, f"expected a note with the number of a segment, got {body!r:.60}", NEWER
         )
     return int(body["kept"])
 

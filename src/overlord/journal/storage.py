@@ -24,12 +24,9 @@ from overlord.uris import OBJECT_STORES, SCHEME, masked_uri, uri_problems
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# The storage of segments: its protocol, the storage that a URI names, and its errors.
+# The storage protocol, the storage that a URI names, and errors with remedies.
 
-_FULL = (
-    "free some space and append again, or resume when there is some: all that was "
-    "acknowledged is kept"
-)
+_FULL = "free some space and resume: all that was acknowledged is kept"
 _DENIED = "let the job write there, or give it another journal"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
@@ -39,8 +36,7 @@ _REMEDIES = {
     errno.EROFS: _DENIED,
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
-    errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is "
-    "not written again",
+    errno.EIO: "the disk fails: copy the journal to another disk and resume there",
     errno.ESTALE: "the server of the file system has lost the file: mount it again, check that the "
     "segments are there, and resume",
     errno.ENOTDIR: "name a directory",
@@ -50,7 +46,7 @@ _REMEDIES = {
 
 
 class NameTaken(Exception):
-    """Another segment already has that name. ``data`` is its content."""
+    """A segment of that name exists already. ``data`` is its content."""
 
     def __init__(self, name: str, data: bytes):
         super().__init__(name)
@@ -63,7 +59,7 @@ class JournalStorage(Protocol):
     Everything written is durable when the call returns. Every failure is a ``JournalError``.
     """
 
-    shown: str  # for people: no secrets
+    shown: str  # the location without secrets, for errors
     whole: bool  # a segment is written once and cannot be appended to
 
     def hold(self) -> None:
@@ -84,8 +80,8 @@ class JournalStorage(Protocol):
     def create(self, name: str, data: bytes) -> None:
         """Create a segment; raise ``NameTaken`` if one has that name."""
 
-    def prove(self, name: str, data: bytes) -> None:
-        """Check that a second segment of that name is refused.
+    def check_exclusive(self, name: str, data: bytes) -> None:
+        """Check that the storage refuses a second segment of that name.
 
         ``data`` is the content of the first.
         """
@@ -133,16 +129,16 @@ def refusal(path: str, doing: str, error: OSError) -> JournalError:
     return JournalError(path, f"could not {doing}: {error.strerror or error} ({name})", remedy)
 
 
-def whoami() -> str:
-    """Return process id and host name of this process, as text."""
+def process_label() -> str:
+    """Return the id of this process and the name of its machine, as text."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 # ----------------------------------------------------------------------------
-# A journal in a directory.
+# Storage in a directory.
 #
-# Files are only ever appended to, by one writer at a time. No append is acknowledged before it is
-# on the disk.
+# Files are only appended to, by one writer at a time. An append is acknowledged once it is on the
+# disk.
 
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -195,9 +191,9 @@ class DirectoryStorage:
                 f"{holder} writes to it",
                 "stop that process first, or give this job another journal",
             ) from None
-        with suppress(OSError):  # only for people; the first append detects a full disk
+        with suppress(OSError):  # only for errors; the first append detects a full disk
             os.ftruncate(fd, 0)
-            os.pwrite(fd, whoami().encode(), 0)
+            os.pwrite(fd, process_label().encode(), 0)
         self._lock = fd
         _held.add(self)
         if others:
@@ -267,12 +263,12 @@ class DirectoryStorage:
             self._sync_names()
         except BaseException:
             self._close_file()
-            # The segment was never acknowledged. If it stays, the next segment leaves it out.
+            # The segment was never acknowledged. If it stays, the next segment excludes it.
             with suppress(OSError):
                 path.unlink()
             raise
 
-    def prove(self, name: str, data: bytes) -> None:
+    def check_exclusive(self, name: str, data: bytes) -> None:
         """Do nothing: the lock excludes other writers, and the kernel refuses a second file."""
 
     def append(self, name: str, data: bytes, at: int) -> None:
@@ -318,7 +314,7 @@ class DirectoryStorage:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            with suppress(OSError):  # only for people; readers know where the records end
+            with suppress(OSError):  # not required: readers detect the end of the records
                 os.ftruncate(self._file, at)
             raise refusal(f"{self.shown}/{name}", doing, error) from None
         try:
@@ -380,15 +376,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ----------------------------------------------------------------------------
-# A journal in an object store: one object for every append.
+# Storage in an object store: one object for every append.
 #
-# A store cannot append and has no locks. But it can refuse to overwrite an object, and segments
-# are numbered. The writer that creates the next number continues, and a writer that finds it
-# taken has been replaced. So a new writer fences off the old one with its first object.
+# A store cannot append and has no locks, but it can refuse to overwrite an object. Segments are
+# numbered: the writer that creates the next number continues, and a writer that finds it taken was
+# replaced. So a new writer fences off the old one with its first object.
 
 T = TypeVar("T")
-READERS = 16  # concurrent requests while a journal is read: each takes some ten milliseconds
-AT_ONCE = 256  # objects held in memory while the first of them are parsed
+READERS = 16  # concurrent requests while a journal is read: each takes about ten milliseconds
+AT_ONCE = 256  # objects that are held in memory at a time
 _NO_CONDITIONS = (
     "the journal needs a store that refuses to overwrite an object (If-None-Match); use "
     "another store, or a directory"
@@ -446,17 +442,17 @@ class ObjectStoreStorage:
     def create(self, name: str, data: bytes) -> None:
         if self._put(name, data):
             return
-        # The name is taken. It may be this very object: a request whose response was lost may have
+        # The name is taken. The object may be this one: a request whose response was lost may have
         # been executed.
-        found = self._look(name)
+        found = self._read_if_any(name)
         # A store may report a conflict of two requests of which neither succeeded.
         if found is None and self._put(name, data):
             return
-        found = self._look(name) if found is None else found
+        found = self._read_if_any(name) if found is None else found
         if found != data:
             raise NameTaken(name, found or b"")
 
-    def prove(self, name: str, data: bytes) -> None:
+    def check_exclusive(self, name: str, data: bytes) -> None:
         """Check that the store refuses a second object of that name.
 
         A store that does not would let two writers continue concurrently.
@@ -464,12 +460,12 @@ class ObjectStoreStorage:
         if self._put(name, data):
             raise JournalError(
                 f"{self.shown}/{name}",
-                "expected the store to refuse a second object of that name, got it written",
+                "expected the store to refuse a second object of that name, got an overwrite",
                 _NO_CONDITIONS,
             )
 
     def append(self, name: str, data: bytes, at: int) -> None:
-        raise AssertionError("an object cannot be appended to")
+        raise AssertionError("an object store cannot append: the log creates a new segment")
 
     def remove(self, names: Sequence[str]) -> None:
         self._ask("", lambda: self._remote.delete([self._path(name) for name in names]))
@@ -480,7 +476,7 @@ class ObjectStoreStorage:
     def _put(self, name: str, data: bytes) -> bool:
         return self._ask(name, lambda: self._remote.create(self._path(name), data))
 
-    def _look(self, name: str) -> bytes | None:
+    def _read_if_any(self, name: str) -> bytes | None:
         entry = self._ask(name, lambda: self._remote.look(self._path(name)))
         if entry is None or entry.file is None:
             return None
@@ -502,7 +498,7 @@ class ObjectStoreStorage:
 
     def _refused(self, name: str, error: StorageUnreachable) -> JournalError:
         remedy = (
-            "Overlord never changes a segment: find and stop what does"
+            "stop the program that changes the segments: Overlord never does"
             if error.kind == "changed"
             else error.remedy
         )

@@ -21,7 +21,7 @@ class JournalReport:
     nbytes: int
     records: int
     torn: int  # bytes after the last whole record: of a write that was cut off, or is in progress
-    cuts: tuple[str, ...]  # every position where a write was cut off
+    cuts: tuple[str, ...]  # each position where a write was cut off
     faults: tuple[str, ...]
 
     @property

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# A thread that appends to the journal, so that the event loop does not wait for storage.
+# The append thread: it writes to the journal, so that the event loop does not wait for storage.
 #
 # An append takes milliseconds on a disk and longer in a store. Appends that wait at the same time
 # are written together, in order, with one sync. After an error nothing more is written, and every
-# waiting caller receives that error. A segment that cannot be removed is not such an error: it is
-# no longer read, and only takes space.
+# waiting caller receives the error. A failed removal of a pruned segment is not such an error: the
+# segment is no longer read, and only takes space.
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Records that are appended together, and the pruning after them."""
+    """Records that are appended together, and the segments that are pruned afterwards."""
 
     records: Sequence[Record]
     rolls: bool = False  # the records begin a new segment
@@ -57,7 +57,7 @@ class AppendThread:
     """The writer of one log.
 
     ``on_change`` is called in the writer's thread whenever an append became durable or failed.
-    Without it there is no thread: the caller writes.
+    Without ``on_change`` no thread is started, and ``put`` writes.
     """
 
     def __init__(self, log: JournalLog, on_change: Callable[[], None] | None = None):
@@ -65,7 +65,7 @@ class AppendThread:
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders accepted, and orders that are durable
         self.failed: JournalError | None = None
-        self.unpruned = ""  # segments that the last pruning could not remove, why, and the remedy
+        self.unpruned = ""  # warning about pruned segments that could not be removed
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
         self._closed = self._ended = False  # ended: the thread has exited
@@ -81,9 +81,9 @@ class AppendThread:
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Queue records to be written, then segments to be pruned.
+        """Queue records for writing, and segments for pruning after them.
 
-        Return the order's number, for ``wait`` and for comparison with ``done``.
+        Return the number of the order, for ``wait`` and for comparison with ``done``.
         """
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:
@@ -114,7 +114,7 @@ class AppendThread:
             if self.done < number:
                 raise JournalError(
                     self._log.shown,
-                    f"expected an append within {timeout_s:g} s, got none",
+                    f"expected a durable append within {timeout_s:g} s, got none",
                     "check the disk or the store, then resume",
                 )
 
@@ -160,7 +160,7 @@ class AppendThread:
                 self.appends, self.done = self.appends + 1, self.done + len(orders)
                 self._changed.notify_all()
             if (before := orders[-1].before) is not None:
-                self._log.give_up(before)
+                self._log.mark_pruned(before)
         except Exception as error:
             failed = error if isinstance(error, JournalError) else self._unforeseen(error)
             with self._changed:
@@ -208,12 +208,12 @@ class AppendThread:
         self.seconds += time.perf_counter() - start
 
     def _unforeseen(self, error: Exception) -> JournalError:
-        """Return the error of an append that failed outside the storage, as for lack of memory."""
-        log.error("journal %s: an append failed", self._log.shown, exc_info=error)
-        what = f"expected an append, got {type(error).__name__}: {error}"
+        """Return the error of an append that failed outside the storage, as by lack of memory."""
+        log.error("journal %s: append failed", self._log.shown, exc_info=error)
+        what = f"an append failed: {type(error).__name__}: {error}"
         remedy = (
-            "nothing is written any more, and all that was acknowledged is kept: fix the cause, "
-            "and resume; the log has the traceback"
+            "fix the cause (the traceback is in the log), and resume: all that was acknowledged is "
+            "kept"
         )
         failed = JournalError(self._log.shown, what, remedy)
         failed.__cause__ = error
@@ -239,17 +239,17 @@ class AppendThread:
 
 
 # ----------------------------------------------------------------------------
-# The gate: commands wait until the records that they follow from are durable.
+# The write-ahead gate: a planner command waits until the record of its plan is durable.
 
 
 class NullJournal:
-    """The journal of a job without one; ``journal/job_journal.py`` documents the methods."""
+    """A journal that writes nothing, for jobs without one; ``JobJournal`` documents the methods."""
 
     # shared by all writers of one launch: a writer continues only a journal of its own launch
     launch = ""
     failed: JournalError | None = None
-    settling = False  # an event waits to be durable, and the event loop with it
-    # called on the event loop when a record became durable, or cannot
+    settling = False  # the event loop waits until an event is durable
+    # called on the event loop when a record became durable, or an append failed
     on_durable: Callable[[], None] = staticmethod(lambda: None)
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
@@ -309,23 +309,23 @@ class JournalStart:
     floor: int = 0  # the first step that was never planned
     anew: bool = False  # records of steps after the state are void
 
-    def write(self, engine: Journaled, prepared: PreparedJob) -> None:
+    def write(self, runtime: Journaled, prepared: PreparedJob) -> None:
         """Write the start before the runtime plans a step; close the runtime if that fails.
 
         A coordinator in its own process writes the start itself.
         """
         try:
-            if (write := getattr(engine, "write_beginning", None)) is not None:
+            if (write := getattr(runtime, "write_beginning", None)) is not None:
                 write(self)
                 return
             if self.anew:
-                self.journal.write_rewind(engine.planner.state(), prepared, self.floor)
+                self.journal.write_rewind(runtime.planner.state(), prepared, self.floor)
             else:
-                self.journal.write_start(engine.planner.state(), prepared)
+                self.journal.write_start(runtime.planner.state(), prepared)
         except BaseException:
-            engine.close()
+            runtime.close()
             raise
-        engine.journal = self.journal
+        runtime.journal = self.journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ class Durable:
 
 
 class WriteAheadGate:
-    """A gate that admits planner commands in order, and no plan before its record is durable.
+    """Admits planner commands in order, and no plan before its record is durable.
 
     A plan that is not durable is held, and with it every later planner command. Other commands
     pass. Runs on: event loop.
@@ -402,7 +402,7 @@ class WriteAheadGate:
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
-        # After a rollback the plan may have been handed over before: no call reports its failure.
+        # After a rollback the plan may have been queued before: then only ``failed`` has the error.
         if (failed := self._journal.failed) is not None and self._waits(stage):
             self._end_before(stage.plan.step, failed)
             return False
@@ -413,7 +413,7 @@ class WriteAheadGate:
 
         The journal calls this when a plan became durable or failed.
         """
-        # Read this before the plans: a plan that is not durable by then never will be.
+        # Read ``failed`` before the plans: a plan that is not durable then will never be.
         error = self._journal.failed
         waiting = next((c.plan.step for c in self._held if self._waits(c)), None)
         if waiting is not None and error is not None:
@@ -435,7 +435,7 @@ class WriteAheadGate:
         self._commands.queue.extend(self._planner().handle(EndOfJob(step, error)))
 
     def rollback(self) -> None:
-        """Forget held commands: the planner that replaces this one repeats them."""
+        """Forget held commands: the new planner repeats them."""
         self._held.clear()
 
     def acked(self) -> None:
@@ -457,13 +457,13 @@ def lose_source(
     handle: Callable[[SourceLost], None],
     watchers: Iterable[Callable[[SourceLost], None]],
 ) -> None:
-    """Remove a source whose storage was given up, as an event of the journal.
+    """Remove a source whose storage failed, as an event of the journal.
 
-    ``handle`` records the event before a step is planned without the source; then watchers are
+    ``handle`` writes the event before a step is planned without the source; then watchers are
     called.
     """
     log.error(
-        "source %r removed from step %d on, its storage was given up: %s",
+        "source %r removed from step %d on, its storage failed: %s",
         event.name,
         event.at,
         event.reason,

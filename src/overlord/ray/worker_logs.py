@@ -59,8 +59,7 @@ class WorkerOutput:
     def where(self) -> str:
         """The location of the files, as text for users; empty if unknown.
 
-        It becomes part of the reason of the actor's end; the supervisor searches for
-        ``LAST_OUTPUT`` there.
+        It becomes part of the reason of a death, where ``restart_limit_error`` searches for it.
         """
         return (
             f"{LAST_OUTPUT} is in {' and '.join(self.files)} on node {self.node}"

@@ -1,7 +1,7 @@
 """The control server of a session: it answers the requests of clients in other processes.
 
-The one thread of the server reads connections and must not block. A few other threads answer
-requests. One more thread answers what a client waits for, even while all others are busy.
+One server thread reads all connections and must not block. ``N_THREADS`` others answer requests.
+One more thread answers why a client waits, even while all others are busy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")
 
-N_THREADS = 4  # that answer requests
+N_THREADS = 4  # threads that answer requests
 CLOSE_S = 0.5  # for errors to be sent before all connections are closed
 
 
@@ -71,7 +71,8 @@ class ControlServer:
             return self._publisher.opened(link, hello)
         if role not in ("control", "served") or type(rank) is not int:
             raise OverlordError(
-                f"expected a hello with role 'control' and a rank, got {hello!r:.100}"
+                f"control server: expected a hello with role 'control' and a rank, got "
+                f"{hello!r:.100}; run the same version in all processes"
             )
         if role == "served":
             self._api.admit_broadcast(rank)
@@ -91,9 +92,9 @@ class ControlServer:
                 del self._ranks[other]
         for other in former:
             words = (
-                f"rank {rank}: another client of this rank has connected and takes this one's place"
+                f"rank {rank}: another client of this rank connected, and this one was disconnected"
             )
-            log.warning("%s", words)
+            log.warning("control connection replaced: %s", words)
             _close_with(other, OverlordError(words))
         self._api.connected(rank, link.peer)
         return {"session": self.session_id}
@@ -109,7 +110,10 @@ class ControlServer:
             or type(value.get("id")) is not int
             or not isinstance(value.get("ask"), str)
         ):
-            raise OverlordError(f"expected a request with 'ask' and 'id', got {value!r:.100}")
+            raise OverlordError(
+                f"rank {rank}: expected a request with 'ask' and 'id', got {value!r:.100}; run the "
+                "same version in all processes"
+            )
         threads = self._why_thread if value["ask"] == "why" else self._threads
         threads.do(lambda: self._answer(link, rank, value))
 
@@ -134,7 +138,7 @@ class ControlServer:
             reply["error"] = error
         try:
             link.send(reply)
-        except (ActorLost, DataStall) as fault:  # the client asks again when it reconnects
+        except (ActorLost, DataStall) as fault:  # the client repeats it when it reconnects
             log.debug("rank %d did not receive the answer to %r: %s", rank, request["ask"], fault)
 
     def close(self, error: Exception) -> None:
@@ -155,7 +159,7 @@ def _close_with(link: ServerConnection, error: Exception) -> None:
 
 
 class RemoteClient:
-    """A client in another process, as its session knows it: its position, and its connection.
+    """The session's record of a client in another process: its position and its connection.
 
     The lock of the session guards ``queue`` and ``position``.
     """
@@ -165,13 +169,13 @@ class RemoteClient:
         self.steps = 0
         self.waited_s = 0.0
         self.peer = ""  # process or address, as its connection states
-        self.there = False  # whether it is connected
+        self.there = False  # it is connected
         self._since = time.monotonic()  # when it connected, disconnected or was first expected
 
     def set_connected(self, *, connected: bool, peer: str = "") -> None:
         self.there, self.peer, self._since = connected, peer or self.peer, time.monotonic()
 
-    def took(self, *, new: bool, waited_s: float) -> None:
+    def count_step(self, *, new: bool, waited_s: float) -> None:
         """Count a step, and keep the time that the trainer has waited for steps."""
         self.steps, self.waited_s = self.steps + new, waited_s
 
@@ -183,7 +187,7 @@ class RemoteClient:
     def whereabouts(self) -> tuple[int | None, str]:
         """The process id of a connected client of this machine, and the state of its connection."""
         kind, _, number = self.peer.partition(" ")
-        state = "connected" if self.there else "went away" if self.peer else "not connected yet"
+        state = "connected" if self.there else "disconnected" if self.peer else "not connected yet"
         local = kind == "process" and self.there and number.isdecimal()
         return int(number) if local else None, state
 
@@ -194,23 +198,23 @@ class RemoteClient:
             return ""
         for_s = time.monotonic() - self._since
         return (
-            f"whose client ({self.peer}) went away {for_s:.0f} s ago"
+            f"whose client ({self.peer}) disconnected {for_s:.0f} s ago"
             if self.peer
             else "which has not connected yet"
         )
 
 
 class WorkerServedQueue:
-    """The queue of a rank whose steps never pass through this process."""
+    """The queue of a rank whose steps come from a constructor worker, not from this process."""
 
     def __init__(self, rank: int, generation: int):
         self.rank, self.generation = rank, generation
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None:
-        raise OverlordError(f"rank {self.rank} is served by its constructor worker")
+        raise OverlordError(f"rank {self.rank}: its steps are served by a constructor worker")
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        raise OverlordError(f"rank {self.rank} is served by its constructor worker")
+        raise OverlordError(f"rank {self.rank}: its steps are served by a constructor worker")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Do nothing: the client receives the end from the control server."""

@@ -1,4 +1,4 @@
-"""The calls that a session answers for clients in other processes, and their requests."""
+"""The session interface for clients in other processes, and the dispatch of their requests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, Protocol
 
 from overlord.client.client import State
 from overlord.errors import OverlordError
-from overlord.serving.step_publisher import MOVED, PublishedQueue, sealed
+from overlord.serving.step_publisher import MOVED, PublishedQueue, encoded
 
-BROADCAST_CALLS = ("why", "export", "report", "refused")  # of ranks that take no steps here
+# requests of ranks whose steps another rank fetches
+BROADCAST_CALLS = ("why", "export", "report", "refused")
 
 
 class SessionApi(Protocol):
-    """A session as its server sees it. ``took``: generation and number of the last step taken."""
+    """The session interface that the server calls.
+
+    ``took``: generation and number of the last step that a client took.
+    """
 
     @property
     def generation(self) -> int: ...
@@ -54,16 +58,16 @@ class SessionApi(Protocol):
         """Count a report that the client itself refused."""
 
     def crashed(self, rank: int, took: tuple[int, int]) -> None:
-        """Record the last step of a client that failed. It may connect again."""
+        """Record the last step of a client that failed; it may reconnect."""
 
     def detach(self, rank: int, took: tuple[int, int]) -> None:
-        """Close the rank: no step is kept for it any more."""
+        """Close the rank: no further step is kept for it."""
 
 
 def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: bool = False) -> Any:
     """Answer a request. ``broadcast``: of a rank whose steps another rank fetches.
 
-    Such a rank has no queue that would tell whether the session was rewound since.
+    Such a rank has no queue, so the request is checked against the current generation.
     """
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: api.start(rank),
@@ -84,16 +88,19 @@ def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: b
     }
     known = [name for name in calls if not broadcast or name in BROADCAST_CALLS]
     if (name := request["ask"]) not in known:
-        raise OverlordError(f"expected one of {', '.join(known)}, got {name!r:.60}")
+        raise OverlordError(
+            f"rank {rank}: expected a request of {', '.join(known)}, got {name!r:.60}; run the "
+            "same version in all processes"
+        )
     if broadcast and request.get("generation", api.generation) != api.generation:
         raise OverlordError(f"rank {rank}: {MOVED}")
     return calls[name]()
 
 
 def position(state: State, generation: int, constructor: tuple[str, str]) -> dict[str, Any]:
-    """Return the message from which a client takes its next step."""
+    """Return the message that tells a client its state, generation and constructor address."""
     return {
-        "state": sealed(state),
+        "state": encoded(state),
         "generation": generation,
         "constructor": constructor[0],
         "token": constructor[1],

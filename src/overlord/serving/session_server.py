@@ -36,7 +36,7 @@ class ServedAddress(str):
         return f"OVERLORD_ADDRESS={self.address}\nOVERLORD_TOKEN={self.token}"
 
     def __repr__(self) -> str:
-        """Leave out the token: a repr ends up in logs."""
+        """Return a text without the token: a repr may be logged."""
         return f"Served({self.address!r})"
 
     def __format__(self, spec: str) -> str:
@@ -64,7 +64,7 @@ class SessionServer:
         self.ranks = frozenset(ranks)
         self.host = host
         self._pool = SharedMemoryPool(name=name) if publishes else None
-        self.publisher = StepPublisher(took=api.acked) if publishes else None
+        self.publisher = StepPublisher(on_taken=api.acked) if publishes else None
         if self.publisher is not None:
             self.publisher.on_ack = lambda queue, step: api.acked(queue.rank, step, queue)
         self._control = ControlServer(
@@ -82,10 +82,10 @@ class SessionServer:
         """Return memory that clients map, for steps that are built in this process."""
         return None if self._pool is None else SharedBufferPool(self._pool)
 
-    def again(
+    def existing_address(
         self, host: str, port: int, token: str | None, ranks: Iterable[int] | None
     ) -> ServedAddress:
-        """Return the address for a second call of ``serve``, or raise if its arguments differ."""
+        """Return the address for a second ``serve()``; raise if its arguments differ."""
         asked = {
             "host": host,
             "port": port,
@@ -98,13 +98,13 @@ class SessionServer:
             "token": self.served.token,
             "ranks": sorted(self.ranks),
         }
-        nothing = {"host": "127.0.0.1", "port": 0, "token": None, "ranks": None}
-        if wrong := [name for name in asked if asked[name] not in (nothing[name], here[name])]:
-            words = (
-                f"{', '.join(wrong)}: the session is served already at {self.served.address}, "
-                "and not as asked for now"
+        defaults = {"host": "127.0.0.1", "port": 0, "token": None, "ranks": None}
+        if wrong := [name for name in asked if asked[name] not in (defaults[name], here[name])]:
+            problem = (
+                f"{', '.join(wrong)}: expected the values of the first serve(), at "
+                f"{self.served.address}, got others; call serve() without arguments for its address"
             )
-            raise JobError([f"{words}; call serve() without arguments for its address"], "serve")
+            raise JobError([problem], "serve")
         return self.served
 
     def queue(self, rank: int, generation: int) -> StepQueue:
@@ -122,7 +122,7 @@ class SessionServer:
         """Continue the open data connections of these ranks at ``start``."""
         if self.publisher is not None:
             for rank in ranks:
-                self.publisher.carry(rank, start)
+                self.publisher.move_connection(rank, start)
 
     def close(self) -> None:
         self._control.close(OverlordError("the session is closed"))

@@ -1,12 +1,11 @@
-"""Steps on their way from constructors to clients in other processes, kept until they are acked.
+"""Delivery of steps to clients in other processes; a step is kept until its client acked it.
 
 Steps are pushed as soon as they are built; the prefetch window bounds their number. A client that
 reconnects sends the step it expects next, and receives everything from there on. So a lost
 connection loses nothing and repeats nothing.
 
-A restarted process builds steps again that a client has from the process that died. They are kept
-as any other: if that client dies too, the next client of its rank receives all steps it had not
-taken.
+A restarted process rebuilds steps that a client received from the process that died. They are kept
+too: if that client dies, the next client of its rank receives all steps that it had not taken.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ log = logging.getLogger("overlord")
 
 MOVED = "another rank rewound the session to a saved state; load the same state on this rank"
 UNBOUNDED = 2**62
-KEPT_SEALS = 16  # encoded states of the last steps: ranks of other buckets receive the same
+KEPT_STATES = 16  # encoded states of recent steps, which ranks of several buckets receive
 
 
-def sealed(state: State) -> EncodedState:
+def encoded(state: State) -> EncodedState:
     return state if isinstance(state, EncodedState) else encode_state(state)
 
 
 class SharedBufferPool:
     """Memory for microbatches that clients map.
 
-    When trainers keep all of it in use, private memory of this process is used. Arrays there are
-    copied when they are sent, and nothing blocks.
+    While clients use all of it, the pool returns private memory of this process, and does not
+    block. Arrays in private memory are copied when they are sent.
     """
 
     def __init__(self, pool: SharedMemoryPool):
@@ -67,10 +66,10 @@ class SharedBufferPool:
 
 
 class PublishedQueue:
-    """The steps of one rank on their way to its client.
+    """The steps of one rank that its client has not acked.
 
     ``put`` and ``end`` run on the event loop and never block. ``former``: the queue of the same
-    rank in the generation before.
+    rank in the previous generation.
     """
 
     def __init__(
@@ -85,17 +84,16 @@ class PublishedQueue:
             former.retire()
         self._delivery = delivery
         self._steps: deque[tuple[StepInfo, BucketBatch, StepMessage]] = deque()  # not acked yet
-        self._put = self._taken = -1  # last step that was put, and that its client took
-        self._next = 0  # first step that its client does not have, as it reported
+        self._put = self._taken = -1  # last step that was put, and last step that its client took
+        self._next = 0  # first step that the client does not have, as it reported
         # last step that the client took from an earlier process; accepted once it is rebuilt here
         self._claimed = -1
-        self.waited_s = 0.0  # that its trainer has waited for steps, as it reported
-        self.steps = 0  # that the client took
+        self.waited_s = 0.0  # seconds that the trainer has waited for steps, as the client reported
+        self.steps = 0  # number of steps that the client took
         self._ended: EndOfStream | None = None
         self._link: Connection | None = None
-        self._inside: RankQueue | None = (
-            None  # the queue of a client in this process that took over
-        )
+        # the queue of a client in this process that took the rank over
+        self._inside: RankQueue | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -113,14 +111,14 @@ class PublishedQueue:
             if info.step <= max(self._put, self._taken):
                 return
             self._put = info.step
-            if took := info.step <= self._claimed:
+            if claimed := info.step <= self._claimed:
                 self._taken = info.step
             else:
                 message = self._delivery.message_of(info, bucket)
                 self._steps.append((info, bucket, message))
                 if info.step >= self._next:
                     self._send(message)
-        if took:
+        if claimed:
             self._delivery.acked(self, info.step)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
@@ -139,7 +137,7 @@ class PublishedQueue:
                 self._send(self._ended)
 
     def resume(self) -> None:
-        """Withdraw the end of the stream, and tell the client."""
+        """Withdraw the end of the stream, and notify the client."""
         with self._delivery.lock:
             if self._inside is not None:
                 self._inside.resume()
@@ -148,7 +146,7 @@ class PublishedQueue:
                 self._send({"resumed": True})
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        raise OverlordError(f"rank {self.rank} is served to another process")
+        raise OverlordError(f"rank {self.rank}: its steps are served to another process")
 
     def _send(self, value: Any) -> None:
         """Send without blocking; drop a connection that is full. The caller holds the lock."""
@@ -156,7 +154,7 @@ class PublishedQueue:
             return
         try:
             self._link.send(value, timeout_s=0.0)
-        except ActorLost as lost:  # acks of the client may still be read, and then its end
+        except ActorLost as lost:  # the server still reads acks before the end of the connection
             log.debug("rank %d: %s", self.rank, lost)
         except DataStall as stall:
             log.debug("rank %d: connection dropped: %s", self.rank, stall)
@@ -172,8 +170,8 @@ class PublishedQueue:
         """Send all steps from ``next_step`` on to ``link``. The caller holds the lock."""
         if next_step <= self._taken:
             raise OverlordError(
-                f"rank {self.rank}: step {next_step} was handed out already and is kept "
-                f"no longer (step {self._taken} was taken last); "
+                f"rank {self.rank}: expected a request for step {self._taken + 1} or later, got "
+                f"step {next_step}, which was taken and is not kept; "
                 "load a saved state on every rank"
             )
         if isinstance(link, ServerConnection):
@@ -182,8 +180,8 @@ class PublishedQueue:
         former, self._link, self._next, self._claimed = self._link, link, next_step, -1
         if former is not None:
             words = (
-                f"rank {self.rank}: another client of this rank has connected and takes this "
-                "one's place"
+                f"rank {self.rank}: another client of this rank connected, and this one was "
+                "disconnected"
             )
             self._delivery.dismiss(former, EndOfStream(OverlordError(words)))
         self.send_from(next_step)
@@ -196,7 +194,7 @@ class PublishedQueue:
         if self._ended is not None:
             self._send(self._ended)
 
-    def took(
+    def handle_ack(
         self, link: Connection, step: int, waited_s: float, generation: int | None = None
     ) -> int | None:
         """Free the steps up to an acked one; return it if the ack is new.
@@ -217,12 +215,12 @@ class PublishedQueue:
     def _drop_taken(self) -> None:
         while self._steps and self._steps[0][0].step <= self._taken:
             self.steps += 1
-            self._delivery.let_go(self._steps.popleft()[1])
+            self._delivery.release(self._steps.popleft()[1])
 
     def begin_after(self, step: int) -> None:
-        """Count all steps up to ``step`` as taken, as the planner recorded them.
+        """Count all steps up to ``step`` as taken: the planner was rolled back to it.
 
-        A restarted process has none of them. The caller holds the lock.
+        A restarted process does not have these steps. The caller holds the lock.
         """
         self._taken, self._put = max(step, self._taken), max(step, self._put)
         self._drop_taken()
@@ -232,14 +230,14 @@ class PublishedQueue:
             self._link = None
 
     def release_link(self) -> Connection | None:
-        """Give up the connection, and return it. The caller holds the lock."""
+        """Detach the connection, and return it. The caller holds the lock."""
         link, self._link = self._link, None
         return link
 
     def adopt(self, link: Connection, state: State) -> None:
         """Continue a connection of the old generation at ``state``. The caller holds the lock."""
         self._link = link
-        self._send({"moved": self.generation, "after": sealed(state)})
+        self._send({"moved": self.generation, "after": encoded(state)})
         self.send_from(state.step)
 
     def ack(self, step: int) -> None:
@@ -250,7 +248,7 @@ class PublishedQueue:
         """The last step that the client took; -1 before the first."""
         return self._taken
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {
             "connected": self._link is not None,
             "kept": len(self),
@@ -263,15 +261,15 @@ class PublishedQueue:
         """Free all steps: the generation is over. The caller holds the lock."""
         self.former = None
         for _, bucket, _ in self._steps:
-            self._delivery.let_go(bucket)
+            self._delivery.release(bucket)
         self._steps.clear()
 
     def hand_over(self, inside: RankQueue) -> None:
-        """Give all kept steps, and all later ones, to a client in this process."""
+        """Pass all kept steps, and all later ones, to the queue of a client in this process."""
         with self._delivery.lock:
             for info, bucket, _ in self._steps:
                 inside.put(info, bucket)
-                self._delivery.let_go(bucket)
+                self._delivery.release(bucket)
             self._steps.clear()
             if self._ended is not None:
                 inside.end(self._ended.error)
@@ -280,26 +278,26 @@ class PublishedQueue:
 
 
 class StepPublisher:
-    """The queues of all ranks served here, and the callbacks of the server of their clients."""
+    """The queues of all ranks that this process serves, and the callbacks of its server."""
 
     def __init__(
         self,
         *,
-        took: Callable[[int, int], None],
+        on_taken: Callable[[int, int], None],
         welcome: Callable[[int], dict[str, Any]] = lambda rank: {},
     ):
-        # held for moments: put runs on the event loop, the rest on the server thread
+        # held briefly: ``put`` runs on the event loop, callbacks on the server thread
         self.lock = threading.RLock()
-        self._on_ack, self._welcome = took, welcome
-        # called instead of ``took``, by a session with queues of several generations
+        self._on_taken, self._welcome = on_taken, welcome
+        # called instead of ``on_taken``, if a session has queues of several generations
         self.on_ack: Callable[[PublishedQueue, int], None] | None = None
         self._queues: dict[int, PublishedQueue] = {}
         self._of_link: dict[Connection, PublishedQueue] = {}
         # by identity of the bucket; the last element counts the queues that keep it
         self._made: dict[int, tuple[BucketBatch, StepMessage, list[int]]] = {}
-        # the last step and its buckets: other ranks may be given the same ones
+        # the last step and the identities of its buckets: other ranks may receive the same ones
         self._latest: tuple[int, set[int]] = (-1, set())
-        self._seals: dict[int, tuple[State, StepInfo]] = {}
+        self._encoded_infos: dict[int, tuple[State, StepInfo]] = {}
         self.n_made = 0
 
     def queue(self, rank: int, generation: int | None = None) -> PublishedQueue:
@@ -322,7 +320,7 @@ class StepPublisher:
                 words = why or f"the client of rank {rank} is closed"
                 self.dismiss(link, EndOfStream(OverlordError(words)))
 
-    def carry(self, rank: int, state: State) -> None:
+    def move_connection(self, rank: int, state: State) -> None:
         """Continue an open connection of the old generation in the new one, at ``state``.
 
         The whole session was rewound, with its clients.
@@ -335,15 +333,15 @@ class StepPublisher:
                 self._of_link[link] = queue
                 queue.adopt(link, state)
 
-    def figures(self) -> dict[int, dict[str, Any]]:
+    def metrics(self) -> dict[int, dict[str, Any]]:
         """Return the metrics of every rank: connection, kept steps, time its trainer waited."""
         with self.lock:
-            return {rank: queue.figures() for rank, queue in self._queues.items()}
+            return {rank: queue.metrics() for rank, queue in self._queues.items()}
 
     # messages that several queues share
 
     def message_of(self, info: StepInfo, bucket: BucketBatch) -> StepMessage:
-        """Return the message for all ranks of a bucket, made once and without copies.
+        """Return the message for all ranks of a bucket, created once and without copies.
 
         The caller holds the lock.
         """
@@ -351,7 +349,7 @@ class StepPublisher:
             bounds = np.asarray(bucket.bounds)
             first = int(bounds[0]) if len(bounds) else 0
             rows = bucket.samples[first : int(bounds[-1]) if len(bounds) else 0]
-            part = self._sealed(info).of_rows(rows)
+            part = self._encoded(info).of_rows(rows)
             if bucket.wide is not None:
                 message = StepMessage(part, bounds - first, *bucket.part(), form=bucket.form)
             else:  # built by a hook, in its own layout
@@ -375,11 +373,11 @@ class StepPublisher:
         made[2][0] += 1
         return made[1]
 
-    def let_go(self, bucket: BucketBatch) -> None:
-        """Count one queue less that keeps the bucket. The caller holds the lock."""
+    def release(self, bucket: BucketBatch) -> None:
+        """Record that a queue no longer keeps a bucket. The caller holds the lock."""
         if (made := self._made.get(id(bucket))) is not None:
             made[2][0] -= 1
-            # of the latest step: a fast client may ack it before it is put for other ranks
+            # a fast client may ack the latest step before it is put for other ranks
             if id(bucket) not in self._latest[1]:
                 self._forget_unkept(id(bucket))
 
@@ -388,12 +386,13 @@ class StepPublisher:
         if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
             del self._made[bucket]
 
-    def _sealed(self, info: StepInfo) -> StepInfo:
-        found = self._seals.get(info.step)
+    def _encoded(self, info: StepInfo) -> StepInfo:
+        found = self._encoded_infos.get(info.step)
         if found is None or found[0] is not info.after:
-            found = self._seals[info.step] = (info.after, replace(info, after=sealed(info.after)))
-            while len(self._seals) > KEPT_SEALS:
-                del self._seals[next(iter(self._seals))]
+            found = (info.after, replace(info, after=encoded(info.after)))
+            self._encoded_infos[info.step] = found
+            while len(self._encoded_infos) > KEPT_STATES:
+                del self._encoded_infos[next(iter(self._encoded_infos))]
         return found[1]
 
     # callbacks of the server; run on: server thread
@@ -406,7 +405,8 @@ class StepPublisher:
             queue = self._queues.get(rank)
             if queue is None:
                 raise OverlordError(
-                    f"rank {rank} is not served here; served are ranks {sorted(self._queues)}"
+                    f"rank {rank}: expected a rank that this process serves "
+                    f"({_listed(sorted(self._queues))}), got another; connect to its constructor"
                 )
             if queue.generation not in (None, generation):
                 raise OverlordError(f"rank {rank}: {MOVED}")
@@ -416,13 +416,16 @@ class StepPublisher:
 
     def message(self, link: Connection, value: Any) -> None:
         if not isinstance(value, StepAck):
-            raise OverlordError(f"expected StepAck from a client, got {type(value).__name__}")
+            raise OverlordError(
+                f"step publisher: expected a StepAck from a client, got {type(value).__name__}; "
+                "run the same version in all processes"
+            )
         with self.lock:
             queue = self._of_link.get(link)
             step = (
                 None
                 if queue is None
-                else queue.took(link, value.step, value.waited_s, value.generation)
+                else queue.handle_ack(link, value.step, value.waited_s, value.generation)
             )
         if step is not None and queue is not None:  # outside the lock: callbacks take other locks
             self.acked(queue, step)
@@ -434,7 +437,7 @@ class StepPublisher:
         if self.on_ack is not None:
             self.on_ack(queue, step)
         else:
-            self._on_ack(queue.rank, step)
+            self._on_taken(queue.rank, step)
 
     def begin_after(self, step: int) -> None:
         """Count the steps up to ``step`` as taken by every rank."""
@@ -454,15 +457,20 @@ class StepPublisher:
                 queue.disconnect(link)
 
     def dismiss(self, link: Connection, last: EndOfStream) -> None:
-        """Send a last message and close. Later acks are ignored. The caller holds the lock."""
+        """Send a last message and close; later acks are ignored. The caller holds the lock."""
         self._of_link.pop(link, None)
         with contextlib.suppress(ActorLost, DataStall):
             link.send(last, timeout_s=0.0)
-        link.close("another client of the rank has connected, or it was closed")
+        link.close("another client of the rank connected, or the rank was closed")
+
+
+def _listed(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return ", ".join(map(str, ranks[:16])) + more
 
 
 def _whole(hello: dict[str, Any], name: str) -> int:
     value = hello.get(name, 0)
     if type(value) is not int:
-        raise OverlordError(f"{name}: expected a whole number, got {value!r:.60}")
+        raise OverlordError(f"hello, {name}: expected a whole number, got {value!r:.60}")
     return value

@@ -1,8 +1,8 @@
-"""The runtime of a session whose planner has a process of its own, the coordinator.
+"""The runtime of a session whose coordinator has its own process.
 
-The launching process starts processes and sends requests; it plans nothing. All methods but
-``prepare_source``, ``address_for`` and ``close`` run on the event loop of the session, and block it
-until the coordinator answers: all other calls on that loop need the coordinator too.
+The launching process starts processes and sends requests; it plans nothing. All methods except
+``prepare_source``, ``address_for`` and ``close`` run on the event loop of the session. They block
+the loop until the coordinator answers, since other calls on it need the coordinator too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from overlord.client.remote_queue import LaunchedStepQueue, RemoteStepQueue
 from overlord.cluster.coordinator_actor import Counted
 from overlord.cluster.launched_workers import START_S
-from overlord.cluster.launcher import PLANNER, Launcher
+from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
 from overlord.cluster.status import recovery_rows
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
@@ -45,10 +45,10 @@ from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
-REPORT_S = 600.0  # no caller waits for a report, and later calls need the coordinator too
-WHY_S = 0.8  # a client waits one second for the reason of its wait
-WHERE_S = 0.8  # a client waits one second for the address of its constructor, and asks again
-TAKEN_S = 2.0  # for a constructor worker to send the last step of a rank
+REPORT_S = 600.0  # for a report: no caller waits for it, and later calls need the coordinator too
+REASON_S = 0.8  # for the reason of a wait: a client waits one second for it
+ADDRESS_S = 0.8  # for the address of a constructor: a client waits one second, and asks again
+TAKEN_S = 2.0  # for a constructor worker to return the last step of a rank
 
 
 class RemotePlans:
@@ -58,7 +58,7 @@ class RemotePlans:
         self._launcher = launcher
 
     def of(self, step: int) -> list[PlannedStep]:
-        """Return the plan of one step, if it is kept: plans may be large."""
+        """Return the kept plans of one step; all plans at once may be large."""
         stages: list[PlannedStep] = self._launcher.ask("stages", step)
         return stages
 
@@ -84,9 +84,9 @@ class StepNumber(NamedTuple):
 
 
 class CoordinatorClient:
-    """The planner in the coordinator process, as far as a session reads it.
+    """The part of a remote planner's interface that a session uses.
 
-    Only the end of the job and the quarantined rows are kept here.
+    Only the end of the job and the quarantined rows are stored in this process.
     """
 
     def __init__(self, launcher: Launcher):
@@ -101,7 +101,7 @@ class CoordinatorClient:
 
     @property
     def ledger(self) -> CoordinatorClient:
-        """Return itself, which has ``bad_rows``."""
+        """This object, which has ``bad_rows``."""
         return self
 
     def bad_rows(self) -> list[Quarantined]:
@@ -173,7 +173,7 @@ class ClusterRuntime:
             rank: b for b, ranks in enumerate(prepared.job.place.buckets("DP")) for rank in ranks
         }
         self._addresses: dict[Any, str] = {}  # of constructor workers, by handle
-        self._known: dict[str, str] = {}  # last known address, by name
+        self._known: dict[str, str] = {}  # last known address of each constructor worker, by name
         self._outside: dict[Any, str] = {}
         # answers of constructor workers, pending ones included
         self._calls: dict[tuple[Any, str], Future[Any]] = {}
@@ -193,7 +193,7 @@ class ClusterRuntime:
 
     @property
     def absent(self) -> str:
-        """Why the coordinator cannot be asked; empty if it can."""
+        """Why the coordinator cannot be called; empty if it can."""
         return self._launcher.absent
 
     @property
@@ -202,11 +202,11 @@ class ClusterRuntime:
         return self._launcher.control
 
     def use_buffers(self, buffers: Any) -> None:
-        """Do nothing: constructor workers have buffers of their own."""
+        """Do nothing: constructor workers have their own buffers."""
 
     def _received(self, event: SessionEvent) -> None:
         if self._closed:
-            return  # another runtime may serve the same clients by now
+            return  # another runtime may serve the same clients now
         match event:
             case StepPlanned(step=step, after=after, skipped=skipped):
                 for watcher in self.on_stage:
@@ -228,19 +228,19 @@ class ClusterRuntime:
             case WorkerRecovered():
                 self.recoveries.append(event)
             case JobFinished(end=None) if self._launcher.is_over:
-                pass  # sent by a coordinator that was given up since
+                pass  # sent by a coordinator that has been given up
             case JobFinished(end=end):
                 self.planner.finished = end
             case JobFailed(error=error):
                 self._end_all(error)
             case _:
-                raise TypeError(f"unknown event of the coordinator: {event!r:.80}")
+                raise TypeError(f"expected an event of the coordinator, got {event!r:.80}")
 
     def _end_all(self, error: Exception) -> None:
-        """End the job after the loss of the coordinator, which is not restarted.
+        """End the job: the coordinator is lost and is not restarted.
 
-        Constructor workers send the error to their clients, after the steps that are complete. A
-        worker that does not acknowledge is killed: no coordinator is left to detect that it hangs.
+        Constructor workers send the error to their clients, after the complete steps. A worker that
+        does not acknowledge is killed: no coordinator is left to detect that it hangs.
         """
         finish, control = EndOfJob(self._launcher.acked + 1, error), self._launcher.control
         self.planner.finished = self.planner.finished or finish
@@ -306,11 +306,11 @@ class ClusterRuntime:
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Return address and token of a constructor. Runs on: any thread.
+        """Return address and token of a rank's constructor worker. Runs on: any thread.
 
-        The coordinator is not needed for it.
+        The constructor worker itself is called, not the coordinator.
         """
-        return self._address_for(rank, WHERE_S), self._launcher.workers.token
+        return self._address_for(rank, ADDRESS_S), self._launcher.workers.token
 
     def _address_for(self, rank: int, wait_s: float) -> str:
         worker = self._constructor(rank)
@@ -329,7 +329,7 @@ class ClusterRuntime:
                 self._outside_for(rank, START_S)
 
     def outside(self, rank: int) -> tuple[str, str]:
-        return self._outside_for(rank, WHERE_S), ""
+        return self._outside_for(rank, ADDRESS_S), ""
 
     def _outside_for(self, rank: int, wait_s: float) -> str:
         worker = self._constructor(rank)
@@ -362,10 +362,11 @@ class ClusterRuntime:
         name = self._constructor_name(rank)
         worker = self._launcher.workers.handles.get(name)
         if worker is None or not worker.alive:
-            raise self._missed(name)
+            raise self._error_of(name)
         return worker
 
-    def _missed(self, name: str) -> Exception:
+    def _error_of(self, name: str) -> Exception:
+        """Return the error for a request to a constructor worker that is not alive."""
         finish = self.planner.finished
         if finish is not None and (
             isinstance(finish.error, ActorLost)
@@ -377,7 +378,7 @@ class ClusterRuntime:
     def _call_once(self, worker: Any, wait_s: float, method: str, *args: Any) -> str:
         """Call a worker once for all callers, and return its answer.
 
-        A worker that is being started answers later; a caller that asks many must not wait for it.
+        A starting worker may answer after ``wait_s``; the next caller receives that answer.
         """
         control = self._launcher.control
         with self._calls_lock:
@@ -387,21 +388,21 @@ class ClusterRuntime:
         try:
             return str(control.get(answer, wait_s))
         except (ActorLost, DataStall):
-            raise self._missed(worker.name) from None
+            raise self._error_of(worker.name) from None
 
     # events
 
     def event(self, event: Any) -> None:
-        """Apply an event. When this returns it is in the journal of the coordinator."""
+        """Apply an event; it is durable in the coordinator's journal on return."""
         if isinstance(event, Report):
             self.report(event)
         else:
             self._outbox.send(event, lambda: self._send(event), lambda: self._applied_late(event))
 
     def settle(self) -> None:
-        """Find out which events that timed out were applied. Called before each further event.
+        """Find out which events that timed out were applied, before the next event is sent.
 
-        The coordinator executes requests in order, so the others never will be.
+        The coordinator executes requests in order, so the others will not be applied later.
         """
         if self._outbox.unsettled:
             self._outbox.settle(self._launcher.ask("applied_events"))
@@ -416,10 +417,10 @@ class ClusterRuntime:
         )
 
     def report(self, report: Report) -> bool | None:
-        """Return whether a report is in time for a plan; None: the coordinator is lost for good.
+        """Send a report; return whether it arrived before the plan that uses it.
 
-        The report is kept before the answer arrives: a coordinator may accept it and die, and be
-        restarted before this is known.
+        None: the coordinator is not restarted. The report is kept before the answer arrives: a
+        coordinator may accept it, die, and be restarted before the answer arrives.
         """
         key, before = (report.step, report.rank), self._launcher.reports
         self._keep(report)
@@ -432,7 +433,7 @@ class ClusterRuntime:
         except OverlordError as fault:
             if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
                 raise
-            if not self._closed:  # else the session was rewound or closed
+            if not self._closed:  # otherwise the session was rewound or closed
                 log.warning(
                     "report of rank %d on step %d lost with the coordinator: %s",
                     report.rank,
@@ -447,7 +448,7 @@ class ClusterRuntime:
             self._launcher.ask("all_reported", mark)
 
     def _keep(self, report: Report) -> None:
-        """Keep a report for a restarted coordinator: it may be accepted and not be durable yet."""
+        """Keep a report for a restarted coordinator: an accepted report may not be durable yet."""
         job, prefetch = self._launcher.prepared.job, self._launcher.prepared.options.prefetch
         oldest = report.step - job.feedback_lag - prefetch
         kept = (
@@ -462,9 +463,9 @@ class ClusterRuntime:
         return self._launcher.workers.prepare(prepared, self._constructor_addresses)
 
     def _constructor_addresses(self) -> dict[int, str]:
-        """Return the addresses of all constructor workers.
+        """Return the addresses of all constructor workers, by number.
 
-        For one that is being restarted it is the old address; the coordinator sends the new one.
+        A worker that is being restarted has its old address; the coordinator sends the new one.
         """
         for rank in self._bucket_of:
             with contextlib.suppress(DataStall):
@@ -485,7 +486,7 @@ class ClusterRuntime:
         launcher, workers = self._launcher, self._launcher.workers
         worker, n = workers.handles[f"loader-worker/{prepared}"], new.source.loaders
         if not worker.alive:
-            raise ActorLost(worker.name, "it died before its source was added")
+            raise ActorLost(worker.name, "its process ended before its source was added")
 
         def ask() -> None:
             fingerprint = dict(launcher.prepared.fingerprint)
@@ -511,42 +512,47 @@ class ClusterRuntime:
     def scale(self, source: int, n: int) -> bool:
         return bool(self._launcher.ask("scale", source, n))
 
-    # questions
+    # status
 
     def waiting_for(self, rank: int) -> str:
-        planner = self._launcher.planner
+        planner = self._launcher.coordinator
         if self.absent or planner is None:
             return self.absent
         try:
             return str(
                 self._launcher.control.get(
-                    self._launcher.control.call(planner, "waiting_for", rank), WHY_S
+                    self._launcher.control.call(planner, "waiting_for", rank), REASON_S
                 )
             )
         except DataStall as silent:
-            return f"the planner, which does not answer ({silent})"
+            return f"the coordinator, which does not answer ({silent})"
         except ActorLost as lost:
-            return self.absent or f"the planner, which is being started again ({lost.reason})"
+            return self.absent or f"the coordinator, which is being restarted ({lost.reason})"
 
-    def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = self._launcher.ask("figures")
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of all workers and of the journal, over all coordinators."""
+        found: dict[str, Any] = self._launcher.ask("metrics")
         for what, n in self._launcher.written_before().items():
-            figures["journal"][what] = figures["journal"].get(what, 0) + n
-        return figures | {
+            found["journal"][what] = found["journal"].get(what, 0) + n
+        return found | {
             "recoveries": recovery_rows(self.recoveries),
-            "placement": self._launcher.workers.factory.placement.figures(),
+            "placement": self._launcher.workers.factory.placement.metrics(),
         }
 
     def kill(self, name: str) -> None:
-        """Kill a process, as a crash would. For drills."""
-        every = {PLANNER: self._launcher.planner, **self._launcher.workers.handles}
+        """Kill a process as a crash would, for drills."""
+        every = {COORDINATOR_NAME: self._launcher.coordinator, **self._launcher.workers.handles}
         if (handle := every.get(name)) is None:
             raise JobError(
-                [f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill"
+                [
+                    f"expected the name of a process of this job, got {name!r}; there are "
+                    f"{', '.join(every)}"
+                ],
+                "kill",
             )
         self._launcher.control.kill(handle)
 
-    def broke(self, error: Exception) -> None:
+    def on_loop_failure(self, error: Exception) -> None:
         self._end_all(error)
 
     def close(self) -> None:

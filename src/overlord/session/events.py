@@ -1,4 +1,4 @@
-"""Events that users send to a running job, and those whose answer did not arrive in time."""
+"""Events and reports that users and trainers send to a running job."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
 from overlord.setup.options import Options
-from overlord.setup.partition import joining
+from overlord.setup.partition import with_new_loaders
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.profile_store import Refresher
 
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Events sent to a coordinator in another process whose answer did not arrive in time.
+# Outbox of events for a coordinator in another process.
 #
-# The coordinator may still apply such an event: then it has happened.
+# The coordinator may apply an event after the deadline of its answer: then it takes effect.
 
-KEPT = 64  # applied events, to tell an event that was sent twice from one that was sent once
-MAY_STILL = (
-    "the planner may still come to it: then it has happened, and is in the states that are "
-    "saved from there on"
+KEPT = 64  # applied events that are remembered, to recognize equal events that were sent twice
+MAY_APPLY_LATER = (
+    "the coordinator may still apply the event: then it takes effect, and states that are saved "
+    "later contain it"
 )
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """An event without an answer."""
+    """An event whose answer has not arrived."""
 
     event: Any
-    late: Callable[[], None]
-    taken: bool = False
-    given_up: bool = False
+    late: Callable[[], None]  # called if the event is applied after ``given_up``
+    taken: bool = False  # the event was applied
+    given_up: bool = False  # the answer did not arrive in time
 
 
 class EventOutbox:
-    """Sends events, with a deadline for the answer. Runs on: any thread."""
+    """Tracks events until the coordinator has applied them. Runs on: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[_Pending] = []
         self._taken: deque[Any] = deque(maxlen=KEPT)
-        self._unconfirmed: deque[Any] = deque(maxlen=KEPT)  # answered, and still to be confirmed
+        self._unconfirmed: deque[Any] = deque(maxlen=KEPT)  # answered and not yet confirmed
 
     @property
     def unsettled(self) -> bool:
-        """Whether the outcome of an event is unknown whose answer was given up.
+        """Whether an event that timed out may still be applied.
 
-        Until it is known, no other event is sent: of two changes for one step the last one counts,
-        and sources are numbered.
+        Until that is known, no other event is sent: of two changes for one step the last one
+        counts, and sources are numbered.
         """
         return any(pending.given_up for pending in list(self._open))
 
     def send(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
-        """Send an event. ``ask`` returns once a coordinator has applied it.
+        """Send an event with ``ask``, which returns once a coordinator has applied it.
 
-        If the answer is given up, ``late`` is called should the event be applied after all.
+        ``late`` is called if the event is applied after ``ask`` has timed out.
         """
         pending = _Pending(event, late)
         with self._lock:
@@ -81,7 +81,7 @@ class EventOutbox:
             with self._lock:
                 if not pending.taken:
                     pending.given_up = True
-                    stall.add_note(MAY_STILL)
+                    stall.add_note(MAY_APPLY_LATER)
                     raise
         except BaseException:
             with self._lock:
@@ -94,18 +94,18 @@ class EventOutbox:
                 self._unconfirmed.append(event)
 
     def confirmed(self, event: Any) -> None:
-        """Note the confirmation of an applied event, which is sent in addition to the answer."""
+        """Handle the confirmation of an applied event, which follows the answer."""
         with self._lock:
             if event in self._unconfirmed:
                 self._unconfirmed.remove(event)
                 return
-            late = self._take(
+            late = self._mark_applied(
                 next((s for s in self._open if not s.taken and s.event == event), None)
             )
         late()
 
     def found(self, events: Sequence[Any]) -> None:
-        """Note events in the journal of an earlier coordinator, which may have died unconfirmed."""
+        """Handle the events in the journal of a coordinator that died before it confirmed them."""
         for pending in list(self._open):
             with self._lock:
                 new = (
@@ -113,19 +113,19 @@ class EventOutbox:
                     and pending in self._open
                     and events.count(pending.event) > self._taken.count(pending.event)
                 )
-                late = self._take(pending if new else None)
+                late = self._mark_applied(pending if new else None)
             late()
 
     def settle(self, events: Sequence[Any]) -> None:
-        """Settle given-up events by all applied ones, which were asked for after them.
+        """Settle events that timed out, given all events that were applied since.
 
-        An event that is not among these has not happened, and will not.
+        An event that is not among these was not applied, and will not be.
         """
         self.found(events)
         with self._lock:
             self._open = [pending for pending in self._open if not pending.given_up]
 
-    def _take(self, pending: _Pending | None) -> Callable[[], None]:
+    def _mark_applied(self, pending: _Pending | None) -> Callable[[], None]:
         """Mark an event as applied, under the lock; return the call to make outside it."""
         if pending is None:
             return lambda: None
@@ -162,15 +162,14 @@ class EventTarget(Protocol):
 
 
 class UserEvents:
-    """Sends events and reports to the planner, and keeps them for states that lack them.
+    """Sends events and reports to the planner, and keeps those that saved states may lack.
 
     All events are applied on the event loop, between two steps.
     """
 
     def __init__(self, target: EventTarget, *, reports_used: bool = True):
         self._target = target
-        # else the first report causes a warning
-        self._warned = reports_used
+        self._warned = reports_used  # False: the first report causes a warning
         self.refused_reports = 0  # reports that raised, or that were used in part
 
     @property
@@ -220,7 +219,7 @@ class UserEvents:
             self._target.loop.call(lambda: self._send(event), "the planner")
 
     def _send(self, event: SetMixture | Skip) -> None:
-        """Apply an event. States of clients hold it until they have passed its step.
+        """Apply an event, and keep it for states of clients that have not passed its step.
 
         Runs on: event loop.
         """
@@ -229,7 +228,7 @@ class UserEvents:
         self.note(event)
 
     def note(self, event: Event) -> None:
-        """Add an event to the states of clients. Runs on: any thread."""
+        """Keep an event for the states of clients. Runs on: any thread."""
         with self._target.lock:
             self._target.generation.events.add(event, self._target.slowest_step())
 
@@ -259,7 +258,7 @@ class UserEvents:
             runtime, now = self._runtime, target.generation.prepared
             before = now.workers
             more = now.with_source(source, 1 if loaders is None else loaders)
-            more = joining(more, target.kind) if loaders is None else more
+            more = with_new_loaders(more, target.kind) if loaders is None else more
             worker = None
             try:
                 worker = runtime.prepare_source(more)
@@ -316,7 +315,7 @@ class UserEvents:
         with target.lock:
             known = target.generation.queues.get(rank)
             if known is None and rank not in target.broadcast_ranks:
-                raise OverlordError(f"the client of rank {rank} is closed")
+                raise OverlordError(f"report: the client of rank {rank} is closed")
             if known is not None and known is not queue:
                 return  # another rank rewound the session: the step is of an older generation
             warn, self._warned = not self._warned, True
@@ -325,14 +324,14 @@ class UserEvents:
             warned, self.refused_reports = (self.refused_reports, self.refused_reports + (lost > 0))
         if lost and not warned:
             log.warning(
-                "rank %d, step %d: %d reported values are infinite or no numbers and are left out",
+                "rank %d, step %d: %d reported values ignored: expected finite numbers",
                 rank,
                 report.step,
                 lost,
             )
         if warn:
             log.warning(
-                "reports reach no schedule: the mixture has no state and no takes_feedback = True"
+                "reports are not used: the mixture has neither a state nor takes_feedback = True"
             )
 
     def count_refused(self) -> None:
@@ -342,7 +341,7 @@ class UserEvents:
     def send_report(self, report: Report, in_time: bool) -> None:
         """Post a report to the planner. The caller holds the lock.
 
-        States hold a report that is certainly ``in_time`` from now on, wherever the planner runs.
+        A report that is certainly ``in_time`` is in saved states from now on.
         """
         runtime, events = self._runtime, self._target.generation.events
         if in_time:
@@ -350,9 +349,9 @@ class UserEvents:
         self._target.loop.post(lambda: self._apply_report(runtime, events, report))
 
     def _is_in_time(self, report: Report, next_step: int) -> bool:
-        """Whether the plan that uses the report cannot exist yet. The caller holds the lock.
+        """Return whether the plan that uses a report cannot exist yet. The caller holds the lock.
 
-        It is unknown for ranks that receive a broadcast: another rank takes steps ahead of them.
+        This is unknown for ranks that receive a broadcast: another rank takes steps ahead of them.
         """
         target = self._target
         lag = target.generation.prepared.given.feedback_lag
@@ -363,7 +362,7 @@ class UserEvents:
         )
 
     def _apply_report(self, runtime: Runtime, events: EventLog, report: Report) -> None:
-        """Send a report to the planner. A late report is dropped, and must be in no state.
+        """Send a report to the planner. A late report is dropped, and removed from states.
 
         Runs on: event loop.
         """
@@ -375,6 +374,7 @@ class UserEvents:
 
 
 def whole_numbers(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
+    """Return steps as integers; raise ``PlanError`` that names the method ``what``."""
     try:
         return tuple(operator.index(step) for step in steps)
     except TypeError:

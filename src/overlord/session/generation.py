@@ -59,7 +59,7 @@ class Generation:
 
     @property
     def failed_for_good(self) -> bool:
-        """Whether a process or the journal was lost, so that no further step is planned."""
+        """Whether the job ended with the loss of a process or of the journal."""
         end = self.runtime.planner.finished
         return end is not None and isinstance(end.error, (ActorLost, JournalError))
 
@@ -69,15 +69,15 @@ def decoded(state: State) -> StreamState:
 
 
 def mark_of(prepared: PreparedJob, state: StreamState) -> str:
-    """Return a digest that is equal for equal states, whatever their encoding.
+    """Return a digest of a state; equal states have equal digests, whatever their encoding.
 
-    Reports are left out: states of some ranks hold the reports of a step before others do.
+    Reports are left out: the states of some ranks get the reports of a step before others do.
     """
     return digest(json.dumps(prepared.export(replace(state, reports=())), sort_keys=True))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the fields in which two exported states differ; the step alone if it differs."""
+    """Return the fields in which two exported states differ; only the step if that differs."""
     names = [n for n in sorted({*one, *other} - {"reports"}) if one.get(n) != other.get(n)]
     return {
         n: (f"{one.get(n)!s:.80}", f"{other.get(n)!s:.80}")

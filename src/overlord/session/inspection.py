@@ -1,6 +1,6 @@
-"""Questions about a running job: plans, sample positions, metrics. None of them changes the job.
+"""Read-only queries of a running job: plans, explanations, quarantined rows, metrics.
 
-All answers come from the event loop, so each one describes a single moment.
+All queries run on the event loop, so each answer describes a single moment.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ def plan(running: RunningJob, step: int) -> LoadingPlan:
         lambda: (running.runtime.plans.of(step), running.runtime.plans.steps()), "the planner"
     )
     if not found:
-        held = f"{min(steps)} to {max(steps)}" if steps else "none"
-        raise PlanError(
-            f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}"
-        )
+        kept = f"{min(steps)} to {max(steps)}" if steps else "none"
+        raise PlanError(f"expected a kept step, got step {step}", step, f"kept steps: {kept}")
     last: LoadingPlan = found[-1].plan
     return last
 
@@ -60,7 +58,7 @@ def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
 
 
 def current_knowledge(running: RunningJob) -> Known:
-    """Return a snapshot of everything that explanations use."""
+    """Return a snapshot of the job, its plans and its state, for explanations."""
     from overlord.observe.explain import Known
 
     def act() -> Known:
@@ -74,7 +72,7 @@ def current_knowledge(running: RunningJob) -> Known:
             quarantine=tuple(runtime.planner.ledger.bad_rows()),
             state=runtime.planner.state(),
             start=running.generation.start.step,
-            loaders=tuple(loader_name(row) for row in runtime.figures()["loaders"]),
+            loaders=tuple(loader_name(row) for row in runtime.metrics()["loaders"]),
         )
 
     known: Known = running.loop.call(act, "the planner")
@@ -109,7 +107,10 @@ def quarantine(running: RunningJob) -> list[dict[str, Any]]:
 
 def profile(running: RunningJob) -> JobProfile:
     if running.refresher is None:
-        raise JobError(["profiles are refreshed with partition='auto' only"], "profile")
+        raise JobError(
+            ["expected partition='auto', which measures sources, got another; launch with it"],
+            "profile",
+        )
     return running.refresher.refresh()
 
 
@@ -121,28 +122,28 @@ def metrics(running: RunningJob) -> dict[str, Any]:
 def _metrics(running: RunningJob) -> dict[str, Any]:
     generation = running.generation
     runtime, prepared = generation.runtime, generation.prepared
-    figures = runtime.figures()
+    running_metrics = runtime.metrics()
     planner = counted(runtime)
     at_nothing = running.prepared_for(len(planner.totals.samples)).zero_metrics()
-    found = job_metrics(planner, figures, at_nothing, running.job.on_long)
+    found = job_metrics(planner, running_metrics, at_nothing, running.job.on_long)
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
     found["memory"]["budget"] = _budget(prepared.options)
     clients = dict(running.clients)
-    of_clients = figures.get("clients", {})
+    of_clients = running_metrics.get("clients", {})
     return {
         **found,
         "uptime_s": time.monotonic() - running.started,
         "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
-        "files": sum_counters([prepared.handles.metrics(), *figures.get("files", ())]),
+        "files": sum_counters([prepared.handles.metrics(), *running_metrics.get("files", ())]),
         "clients": {r: _client_row(c, of_clients.get(r, {})) for r, c in clients.items()},
-        "actors": actors(figures, clients),
-        "transfer": figures.get("transfer", {}),
-        "recoveries": figures.get("recoveries", []),
-        "shadows": figures.get("shadows", []),
-        "scaling": figures.get("scaling", {}),
-        "placement": figures.get("placement", {}),
-        "journal": figures.get("journal") or runtime.journal.metrics(),
+        "actors": actors(running_metrics, clients),
+        "transfer": running_metrics.get("transfer", {}),
+        "recoveries": running_metrics.get("recoveries", []),
+        "shadows": running_metrics.get("shadows", []),
+        "scaling": running_metrics.get("scaling", {}),
+        "placement": running_metrics.get("placement", {}),
+        "journal": running_metrics.get("journal") or runtime.journal.metrics(),
     }
 
 
@@ -152,7 +153,7 @@ def _budget(options: Options) -> dict[str, int]:
 
 
 def _client_row(client: Client | RemoteClient, there: Mapping[str, Any]) -> dict[str, Any]:
-    """``there``: counts of the constructor worker, which alone has those of a remote client."""
+    """Return the metrics of a client; ``there`` are the counts of its constructor worker."""
     return {
         "steps": max(client.steps, there.get("steps", 0)),
         "waited_s": max(client.waited_s, there.get("waited_s", 0.0)),

@@ -1,4 +1,4 @@
-"""``launch``: start a job as a session, after all of its options are checked."""
+"""``launch``: checks the options of a job and starts it as a session."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from overlord.job.job import Job
 from overlord.session.runtime import RUNTIMES, hold_cluster, with_memory_bounds, with_worker_counts
 from overlord.session.session import Session
 from overlord.setup.options import (
+    GROUPED,
     MemoryLimits,
     Options,
     RayPlacement,
@@ -110,7 +111,7 @@ def launch(
         raise JobError([f"expected a Job, got {type(job).__name__}"], "launch")
     if problems := _launch_problems(job, runtime, resume, allow):
         raise JobError(problems, "launch")
-    refuse_unknown(deprecated)
+    refuse_unknown(deprecated, GROUPED)
     given = Options(
         prefetch=prefetch,
         build_ahead=build_ahead,
@@ -150,7 +151,7 @@ def _start(
 ) -> Session:
     if problems := _runtime_problems(runtime, given):
         raise JobError(problems[:1], "launch")
-    if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
+    if runtime == "ray" and (problems := given.problems(job)):  # before a cluster starts
         raise JobError(problems, "launch")
     # held while files are indexed; the session holds the cluster afterwards
     release_cluster = hold_cluster(runtime, given.address)
@@ -168,8 +169,8 @@ def _runtime_problems(runtime: str, given: Options) -> list[str]:
         found.append(f"address: {given.address!r} is for runtime='ray'; leave it out")
     if given.ports is not None and runtime == "local":
         found.append(
-            "ports: in one process only session.serve listens, which has a "
-            "port= of its own: leave it out"
+            f"ports: expected None with runtime='local', got {given.ports!r}; leave it out: only "
+            "session.serve listens, which has its own port="
         )
     if given.reserve is True and (runtime != "ray" or given.address is None):
         found.append(
@@ -216,15 +217,13 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:
             found.append(
-                "resume: 'auto' continues from the job's journal, and it has none: name "
-                "one in Job.journal, or give a state"
+                "resume: 'auto' continues from the job's journal, and it has none; set "
+                "Job.journal, or pass a state"
             )
     elif isinstance(resume, (str, PathLike)):
         found.append(_not_a_state(resume))
     elif resume is not None and not isinstance(resume, Mapping):
-        found.append(
-            f"resume: expected a state as state_dict() gives it, got {type(resume).__name__}"
-        )
+        found.append(f"resume: expected a result of state_dict(), got {type(resume).__name__}")
     if not isinstance(allow, (tuple, list)) or not all(isinstance(part, str) for part in allow):
         found.append(
             f"allow: expected a tuple of parts of the fingerprint, as in ('seed',), got {allow!r}"
@@ -233,9 +232,9 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
 
 
 def _not_a_state(resume: str | PathLike[str]) -> str:
-    """Describe a text that is not a state: a file name, or a misspelt ``"auto"``.
+    """Return the problem of a text in place of a state: a file name, or a misspelt ``"auto"``.
 
-    A text without a suffix or a slash, and without a file of that name, was meant as a word.
+    A text without a suffix or a slash that names no file is taken for a misspelt ``"auto"``.
     """
     word = (
         isinstance(resume, str)
@@ -251,5 +250,5 @@ def _not_a_state(resume: str | PathLike[str]) -> str:
     name = str(resume)
     return (
         f"resume: expected a state, got {name!r}; read the file first: "
-        f"resume=json.loads(Path({name!r}).read_text()); or say 'auto'"
+        f"resume=json.loads(Path({name!r}).read_text()); or pass 'auto'"
     )

@@ -127,20 +127,20 @@ class LocalRuntime:
     # events
 
     def settle(self) -> None:
-        """Return at once: every event has taken effect when ``event`` returns."""
+        """Do nothing: an event has taken effect when ``event`` returns."""
 
     def event(self, event: Any) -> None:
-        """Apply an event of the log: it is durable on return."""
+        """Apply an event and write it to the journal: it is durable on return."""
         self.run(self.gate.record(event))
 
     def report(self, report: Report) -> bool:
-        """Apply a report and return whether it comes in time for a plan."""
+        """Apply a report; return whether it arrived before the plan that uses it."""
         used = self.planner.in_time(report)
         self.event(report)
         return used
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
-        """Attach the clients of these ranks together: steps are not kept for a later one."""
+        """Attach the clients of these ranks at once: no step is kept for later ones."""
         self.commands.queue.extend(self.building.attach(mailboxes))
         self.run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
@@ -150,7 +150,7 @@ class LocalRuntime:
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
-        """Detach all ranks; results of work that is under way have no visible effect."""
+        """Detach all ranks; results of work in progress are not delivered."""
         for rank in list(self.building.mailboxes):
             self.detach(rank)
 
@@ -167,9 +167,9 @@ class LocalRuntime:
         """Return the step queue of a client in this process."""
         return LocalStepQueue()
 
-    def prepare_source(self, blueprint: PreparedJob) -> list[tuple[Loader, SourceReader]]:
-        """Return loaders for the last source of a job, which is still to be added."""
-        return blueprint.loaders_for(len(blueprint.job.sources) - 1, Cursor())
+    def prepare_source(self, prepared: PreparedJob) -> list[tuple[Loader, SourceReader]]:
+        """Open the loaders of the last source of a job, which is to be added."""
+        return prepared.loaders_for(len(prepared.job.sources) - 1, Cursor())
 
     def drop_prepared(self, prepared: object) -> None:
         """Do nothing: prepared loaders hold nothing, and the job owns transform workers."""
@@ -177,16 +177,16 @@ class LocalRuntime:
     def add_source(
         self,
         new: NewSource,
-        cores: Sequence[tuple[Loader, SourceReader]],
+        prepared: Sequence[tuple[Loader, SourceReader]],
         budget_bytes: int,
         joined: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add a source with loaders after all others. The planner refuses before any change.
+        """Add a source with its open loaders; an error of the planner changes nothing.
 
-        ``joined`` is called once it is added, before a step with the source reaches a client.
+        ``joined`` is called once the source is added, before a client receives a step with it.
         """
         commands = self.planner.handle(new)
-        for loader, reader in cores:
+        for loader, reader in prepared:
             self.loading.open(loader, reader)
         for hosted in self.loading.slots.values():
             hosted.loader.set_budget(budget_bytes)
@@ -216,7 +216,9 @@ class LocalRuntime:
             case EndOfJob() as finish:
                 self.commands.queue.extend(self.building.finish(finish))
             case unknown:
-                raise TypeError(f"no handler for the command {type(unknown).__name__}")
+                raise TypeError(
+                    f"local runtime: expected a known command, got {type(unknown).__name__}"
+                )
 
     def _stage(self, stage: PlannedStep) -> None:
         """Pop the step's samples from their loaders and pass them to the constructors."""
@@ -230,7 +232,9 @@ class LocalRuntime:
         self.building.plan(stage)
         if stage.skipped:
             return
-        if stage.kept is not None:  # a held sample would keep alive all that was popped with it
+        if (
+            stage.kept is not None
+        ):  # a held sample would keep all samples alive that were popped with it
             pieces, stage = (
                 [Content.pick(pieces, stage.doc)],
                 replace(stage, doc=np.arange(len(stage.doc))),
@@ -248,7 +252,7 @@ class LocalRuntime:
             )
 
     def _with_images(self, staged: StepDocuments, found: Scattered | None) -> StepDocuments:
-        """Add the images, and which rank encodes which of them."""
+        """Return the documents with their images, and the rank that encodes each image."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
             Encodings(stage.plan, self._batch, self._multiple),
@@ -256,7 +260,7 @@ class LocalRuntime:
         )
         wanted = made.encoded_by(ranks)
         doc, number = stage.doc[made.sample[wanted]], made.routes.number[wanted]
-        assert (number < items.counts[doc]).all(), "more images are planned than documents have"
+        assert (number < items.counts[doc]).all(), "a plan has more images than its documents"
         return replace(
             staged,
             stage=replace(stage, encoding=made.of(ranks, items.first[doc] + number)),
@@ -280,8 +284,8 @@ class LocalRuntime:
 
     # statistics
 
-    def look(self, options: Options, waited_s: float, now: float) -> None:
-        """Poll loaders and trainers, and execute what the scaler concludes.
+    def observe_load(self, options: Options, waited_s: float, now: float) -> None:
+        """Pass the load of loaders and trainers to the scaler, and execute its decisions.
 
         ``waited_s`` is the mean of the seconds that trainers have waited so far.
         """
@@ -307,15 +311,15 @@ class LocalRuntime:
         return range(first, first + loaders[source])
 
     def places_of(self, source: int) -> tuple[int, ...]:
-        """Return a source's loaders: all of them live in this process."""
+        """Return the loaders of a source: all of them run in this process."""
         return tuple(self.loaders_of(source))
 
-    def able(self, source: int) -> tuple[int, ...]:
+    def available_workers(self, source: int) -> tuple[int, ...]:
         """Return an empty tuple: no other process can read a source."""
         return ()
 
     def n_processes(self, source: int) -> int:
-        """Return 1, this process; loaders with transform workers have one each."""
+        """Return the number of transform processes of a source, or 1 for this process."""
         mine = [
             self.loading.slots[n].reader.stages
             for n in self.loaders_of(source)
@@ -324,7 +328,7 @@ class LocalRuntime:
         return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
 
     def free_s(self, source: int) -> float:
-        """Return 0 where only user code can take long in this process, else infinity."""
+        """Return 0 if only user code of the source can be slow, else infinity."""
         hosted = self.loading.slots.get(self.loaders_of(source)[0])
         transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
         own, heavy = (
@@ -335,21 +339,20 @@ class LocalRuntime:
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         raise JobError(
-            ["all loaders live in this process; runtime='process' has hosts to move them to"],
-            "move",
+            ["all loaders run in this process; launch with runtime='process' to move them"], "move"
         )
 
     def scale(self, source: int, n: int) -> bool:
         raise JobError(
-            ["all loaders live in this process; runtime='process' has hosts to spread them over"],
+            ["all loaders run in this process; launch with runtime='process' to scale them"],
             "scale",
         )
 
     def kill(self, name: str) -> None:
         raise JobError(
             [
-                f"{name!r}: all actors live in this process; with runtime='process' there "
-                "are others to kill"
+                f"{name!r}: all components run in this process; launch with runtime='process' for "
+                "processes to kill"
             ],
             "kill",
         )
@@ -383,8 +386,8 @@ class LocalRuntime:
         """Return the bytes that loaders and constructors hold."""
         return self.loading.held_bytes() | self.building.held_bytes()
 
-    def figures(self) -> dict[str, Any]:
-        """Return what loaders and constructors do and have cost."""
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of loaders, constructors and the scaler."""
         here = {"pid": os.getpid()}
         return {
             "loaders": [row | here for row in self.loading.figures()],
@@ -394,11 +397,11 @@ class LocalRuntime:
             "scaling": {} if self._observer is None else self._observer.metrics(time.monotonic()),
         }
 
-    def broke(self, error: Exception) -> None:
+    def on_loop_failure(self, error: Exception) -> None:
         """Do nothing: the session ends its clients after the event loop has failed."""
 
     def close(self) -> None:
-        """Accept no more work; results of work that is under way are dropped."""
+        """Accept no more work; results of work in progress are dropped."""
         self.building.stopped = True
         if isinstance(self._executor, ThreadExecutor):
             self._executor.close()

@@ -1,6 +1,6 @@
-"""``join``: one call in every process of a distributed job. One rank serves, the others connect.
+"""``join``: one call in every process of a distributed job. Rank 0 serves, the others connect.
 
-There is never one pipeline for each rank. The address and the token are sent through the store of
+Only rank 0 launches the job. The address and the token are sent through the store of
 the process group, or through torchrun's rendezvous. When the launch fails on rank 0, all ranks
 raise its error, and none waits for a session.
 """
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-LOOK_S = 0.1  # between polls of the store: its own wait cannot be interrupted
-HEARD_S = 10.0  # for all ranks to read an error before the owner of the store exits
-WARN_S = 30.0  # between warnings that name what is waited for, as in a client
-SHOWN = 16  # ranks that an error lists
+POLL_S = 0.1  # between polls of the store, whose own wait cannot be interrupted
+READ_ERROR_S = 10.0  # for all ranks to read an error before the owner of the store exits
+WARN_S = 30.0  # between warnings with the reason of a wait, as in a client
+MOST_LISTED = 16  # ranks that an error lists
+# launch options that the client of each rank uses
 STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
 _calls = count()  # every rank joins the same jobs in the same order
 
@@ -52,8 +53,7 @@ def join(
     leave_s: float = 60.0,
     **launch_options: Any,
 ) -> Client:
-    """Return the client of this process's rank. Rank 0 launches the job and serves it, the others
-    connect.
+    """Return the client of this process's rank; rank 0 launches and serves the job.
 
     Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK``
     and ``WORLD_SIZE``. The world size must be that of ``job.place``. A process without either
@@ -84,8 +84,9 @@ def join(
 
 
 def checked_world(job: Job) -> World | None:
-    """Return the world that this process joins with; refuse one that the job's mesh does not fit.
-    None: this process is alone.
+    """Return the world of this process; raise ``JobError`` if the job's mesh does not fit it.
+
+    None: this process is not part of a distributed job.
     """
     here, place = world_here("join"), job.place
     if here is not None and here.size != place.world_size:
@@ -122,7 +123,7 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
         if session is not None:
             session.close()
         store.write({"error": error})
-        store.wait_until_all_read(HEARD_S)
+        store.wait_until_all_read(READ_ERROR_S)
         raise
     store.write({"address": served.address, "token": served.token, "job": parts})
     return _owning(session, client, leave_s, store)
@@ -131,9 +132,9 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
 def _owning(
     session: Session, client: Client, leave_s: float, store: _Board | None = None
 ) -> Client:
-    """Let this client end the session when it is closed, once all others have closed.
+    """Let the client end the session when it closes, after all other ranks have closed.
 
-    The store that rank 0 may own lives as long.
+    A store that rank 0 owns is kept open until then.
     """
     client.session = session
 
@@ -162,7 +163,7 @@ class _Board:
     def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
         self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
         # for the others to arrive after a launch that took the whole timeout
-        self._least_s = min(HEARD_S, timeout_s)
+        self._least_s = min(READ_ERROR_S, timeout_s)
         self._warn_s, self._on_stall = (
             float(stalls.get("stall_warn_s", WARN_S)),
             stalls.get("on_stall"),
@@ -176,23 +177,24 @@ class _Board:
 
     def read(self) -> dict[str, Any]:
         self._until(
-            self._key,
-            lambda: "rank 0 to launch the job and to say where it serves it",
-            self._deadline,
+            self._key, lambda: "rank 0 to launch the job and publish its address", self._deadline
         )
         found = self._get(self._key)
         self._store.add(f"{self._key}/read", 1)
         return found
 
-    def meet(self, problem: str = "") -> None:
+    def wait_for_all(self, problem: str = "") -> None:
         """Wait for all ranks, before a collective that could not name a missing one.
 
-        ``problem``: why this rank cannot continue; then no rank does.
+        ``problem``: why this rank cannot continue; then all ranks raise an error.
         """
         wrong, arrived, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
         if self._store.check([gave_up]):
             raise JobError(
-                [f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"],
+                [
+                    f"rank {self._rank} joined after others gave up: "
+                    f"{self._store.get(gave_up).decode()}; raise timeout_s"
+                ],
                 "join",
             )
         if problem:
@@ -215,7 +217,7 @@ class _Board:
             raise JobError([self._store.get(wrong).decode()], "join")
 
     def is_one_node(self) -> bool:
-        """Whether all ranks share a machine, by the launcher's variables or by their names."""
+        """Return whether all ranks share a machine, by LOCAL_WORLD_SIZE or by the nodes' names."""
         if size := os.environ.get("LOCAL_WORLD_SIZE"):
             if not size.isdecimal():
                 raise JobError(
@@ -239,10 +241,10 @@ class _Board:
             for rank in range(self._world)
             if not self._store.check([f"{self._key}/{noted}/{rank}"])
         ]
-        return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
+        return f"{ranks(absent)} to join; every rank must call join(), with the same job"
 
     def add_note(self, name: str, value: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # without the store no rank can read it
+        with contextlib.suppress(Exception):  # without the store no rank can read the note
             n = self._store.add(f"{self._key}/{name}", 1)
             self._set(f"{self._key}/{name}/{n}", value)
 
@@ -261,17 +263,17 @@ class _Board:
         found: dict[str, Any] = decode(frame.header, frame.columns)
         return found
 
-    def _until(self, key: str, words: Callable[[], str], deadline: float) -> None:
-        """Wait until the store has a key; log the reason, and raise at the deadline."""
+    def _until(self, key: str, reason: Callable[[], str], deadline: float) -> None:
+        """Wait until the store has a key; log what is missing, and raise at the deadline."""
         start, warn_at = time.monotonic(), self._warn_s
         while not self._has(key):
             waited = time.monotonic() - start
             if time.monotonic() >= deadline:
-                raise DataStall(words(), waited, rank=self._rank)
+                raise DataStall(reason(), waited, rank=self._rank)
             if waited >= warn_at:
                 warn_at = waited + max(1.0, self._warn_s)
-                self._stalls(words(), waited)
-            time.sleep(LOOK_S)
+                self._warn(reason(), waited)
+            time.sleep(POLL_S)
 
     def _has(self, key: str) -> bool:
         try:
@@ -282,11 +284,11 @@ class _Board:
                 f"its owner (torchrun, or rank 0) has exited: {fault}",
             ) from fault
 
-    def _stalls(self, words: str, seconds: float) -> None:
+    def _warn(self, reason: str, seconds: float) -> None:
         if self._on_stall is not None:
-            self._on_stall(words, seconds)
+            self._on_stall(reason, seconds)
         else:
-            log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, words)
+            log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, reason)
 
     def left(self) -> None:
         """Count this rank, which has no connection, as closed."""
@@ -298,7 +300,7 @@ class _Board:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
             while self._store.add(f"{self._key}/left", 0) < n and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def wait_until_all_read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -307,13 +309,13 @@ class _Board:
                 self._store.add(f"{self._key}/read", 0) < self._world - 1
                 and time.monotonic() < deadline
             ):
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
 
 def ranks(some: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2``, with at most 16 of them."""
-    listed = ", ".join(map(str, some[:SHOWN])) + (
-        f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
+    """Return "rank 1" or "ranks 1, 2", with at most 16 numbers."""
+    listed = ", ".join(map(str, some[:MOST_LISTED])) + (
+        f" and {len(some) - MOST_LISTED} more" if len(some) > MOST_LISTED else ""
     )
     return f"rank{'s' if len(some) != 1 else ''} {listed}"
 
@@ -324,22 +326,21 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
         import torch.distributed as dist
     except ImportError as fault:
         raise JobError(
-            [f"the ranks of torchrun meet in torch's store, and torch cannot be imported: {fault}"],
-            "join",
+            [f"expected torch, whose store connects the ranks, got: {fault}; install torch"], "join"
         ) from fault
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     start = time.monotonic()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise JobError([f"{', '.join(missing)}: not set; {JOINED}"], "join")
+        raise JobError([f"{', '.join(missing)}: expected a value, got none; {JOINED}"], "join")
     try:
         store, _, _ = next(
             dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))
         )
-    except dist.DistError as fault:  # its text names sockets only
+    except dist.DistError as fault:  # its text has only the sockets
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DataStall(
-            f"the {world} ranks of the world to meet at {where}",
+            f"the {world} ranks of the world to connect to the store at {where}",
             time.monotonic() - start,
             rank=rank,
         ) from fault
@@ -347,7 +348,7 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
 
 
 def _node() -> str:
-    """Name the machine of this process, and its network where containers have their own."""
+    """Return a text that identifies the machine and network namespace of this process."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found += [
@@ -358,7 +359,7 @@ def _node() -> str:
 
 
 def serving_host(board: _Board) -> str:
-    """Choose where rank 0 serves: on this machine only, unless ranks live on others."""
+    """Return the interface at which rank 0 serves: the loopback one if all ranks are on a node."""
     if host := os.environ.get("OVERLORD_HOST"):
         return host
     if board.is_one_node():
@@ -370,8 +371,8 @@ def serving_host(board: _Board) -> str:
                 return found
     raise JobError(
         [
-            "ranks live on several nodes, and no address of this one was found that they "
-            "can reach; set OVERLORD_HOST on rank 0"
+            "expected an address of this node that ranks on other nodes can reach, got only "
+            "loopback addresses; set OVERLORD_HOST on rank 0"
         ],
         "join",
     )

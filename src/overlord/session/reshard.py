@@ -17,7 +17,7 @@ from overlord.session.rewind import begin_generation
 from overlord.session.running_job import RunningJob
 
 POLL_S = 0.01
-WARN_S, WARN_AGAIN_S = 2.0, 10.0  # until a wait is logged, first and again
+WARN_S, WARN_AGAIN_S = 2.0, 10.0  # until the first warning of a wait, and between later ones
 REMEDY = (
     "all ranks must be at the same step: let the slower ones take their steps, "
     "in other threads or processes"
@@ -33,13 +33,13 @@ def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout
     running.generation.prepared.placed(place)  # raises for a wrong mesh, before any wait
     if at is None and any(isinstance(c, RemoteClient) for c in list(running.clients.values())):
         problem = (
-            "at: ranks in other processes may have been handed more than is known here: "
-            "name the first step of the new mesh"
+            "at: expected the first step of the new mesh, got None; ranks in other processes may "
+            "have taken steps that are not known here yet"
         )
         raise JobError([problem], "reshard")
     with running.switching, paused_at_one_step(running, at, timeout_s) as state:
-        # The current job: a source may have been added meanwhile. All of them: a state that is
-        # loaded later continues on this mesh.
+        # Read the current job again: a source may have been added meanwhile. Earlier jobs change
+        # too, so that a state that is loaded later continues on this mesh.
         prepared = running.generation.prepared.placed(place)
         every = [p.placed(place) for p in running.prepared_jobs]
         running.begun = False  # new ranks may open clients until a step is asked for
@@ -107,7 +107,8 @@ def _awaited(steps: Mapping[int, int], at: int | None) -> str:
     wanted = max(steps.values()) if at is None else at
     if past := [rank for rank, step in steps.items() if step > wanted]:
         raise PlanError(
-            f"rank {past[0]} was handed step {steps[past[0]] - 1} already",
+            f"expected all ranks before step {wanted}, got rank {past[0]} after step "
+            f"{steps[past[0]] - 1}",
             wanted,
             "all ranks must stop before the step",
         )

@@ -1,4 +1,4 @@
-"""Launch of a job with a journal: a new job, a resumed one, or one with a state of its trainers."""
+"""Launch of a job with a journal: a new job, a resumed one, or one at a given state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def launch_with_journal(
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
         prepared, state, beginning = begin(
-            profiled(PreparedJob(job, options, _left(job, resume, found)), runtime),
+            profiled(PreparedJob(job, options, _removed_sources(job, resume, found)), runtime),
             journal,
             found,
             tuple(allow),
@@ -56,7 +56,7 @@ def launch_with_journal(
     return Session(job, prepared, state, runtime, beginning)
 
 
-def _left(
+def _removed_sources(
     job: Job, resume: Mapping[str, Any] | str | None, found: Recovered
 ) -> dict[str, RemovedSource]:
     """Return the sources that were removed before the step at which the job resumes."""
@@ -78,7 +78,7 @@ def _by_journal(
 ) -> Begun:
     """Resume after the last step that all ranks took.
 
-    Later steps in the journal are planned again, and compared with the recorded ones.
+    Later steps in the journal are replanned, and compared with the recorded plans.
     """
     if found.empty:
         return prepared, None, JournalStart(journal)
@@ -87,16 +87,16 @@ def _by_journal(
     )
     prepared = prepared.for_saved_state(saved)
     state = prepared.restore(saved, allow)
-    # another job by ``allow``: recorded steps are not planned again
+    # ``allow`` permits another job: recorded steps are not replanned
     if prepared.fingerprint != found.fingerprint:
-        why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
+        why = f"{found.why}; the job differs (allow), so later steps are planned anew"
         return prepared, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
-    # on another mesh: the same samples in every step, in other slots
-    elsewhere = slots_of(prepared.job) != found.place
+    # on another mesh every step has the same samples, in other slots
+    other_mesh = slots_of(prepared.job) != found.place
     return (
         prepared,
         state,
-        JournalStart(journal, ResumePoint(state.step, found.why), found.next_step, anew=elsewhere),
+        JournalStart(journal, ResumePoint(state.step, found.why), found.next_step, anew=other_mesh),
     )
 
 
@@ -106,7 +106,7 @@ def _by_state(
     def begin(
         prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
-        """Start at the given state: the journal begins again there."""
+        """Start at the given state, and restart the journal there."""
         prepared = prepared.for_saved_state(resume)
         state = prepared.restore(resume, allow)
         if not found.empty:
@@ -133,7 +133,7 @@ def _same_job(then: Mapping[str, str], prepared: PreparedJob, allow: Sequence[st
     ]
     if parts:
         remedy = (
-            "the journal is another job's: give this one a journal of its own, or pass "
+            "the journal belongs to another job: give this one its own journal, or pass "
             f"allow=({', '.join(map(repr, parts))},)"
         )
         differ = {p: (then[p], now[p]) for p in parts}

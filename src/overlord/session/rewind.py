@@ -1,4 +1,4 @@
-"""Rewinds: a saved state begins a new generation of a running session."""
+"""Rewinds: a running session continues at a saved state, as a new generation."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def rewind_rank(
     with running.switching:
         now = running.generation
         if rank not in now.queues:
-            raise OverlordError(f"the client of rank {rank} is closed")
+            raise OverlordError(f"load_state_dict: the client of rank {rank} is closed")
         if rank in now.joined:
-            # else the whole session is at this state already
+            # otherwise the whole session is at this state already
             if mark != now.mark or (now.acked and not retry) or now.failed_for_good:
                 begin_generation(running, prepared, state, mark)
         elif mark != now.mark:
             differ = differences(prepared.export(state), now.prepared.export(now.start))
             problem = (
-                f"rank {rank} loads a state of this job that is not the one to which "
-                "another rank has rewound the session"
+                f"rank {rank}: expected the state to which another rank has rewound the session, "
+                "got another state of this job"
             )
             raise StateMismatch(differ, "load the same state on every rank", problem)
         now = running.generation
@@ -90,7 +90,7 @@ def rewind_rank(
         # rewind may be a moment older.
         own = [r for r in state.reports if r.rank == rank and r not in now.start.reports]
         with running.lock:
-            for report in own:  # in time: no step is planned before all ranks took one
+            for report in own:  # no step is planned yet, so the reports are in time
                 running.events.send_report(report, in_time=True)
             now.joined.add(rank)
             return now.queues[rank], now.start
@@ -167,7 +167,7 @@ def _started(
 def _new_runtime(
     running: RunningJob, prepared: PreparedJob, state: StreamState, number: int
 ) -> Runtime:
-    """Start a runtime. If a process is lost meanwhile, start all of them again."""
+    """Start a runtime; if a process is lost during the start, start all processes again."""
     options = prepared.options
     for left in reversed(range(1 + (options.max_restarts if options.failover else 0))):
         try:
@@ -176,9 +176,7 @@ def _new_runtime(
             if not left or running.closed:
                 raise
             log.warning(
-                "%s lost while the session was rewound: %s; all processes are started again",
-                fault.name,
-                fault.reason,
+                "%s lost during a rewind: %s; restarting all processes", fault.name, fault.reason
             )
     raise AssertionError("the last attempt returns or raises")
 
@@ -195,7 +193,7 @@ def _end_local(
 
 
 def not_in_mesh(rank: int, place: ClientPlaceTree) -> str:
-    """Return the text of an error: a trainer must not take a removal for the end of the data."""
+    """Return the error text for a rank that a reshard has removed."""
     return (
         f"rank {rank} is not in the mesh any more: the session was resharded to "
         f"{place.world_size} ranks ({place!r})"

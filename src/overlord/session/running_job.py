@@ -32,14 +32,14 @@ from overlord.setup.profile_store import Refresher
 
 log = logging.getLogger("overlord")
 
-WAITING_FOR_S = 1.0  # timeout of the question what a rank waits for
+WAITING_FOR_S = 1.0  # for the event loop to return the reason of a wait
 
 
 Rewind = Callable[[int, Mapping[str, Any], tuple[str, ...]], tuple[StepQueue, State]]
 
 
 class RemoteRanks(Protocol):
-    """Ranks whose clients are in other processes; ``session/served_ranks.py`` implements it."""
+    """Ranks whose clients are in other processes; see ``session/served_ranks.py``."""
 
     @property
     def server(self) -> SessionServer: ...
@@ -74,13 +74,13 @@ class RunningJob:
         self, prepared: PreparedJob, state: StreamState | None, kind: str, start: JournalStart
     ):
         self.kind, self.options = kind, prepared.options
-        # one for each source that was added: a state may be older than the source
+        # one more for each added source: a saved state may be older than the source
         self.prepared_jobs = [prepared]
         self.adding: PreparedJob | None = None  # with the source that is being added
         self.clients: dict[int, Client | RemoteClient] = {}
         self.closed = self.begun = False
         self.remote_ranks: RemoteRanks | None = None  # of a session that serves
-        self.broadcast_ranks: frozenset[int] = frozenset()  # other ranks take their steps
+        self.broadcast_ranks: frozenset[int] = frozenset()  # ranks whose steps other ranks fetch
         self.lock = threading.RLock()
         self.switching = threading.Lock()  # held while one generation replaces another
         mixture = prepared.given.mixture
@@ -109,7 +109,7 @@ class RunningJob:
             raise
         self.loop.start(self.fail)
         self.refresher = (
-            Refresher(prepared, self.figures) if prepared.options.partition == "auto" else None
+            Refresher(prepared, self.metrics) if prepared.options.partition == "auto" else None
         )
         if self.refresher is not None:
             self.refresher.start()
@@ -126,8 +126,8 @@ class RunningJob:
         A coordinator in another process sends the steps that are needed for this.
         """
         job = (self.adding or self.generation.prepared).job
-        for words in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
-            log.warning("%s", words)
+        for loss in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
+            log.warning("job %r: %s", job.name, loss)
 
     @property
     def job(self) -> Job:
@@ -137,9 +137,10 @@ class RunningJob:
     def runtime(self) -> Runtime:
         return self.generation.runtime
 
-    def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = self.loop.call(lambda: self.runtime.figures(), "the event loop")
-        return figures
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the runtime. Runs on: any thread but the event loop."""
+        found: dict[str, Any] = self.loop.call(lambda: self.runtime.metrics(), "the event loop")
+        return found
 
     def refuse_closed(self) -> None:
         if self.closed:
@@ -166,10 +167,9 @@ class RunningJob:
                 return client
             if queue is None and self.begun:
                 raise OverlordError(
-                    f"rank {rank}: the first step was asked for already, and no step is "
-                    "kept for a rank that comes later; open the "
-                    "clients of all ranks of this process before iterating, or load a "
-                    "state on every rank"
+                    f"rank {rank}: expected client() before the first step, got it after; open the "
+                    "clients of all ranks of this process before iterating, or load a state on "
+                    "every rank"
                 )
             if queue is None:
                 queue = self.runtime.inbox(rank, self.generation.start.step)
@@ -206,7 +206,7 @@ class RunningJob:
         return generation.runtime.inbox(rank, generation.start.step)
 
     def begin(self) -> None:
-        """Start to plan, on the first request for a step. All open clients are served from now."""
+        """Start to plan at the first request for a step, for all clients that are open now."""
         with self.lock:
             if self.begun or self.closed:
                 return
@@ -217,7 +217,8 @@ class RunningJob:
     def attach(self, generation: Generation) -> None:
         """Attach the ranks that are open now. Runs on: event loop.
 
-        A rank that was closed since the call was posted would block all others for ever.
+        A rank that was closed after the call was posted must not be attached: it would block all
+        other ranks.
         """
         with self.lock:
             queues = dict(generation.queues) if generation is self.generation else {}
@@ -226,12 +227,12 @@ class RunningJob:
     def acked(self, rank: int, queue: StepQueue, step: int) -> None:
         """Record that a rank took a step.
 
-        The event loop is notified once all clients took it: the slowest sets the pace anyway, and
-        waking a thread for every rank costs more than planning.
+        The event loop is notified once all clients took it. Only the slowest rank matters for
+        planning, and waking a thread for every rank costs more than planning.
         """
         queue.ack(step)
         with self.lock:
-            # else the client is closed, or of an older generation
+            # otherwise the client is closed, or of an older generation
             if self.generation.queues.get(rank) is queue:
                 self.generation.acked[rank] = step
                 self._notify_slowest()
@@ -265,9 +266,9 @@ class RunningJob:
                 self._notify_slowest()
 
     def waiting_for(self, rank: int) -> str:
-        """Describe what a rank waits for. It must not fail for the same reason."""
+        """Describe what a rank waits for; return a text even if the event loop does not answer."""
         if self.loop.broken is not None:
-            return f"the event loop, which stopped: {self.loop.broken}"
+            return f"the event loop, which failed: {self.loop.broken}"
         with self.lock:
             runtime, acked = self.runtime, dict(self.generation.acked)
         if missing := runtime.absent:
@@ -283,8 +284,8 @@ class RunningJob:
             return words if self.remote_ranks is None else self.remote_ranks.explain_wait(words)
         except DataStall:
             return (
-                "the event loop, which is busy: with the strategy, the schedule, or work that was "
-                "short before"
+                "the event loop, which is busy: with the strategy, the schedule, or a read that "
+                "was short before"
             )
 
     def _watch_local_loaders(self) -> Callable[[], None]:
@@ -297,7 +298,7 @@ class RunningJob:
             runtime, waits = self.runtime, [c.waited_s for c in list(self.clients.values())]
             if isinstance(runtime, LocalRuntime) and waits:
                 mean = math.fsum(waits) / len(waits)
-                self.loop.post(lambda: runtime.look(options, mean, time.monotonic()))
+                self.loop.post(lambda: runtime.observe_load(options, mean, time.monotonic()))
 
         return Platform().every(options.watch_s, poll, "overlord watch")
 
@@ -343,19 +344,19 @@ class RunningJob:
         try:  # after the reports that are on their way to the planner
             done: dict[str, Any] = self.loop.call(act, "the planner")
             return done
-        # the planner is lost for long: reports that it has not received are in no state
+        # the coordinator does not answer: reports that it has not received are left out
         except (ActorLost, DataStall):
             return act()
 
     # the end
 
     def fail(self, error: BaseException) -> None:
-        """End all queues with an error that stopped the event loop, or a switch of generations."""
-        if not isinstance(error, Exception):  # it must not end the thread of a trainer
+        """End all queues with the error of the event loop, or of a failed start of a generation."""
+        if not isinstance(error, Exception):  # a BaseException must not end a trainer's thread
             error = ActorLost("the event loop", f"{type(error).__name__}: {error}")
         for queue in list(self.generation.queues.values()):
             queue.end(error)
-        self.runtime.broke(error)
+        self.runtime.on_loop_failure(error)
 
     def close(self) -> None:
         self.closed = True
@@ -369,7 +370,7 @@ class RunningJob:
     def steps_to_close(self) -> Steps:
         generation, remote_ranks = self.generation, self.remote_ranks
 
-        def end_queues() -> None:  # before the constructors exit, or clients would reconnect
+        def end_queues() -> None:  # before the constructors exit: otherwise clients would reconnect
             for queue in list(self.generation.queues.values()):
                 queue.end(OverlordError("the session is closed"))
 

@@ -1,7 +1,4 @@
-"""Runtimes: in this process, in processes of this machine, or on a Ray cluster.
-
-A session uses all of them through one protocol.
-"""
+"""The ``Runtime`` protocol, and the start of a runtime: local, in processes, or on Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +28,11 @@ if TYPE_CHECKING:
     from overlord.cluster.coordinator_actor import Counted
     from overlord.session.cluster_runtime import CoordinatorClient, RemotePlans
 
-OF_NODES = ("rank_nodes", "node_labels", "node_resources")  # options that name nodes of a cluster
+NODE_OPTIONS = (
+    "rank_nodes",
+    "node_labels",
+    "node_resources",
+)  # options that name nodes of a cluster
 RUNTIMES = {
     "local": "in this process",
     "process": "in processes of this machine",
@@ -58,7 +59,7 @@ class Runtime(Protocol):
     def plans(self) -> RecentPlans | RemotePlans: ...
     @property
     def absent(self) -> str:
-        """Why no question can be answered now; empty if the planner can be asked."""
+        """Why the planner cannot be called; empty if it can."""
 
     @property
     def actor_system(self) -> ActorSystem | None:
@@ -74,16 +75,16 @@ class Runtime(Protocol):
 
     # clients in other processes
     def use_buffers(self, buffers: Any) -> None:
-        """Build steps in memory that clients map, where constructors run in this process."""
+        """Build steps in memory that clients map, if constructors run in this process."""
 
     def listen(self, host: str, token: str) -> None:
-        """Accept clients at constructor workers. Without such workers nothing is done."""
+        """Let constructor workers accept clients; without such workers do nothing."""
 
     def outside(self, rank: int) -> tuple[str, str] | None:
         """Return address and token of the constructor worker of a rank; None without workers."""
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a rank took, as its constructor worker reports; or None."""
+        """Return the last step of a rank, from its constructor worker; None if unknown."""
 
     # events
     def settle(self) -> None: ...
@@ -99,10 +100,10 @@ class Runtime(Protocol):
     def move(self, source: int, hosts: Sequence[str]) -> None: ...
     def scale(self, source: int, n: int) -> bool: ...
     def kill(self, name: str) -> None: ...
-    def figures(self) -> dict[str, Any]: ...
+    def metrics(self) -> dict[str, Any]: ...
 
     # the end
-    def broke(self, error: Exception) -> None: ...
+    def on_loop_failure(self, error: Exception) -> None: ...
     def close(self) -> None: ...
 
 
@@ -141,7 +142,7 @@ def _cluster_runtime(
     options = prepared.options
     try:
         if prepared.job.journal is not None and options.failover:
-            # with a journal the planner can be restarted, so it has a process of its own
+            # with a journal the coordinator can be restarted, so it has its own process
             return ClusterRuntime(
                 prepared, state, loop, generation, control=control, machine=machine
             )
@@ -165,7 +166,7 @@ def start_actor_system(runtime: str, prepared: PreparedJob) -> tuple[ActorSystem
 
 
 def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
-    """Set the numbers of workers for a cluster of several machines.
+    """Return the options with the numbers of workers for a cluster of several machines.
 
     They are set once, at launch: machines differ, and a restart must not change them.
     """
@@ -200,17 +201,17 @@ def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:
 
 def _refuse_nodes(options: Options, why: str) -> None:
     """Refuse options that name nodes where they would be ignored."""
-    if named := [name for name in OF_NODES if getattr(options, name)]:
+    if named := [name for name in NODE_OPTIONS if getattr(options, name)]:
         raise JobError(
-            [f"{name}: {getattr(options, name)!r:.80} was asked for, but {why}" for name in named],
+            [f"{name}: expected None, got {getattr(options, name)!r:.80}; {why}" for name in named],
             "launch",
         )
 
 
 def with_memory_bounds(runtime: str, job: Job, options: Options) -> Options:
-    """Split the memory budget of one machine into bounds of everything that is held there.
+    """Return the options with the memory of one machine split into bounds of its components.
 
-    It counts the largest number of workers that may run on this machine.
+    The split assumes the largest number of workers that may run on this machine.
     """
     if options.memory is None:
         return options
@@ -257,12 +258,12 @@ def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
     def release() -> None:
         run_all(steps)
 
-    atexit.register(release)  # Ray ends its processes at exit, and leaves its files
+    atexit.register(release)  # at exit Ray ends its processes and leaves its files
     return release
 
 
 def end_processes(runtime: Runtime) -> None:
-    """End the processes that an interrupted ``close`` of the runtime has left."""
+    """End the processes that an interrupted ``close`` of the runtime left running."""
     if (actors := runtime.actor_system) is not None:
         actors.shutdown(INTERRUPTED_S)
 

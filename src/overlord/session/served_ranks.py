@@ -33,12 +33,12 @@ def serve(
     with running.switching:  # one call at a time; the lock is held for moments only
         with running.lock:
             if running.remote_ranks is not None:
-                return running.remote_ranks.server.again(host, port, token, ranks)
+                return running.remote_ranks.server.existing_address(host, port, token, ranks)
             wanted = _ranks_to_serve(running, ranks)
             token = secrets.token_urlsafe(24) if token is None else token
             if not isinstance(token, str) or not token:
                 raise JobError(
-                    ["token: expected a text that is not empty, or None for one that is made up"],
+                    [f"token: expected a text that is not empty, or None, got {token!r:.20}"],
                     "serve",
                 )
         running.runtime.listen(host, token)
@@ -58,7 +58,8 @@ def _ranks_to_serve(running: RunningJob, ranks: Iterable[int] | None) -> list[in
     """Return the ranks without a client in this process. The caller holds the lock."""
     if running.begun:
         raise OverlordError(
-            "serve: the first step was asked for already; call serve() before iterating a client"
+            "serve: expected a call before the first step, got it after; call serve() before "
+            "iterating a client"
         )
     place = running.job.place
     wanted = list(range(place.world_size) if ranks is None else ranks)
@@ -74,11 +75,13 @@ class ServedRanks:
         self, running: RunningJob, *, host: str, port: int, token: str, ranks: Iterable[int]
     ):
         self._running = running
-        self._added: set[int] = set()  # ranks of a mesh that came with a reshard
+        self._added: set[int] = set()  # ranks that a reshard added
         self._closed: set[int] = set()  # ranks whose clients were closed
-        self._states: dict[int, StreamState] = {}  # after steps that some client has not taken
+        self._states: dict[
+            int, StreamState
+        ] = {}  # states after steps that some client has not taken
         self._last = -1  # last step that is delivered
-        self._lock = threading.Lock()  # of these; no other lock is taken under it
+        self._lock = threading.Lock()  # guards the fields above; no other lock is taken under it
         self.server = SessionServer(
             self,
             name=running.job.name,
@@ -167,23 +170,27 @@ class ServedRanks:
                 return
         if rank in self._closed:
             raise OverlordError(
-                f"rank {rank}: its client was closed, and no step is kept for it since"
+                f"rank {rank}: expected a rank with an open client, got one whose client was "
+                "closed; load a state on every rank"
             )
-        known = f"; served to others are ranks {_few(sorted(self.ranks))}"
         raise OverlordError(
-            f"rank {rank} has its client in the session's own process, or none at all{known}"
+            f"rank {rank}: expected a rank that is served to other processes "
+            f"({_few(sorted(self.ranks))}), got one of the session's own process"
         )
 
     def admit_broadcast(self, rank: int) -> None:
         self._running.refuse_closed()
         if rank not in self._running.broadcast_ranks:
-            raise OverlordError(f"rank {rank} is served by no broadcast: it connects as a client")
+            raise OverlordError(
+                f"rank {rank}: expected a rank whose steps are broadcast, got another; connect as "
+                "a client"
+            )
 
     def serve_by_broadcast(self, ranks: Iterable[int], idle: Iterable[int]) -> None:
-        """Let other ranks fetch the steps of ``ranks``, which may still ask and report.
+        """Let other ranks fetch the steps of ``ranks``, which may still send reports and requests.
 
-        No step is kept for the ``idle`` ones, and no rank waits for them. The queues of the others
-        are emptied by the ranks that fetch for them.
+        No step is kept for ``idle`` ranks, and no rank waits for them. The ranks that fetch for the
+        others empty their queues.
         """
         self._running.broadcast_ranks = frozenset(ranks)
         for rank in idle:
@@ -199,17 +206,17 @@ class ServedRanks:
             client.set_connected(connected=False)
 
     def take_over(self, rank: int) -> StepQueue | None:
-        """Give a rank to which no client has connected to a client of this process.
+        """Move a rank without a connected client to a client of this process.
 
-        Return its queue, with all steps that are kept for it. None: the rank is not served. The
-        caller holds the lock of the running job.
+        Return its queue with all kept steps. None: the rank is not served. The caller holds the
+        lock of the running job.
         """
         if (client := self._client_or_none(rank)) is None:
             return None
         if client.peer:
             raise OverlordError(
-                f"rank {rank} is served to a client of another process, {client.peer}; open "
-                "the clients of this process before serve()"
+                f"rank {rank}: expected a rank without a connected client, got one of "
+                f"{client.peer}; open the clients of this process before serve()"
             )
         queue: StepQueue = self._running.runtime.inbox(rank, client.position.step)
         if isinstance(client.queue, PublishedQueue) and isinstance(queue, LocalStepQueue):
@@ -222,8 +229,8 @@ class ServedRanks:
     def _planned(self, stage: PlannedStep) -> None:
         """Keep the state after a planned step. Runs on: any thread.
 
-        A restarted coordinator may send a step that was taken already, if the one before it died
-        too early to send it.
+        A restarted coordinator may send a step that ranks have taken already, if the one before it
+        died before it sent the step.
         """
         running, step = self._running, stage.plan.step
         with running.lock, self._lock:
@@ -249,8 +256,7 @@ class ServedRanks:
             if (queue is not None and current is not queue) or step < max(
                 before, generation.start.step
             ):
-                # after a loss constructors count every rank as having taken all steps up to where
-                # planning begins: no news
+                # after a loss constructors count all steps up to the rollback as taken: not new
                 return
             generation.joined.add(rank)  # a rank that takes a step of a generation is in it
             with self._lock:
@@ -259,14 +265,14 @@ class ServedRanks:
                 slowest = min([step, *acked.values()]) if all_acked else -1
                 for old in [s for s in self._states if s < slowest]:
                     del self._states[old]
-            client.took(
+            client.count_step(
                 new=step > before,
                 waited_s=current.waited_s if isinstance(current, PublishedQueue) else 0.0,
             )
         running.acked(rank, current, step)
 
     def explain_wait(self, words: str) -> str:
-        """Name the slowest ranks that are not connected, where ``words`` wait for a rank."""
+        """Name the slowest ranks that are not connected, if ``words`` name a rank."""
         if not words.startswith("rank "):
             return words
         running = self._running
@@ -302,7 +308,7 @@ class ServedRanks:
             if time.monotonic() >= deadline:
                 ranks = [c.rank for c in waiting]
                 log.warning(
-                    "closing, though rank%s %s did not close within %.0f s",
+                    "session closes before rank%s %s, which did not close within %.0f s",
                     "" if len(ranks) == 1 else "s",
                     _few(ranks),
                     timeout_s,
@@ -334,9 +340,8 @@ class ServedRanks:
     def _catch_up(self, rank: int) -> None:
         """Move a rank that reconnects to the step after the last one it took.
 
-        Its constructor worker sends acks when the slowest rank moves on, which may be later. A
-        worker that is alive and does not answer is waited for: a client that began at an older step
-        would be refused.
+        Its constructor worker sends acks only when its slowest rank takes a step. The call waits
+        for a worker that is alive: a client that began at an older step would be refused.
         """
         with self._running.lock:
             generation = self._running.generation
@@ -360,7 +365,7 @@ class ServedRanks:
             return "", ""
 
     def _queue_of(self, rank: int, generation: Any) -> StepQueue:
-        """Return the queue of a rank, or an unknown one for a client of an older generation."""
+        """Return the queue of a rank; an unused one for a client of an older generation."""
         with self._running.lock:
             now = self._running.generation
             queue = now.queues.get(rank)
@@ -402,7 +407,7 @@ class ServedRanks:
         running, (generation, step) = self._running, took
         with running.lock:
             now = running.generation
-            # perhaps a retry: the first answer was lost with its connection
+            # it may be a retry: the first answer may have been lost with its connection
             retry = generation != now.number and rank not in now.acked
             if step >= 0 and rank in now.queues and generation == now.number:
                 now.acked.setdefault(rank, step)

@@ -142,7 +142,7 @@ class Session:
     # processes
 
     def move(self, source: str, *hosts: str) -> None:
-        """Read a source in other loader workers from now on; several loaders are spread over them.
+        """Read a source in other loader workers from now on; its loaders are distributed over them.
 
         ``metrics()["actors"]`` lists the workers. The stream does not change: the source is read
         again from the position of the draw.
@@ -153,7 +153,7 @@ class Session:
         if not hosts:
             raise JobError(
                 [
-                    "expected the loader worker to move to, as in "
+                    "expected the loader worker to move to, got none; name one, as in "
                     "session.move('web', 'loader-worker/1')"
                 ],
                 "move",
@@ -174,9 +174,9 @@ class Session:
         return bool(running.loop.call(lambda: running.runtime.scale(number, n), "the planner"))
 
     def kill(self, name: str) -> None:
-        """Kill a process of the job at once, as a crash would; ``metrics()["actors"]`` lists them.
+        """Kill a process of the job as a crash would, for drills.
 
-        For drills.
+        ``metrics()["actors"]`` lists the processes.
         """
         running = self.internals
         running.refuse_closed()
@@ -188,7 +188,7 @@ class Session:
             raise JobError([f"unknown source {name!r}{did_you_mean(name, names)}"], what)
         return names.index(name)
 
-    # questions
+    # read-only queries
 
     def plan(self, step: int) -> LoadingPlan:
         """Return the plan of a recent step (the last 256 are kept)."""
@@ -229,7 +229,7 @@ class Session:
         return inspection.profile(self.internals)
 
     def metrics(self) -> dict[str, Any]:
-        """Return steps, expected and actual mixture, memory, time spent in reads and transforms."""
+        """Return the metrics of steps, mixture, memory, reads, transforms and workers."""
         return inspection.metrics(self.internals)
 
     # the end

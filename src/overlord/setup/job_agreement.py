@@ -1,7 +1,7 @@
 """Check that all ranks joined with the same job.
 
-Only the job of rank 0 runs. The other ranks receive their steps of it, so a job that differs there
-would go unnoticed.
+Only the job of rank 0 runs, and the other ranks receive its steps. Without the check a different
+job on another rank would go unnoticed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from overlord.setup.state_json import STREAM_FIELDS, code_text, mixture_text, re
 from overlord.transforms.tokenize import Tokenize
 
 COMPARED = ("seed", *STREAM_FIELDS, "sync")
-MAX_TEXT = 120  # longer texts are compared, and shown, as digests
+MAX_TEXT = 120  # characters; longer texts are replaced by digests
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the memory address in the repr of an object
 
 
 def parts_of(job: Job) -> dict[str, str]:
-    """Return a text for every property of a job that decides the stream and its distribution.
+    """Return a text for each property of a job that decides the stream or its distribution.
 
     No file is read: only rank 0 opens files and tokenizers.
     """
@@ -60,7 +60,7 @@ def difference(job: Job, rank: int, expected: Mapping[str, str]) -> JobError | N
     return JobError(
         [
             *problems[:-1],
-            f"{problems[-1]}; make the same Job on every rank: only that of rank 0 is launched",
+            f"{problems[-1]}; create the same Job on every rank: only that of rank 0 is launched",
         ],
         "join",
     )
@@ -73,8 +73,8 @@ def _function(function: Any) -> str:
 def _transform(transform: Any) -> str:
     """Return a text that identifies a transform.
 
-    The fingerprint of a tokenizer reads its file, which need not be on this node. So its ``repr``
-    is used.
+    A tokenizer is identified by its ``repr``: its fingerprint reads a file that may not exist on
+    this node.
     """
     return repr(transform) if isinstance(transform, Tokenize) else str(transform.fingerprint())
 

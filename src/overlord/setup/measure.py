@@ -1,7 +1,7 @@
 """Measure a source: run its real reader and transforms on a few slices.
 
-Rows and seconds are bounded. Both wall-clock seconds and core seconds are measured, here and in the
-transform process. Cores are divided among sources. The rest of the time is spent waiting for
+Rows and seconds are bounded. Wall-clock seconds and CPU seconds are measured, in this process and
+in the transform process. Only CPU seconds need a core. In the other seconds the source waits for
 storage, or for a service that a transform calls.
 """
 
@@ -33,9 +33,9 @@ from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.transform_process import TransformWorker
 
 BLOCK = 64  # rows that are transformed between two readings of the clock
-TRANSFERS = 4  # copies of the samples, so that their time exceeds the clock's resolution
+TRANSFERS = 4  # copies of all samples: the time of one may be below the clock's resolution
 
-Clock = Callable[[], np.ndarray]  # wall-clock seconds, and core seconds
+Clock = Callable[[], np.ndarray]  # returns wall-clock seconds and CPU seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Bounds:
 
 
 def fingerprint_of(spec: ReaderSpec) -> str:
-    """Return a digest of everything that costs depend on.
+    """Return a digest of everything that the costs of a source depend on.
 
-    These are files, transforms, slice size, context and ``on_long``.
+    These are its files and transforms, slice size, context and ``on_long``.
     """
     pipeline = spec.pipeline
     return digest(
@@ -66,7 +66,7 @@ def fingerprint_of(spec: ReaderSpec) -> str:
 
 
 def machine() -> str:
-    """Return a description of the machine that seconds were measured on."""
+    """Return a description of this machine: model and number of its CPU cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         model = next(
@@ -79,9 +79,9 @@ def machine() -> str:
 
 @dataclass(slots=True)
 class _Timed:
-    """A wrapper of stages that counts the seconds of the slice stage and the rows it dropped.
+    """Wraps stages, and counts the seconds of the slice stage and the rows it dropped.
 
-    The slice stage runs while a window is opened, and does not count as reading.
+    The slice stage runs while a window is opened, and its time does not count as reading.
     """
 
     stages: Stages
@@ -107,8 +107,8 @@ def measure(
 ) -> SourceProfile:
     """Return the profile of one source; it has no samples if none were read within the bounds.
 
-    ``over`` returns whether to stop before the bounds are reached. An error of the source is raised
-    as in reading it.
+    ``over`` returns whether to stop before the bounds are reached. Errors of the source are raised
+    as by its reader.
     """
     cache = OpenChunkCache(max_open=64)
     worker = TransformWorker(spec.pipeline) if spec.processes else None
@@ -125,10 +125,7 @@ def measure(
 
 
 class _Probe:
-    """A reader of single chunks in stream order that adds up their costs.
-
-    It stops when the bounds are reached.
-    """
+    """Reads chunks in stream order, and adds up their costs until the bounds are reached."""
 
     def __init__(
         self,
@@ -151,13 +148,13 @@ class _Probe:
     def run(self) -> None:
         for chunk in self._spec.order.chunk_order(0).tolist():
             t, last = 0, False
-            while not last and self._rows < self._bounds.rows and not self._late():
+            while not last and self._rows < self._bounds.rows and not self._is_over():
                 last = self._window(chunk, t)
                 t += 1
             if not last:
                 return
 
-    def _late(self) -> bool:
+    def _is_over(self) -> bool:
         return time.perf_counter() - self._began >= self._bounds.seconds or self._over()
 
     def _window(self, chunk: int, t: int) -> bool:
@@ -178,7 +175,7 @@ class _Probe:
         )
         self._raw_bytes += window.nbytes
         left = min(window.rows, self._bounds.rows - self._evaluated)
-        while left > 0 and not self._late():
+        while left > 0 and not self._is_over():
             left -= self._evaluate(left)
         return chunk in window.over
 
@@ -243,14 +240,14 @@ class _Probe:
     def _evaluated_fraction(self) -> float:
         """The fraction of the rows read that were transformed.
 
-        Time may end in the middle of a window.
+        The bounds may be reached in the middle of a window.
         """
         kept = self._rows - self._stages.dropped
         return self._evaluated / kept if kept else 1.0
 
 
 def _transfer_s(pieces: list[Content]) -> float:
-    """Return the seconds to copy one sample for the constructor, without waking it up."""
+    """Return the CPU seconds to copy one sample for the constructor."""
     content = Content.concat(pieces)
     rows = np.arange(len(content))[::-1]
     start = time.thread_time()
@@ -265,8 +262,8 @@ def _transfer_s(pieces: list[Content]) -> float:
 def _file_bytes(spec: ReaderSpec, bounds: Bounds) -> int:
     """Return the bytes that open chunks of a group hold between two slices.
 
-    These are footers, handles, decompressors and decoded row groups. The result is the difference
-    of allocated bytes before and after, with all rows dropped.
+    These are footers, handles, decompressors and decoded row groups. The result is the growth of
+    allocated memory after the chunks are opened and their rows dropped.
     """
     cache = OpenChunkCache(max_open=1024)
     reader, began, opened = ChunkReader(spec.index, spec.read, cache), time.perf_counter(), 0
@@ -304,9 +301,9 @@ class _Mallinfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes allocated in this process.
+    """Return the allocated bytes of this process.
 
-    Return all its memory if the C library does not count them.
+    If the C library does not count them, return all memory of the process.
     """
     try:
         mallinfo2: Any = ctypes.CDLL(None).mallinfo2

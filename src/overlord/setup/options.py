@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from overlord.scaling.scaler import ScalingLimits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
-# One constructor builds a hundred million tokens a second. With several, loaders must split
-# payloads by worker.
+# One constructor worker builds a hundred million tokens a second. With several workers, loaders
+# must split payloads by worker.
 CORES_PER_CONSTRUCTOR = 16
 REMOVED = {  # options of earlier versions, with the error that explains their removal
     "constructors": "constructors: this option was removed, constructors always run; leave it out"
@@ -57,7 +57,7 @@ class MemoryLimits:
     buffer_bytes: int = 2**30
     """Samples that are ready and not drawn, over all sources."""
     open_bytes: int = 2**28
-    """Files that are open in the middle of a chunk."""
+    """Memory of files that are open in the middle of a chunk."""
     open_files: int = 512
     """Number of such files."""
     ring_bytes: int | None = None
@@ -90,7 +90,7 @@ class Options:
     stall_limit_s: float = 540.0
     # called with (reason, seconds) instead of a logged warning
     on_stall: Callable[[str, float], None] | None = None
-    check: bool = False  # check every core's invariants after every command (slow; for tests)
+    check: bool = False  # check the invariants of all components after every command; for tests
     progress: Callable[[int, int], None] | None = None  # called with (sources indexed, total)
     # sources that share a loader worker; None: about 25, fewer workers than cores
     sources_per_host: int | None = None
@@ -126,7 +126,7 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # scale the loader workers of each source; a mapping: True, with other scaling.ScalingLimits
+    # scale the loader workers of each source; a mapping: True, with other limits of the scaler
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
@@ -190,24 +190,20 @@ class Options:
                 if isinstance(self.partition, str)
                 else f"; there are {', '.join(PARTITION)}"
             )
-            found.append(
-                "partition: expected a rule for the number of loaders, got "
-                f"{self.partition!r}{known}"
-            )
+            found.append(f"partition: expected 'auto' or 'off', got {self.partition!r}{known}")
         for name in ("reserve", "broadcast"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.ports is not None and port_range(self.ports) is None:
             found.append(
-                f"ports: expected the first and the last, as in '7000-7099', got {self.ports!r}"
+                f"ports: expected a first and a last port, as in '7000-7099', got {self.ports!r}"
             )
         found += self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: expected a directory, got {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
             found.append(
-                "on_stall: expected a function of (what the job waits for, seconds), got "
-                f"{self.on_stall!r}"
+                f"on_stall: expected a function of (reason, seconds), got {self.on_stall!r}"
             )
         if self.progress is not None and not callable(self.progress):
             found.append(
@@ -315,9 +311,7 @@ class Options:
                 if isinstance(self.shadows, str)
                 else f"; there are {', '.join(SHADOWS)}"
             )
-            found.append(
-                f"shadows: expected the kind of loaders with a standby, got {self.shadows!r}{known}"
-            )
+            found.append(f"shadows: expected 'none', 'heavy' or 'all', got {self.shadows!r}{known}")
         elif self.shadows != "none" and not self.failover:
             found.append(
                 f"shadows: expected 'none' without failover, got {self.shadows!r}; leave it out: a "
@@ -345,13 +339,25 @@ class Options:
         ]
 
 
-def refuse_unknown(given: Iterable[str]) -> None:
-    """Raise ``JobError`` for unknown option names, with the nearest known name."""
+# Keywords that ``launch`` still accepts: fields of ``ray=`` and ``memory=``. Its other options are
+# in its signature.
+GROUPED = tuple(
+    f.name for group in (RayPlacement, MemoryLimits) for f in fields(group) if f.name != "total"
+)
+
+
+def refuse_unknown(given: Iterable[str], accepted: Collection[str] | None = None) -> None:
+    """Raise ``JobError`` for option names that are not accepted, with the nearest known name.
+
+    ``accepted``: by default all fields of ``Options``.
+    """
     known = [f.name for f in fields(Options)]
-    if unknown := [name for name in given if name not in known]:
+    accepted = known if accepted is None else accepted
+    if unknown := [name for name in given if name not in accepted]:
+        others = [name for name in known if name not in unknown]
         raise JobError(
             [
-                REMOVED.get(name) or f"unknown option {name!r}{did_you_mean(name, known)}"
+                REMOVED.get(name) or f"unknown option {name!r}{did_you_mean(name, others)}"
                 for name in unknown
             ],
             "launch",
@@ -397,7 +403,8 @@ def _group_fields(
         field for field in changed if found.get(field, defaults[field]) != defaults[field]
     ]:
         problems = [
-            f"{field}: expected it once, got it as a keyword and in {name}=" for field in twice
+            f"{field}: expected one value, got two; remove the keyword, keep {name}="
+            for field in twice
         ]
         raise JobError(problems, "launch")
     for field in changed:
@@ -412,7 +419,7 @@ def _group_fields(
 def address_problems(address: object) -> list[str]:
     """Return the problems of the address of a cluster's head.
 
-    Ray itself accepts other values too, and may resolve them to a cluster that is dead.
+    Ray itself accepts other values too, and may resolve them to a cluster that no longer runs.
     """
     if isinstance(address, str) and _HOST_PORT.fullmatch(address):
         return []
@@ -430,7 +437,7 @@ def port_range(text: object) -> range | None:
 
 
 def n_cores() -> int:
-    """Return the number of cores of this machine, or of the cgroup that the job runs in."""
+    """Return the number of CPU cores of this machine, or of the cgroup of this process."""
     return resources.cores()
 
 

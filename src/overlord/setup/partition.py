@@ -1,8 +1,7 @@
-"""The partition of a prepared job: the number of loaders of each source, and the worker of each
-loader. No other module decides them.
+"""The partition of a prepared job: the loaders of each source, and the worker of each loader.
 
-A load is measured, or estimated from the index. The launch option ``partition="off"`` leaves all
-loads estimated; they are divided by the same function.
+A load is measured, or estimated from the index. With the launch option ``partition="off"`` all
+loads are estimated; the same function then places the loaders.
 """
 
 from __future__ import annotations
@@ -33,20 +32,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Estimated load of a source (seconds and bytes of a row) from its index and transforms, before
-# anything is measured.
+# Estimated load of a source: seconds and bytes of a row, from its index and transforms.
 
-# Rough costs on one core. Tokenizing costs a hundred times what reading does; the third digit does
-# not matter.
-READ_S = 4e-9  # of a byte in memory, in a columnar file
-PARSE_S = 2e-8  # of a byte of text lines or tar members, decompressed
-TOKENIZE_S = 4e-7  # of a byte of text: 2.45 MB in a CPU second
-CODE_S = 2e-5  # of a row, for each transform with user code
-# A cheaper row never needs a second process: ten thousand a second come from one.
+# CPU seconds. Tokenizing costs a hundred times as much as reading, so rough values are enough.
+READ_S = 4e-9  # per byte in memory of a columnar file
+PARSE_S = 2e-8  # per byte of text lines or tar members, decompressed
+TOKENIZE_S = 4e-7  # per byte of text: 2.45 MB in a CPU second
+CODE_S = 2e-5  # per row, for each transform with user code
+# Cheaper rows never need a second process: one process delivers ten thousand a second.
 HEAVY_ROW_S = 1e-4
-ROW_BYTES = 2048  # of a row, where the number of rows is unknown
-OWN_CODE = ("dataset", "factory")  # formats whose rows come from objects of the user
-HANDLES = 3 * 2**20  # bytes of an active source besides its rows: footers, handles, codecs
+ROW_BYTES = 2048  # bytes of a row, if the number of rows is unknown
+OWN_CODE = ("dataset", "factory")  # formats whose rows come from Python objects of the user
+HANDLES = 3 * 2**20  # bytes of an open source without its rows: footers, handles, codecs
 
 
 def load_of(
@@ -60,10 +57,10 @@ def load_of(
 ) -> SourceLoad:
     """Return a source's load, estimated from its index alone.
 
-    The estimate is rough. It assumes that rows are alike and that all bytes of tokenized rows are
-    text. Compressed lines are taken as a third of their content. A row is taken as 2 kB where only
-    reading can count the rows. Windows take one slice of each chunk of a group, and loaders own
-    whole chunks: more loaders than a group has chunks would wait.
+    The estimate assumes that all rows are alike and that all bytes of tokenized rows are text. It
+    assumes a compression ratio of three, and rows of 2 kB if only reading can count the rows. A
+    window has one slice of each chunk of a group, and loaders own whole chunks. So a source needs
+    at most as many loaders as a group has chunks.
     """
     held, row_bytes = _held(index)
     kinds, code = (
@@ -101,27 +98,25 @@ def row_tokens(index: Index) -> float:
     return max(1.0, _held(index)[1] / 4)
 
 
-# Costs besides loading, on one core.
-BUILD_S = 1e-8  # of a token: a constructor builds a hundred million tokens a second
-PLAN_S = 3e-6  # of a sample of a step of two thousand: the planner with its messages
-TRANSFER_S = 1e-6  # of a sample, from loader to constructor, where it is not measured
-# Seconds of work in a step. Below it, threads of one process gain nothing by a second loader (see
-# INLINE_S).
+# CPU seconds of the work after loading.
+BUILD_S = 1e-8  # per token: a constructor builds a hundred million tokens a second
+PLAN_S = 3e-6  # per sample, for steps of two thousand: the planner with its messages
+TRANSFER_S = 1e-6  # per sample from loader to constructor, if it is not measured
+# Seconds of loading in a step, below which a second loader in the same process gains nothing.
 WORTH_S = 0.005
-# Fraction of the machine's memory for loader workers. A configuration that is predicted to need
-# more gets fewer of them.
+# Fraction of the machine's memory for loader workers; it bounds their number.
 MEMORY = 0.8
 
 
 # ----------------------------------------------------------------------------
-# The partition of a prepared job.
+# The partition: weights and loads of sources, then their loaders and workers.
 
 
 def weights_of(prepared: PreparedJob) -> list[float]:
     """Return the weights of the sources at step 0.
 
-    Schedules of this package are called for step 0. Of other schedules only the sources' weights
-    are known.
+    A schedule of this package is called for step 0. For other schedules the weights of the sources
+    are used.
     """
     job = prepared.job
     mixture: Any = job.mixture
@@ -136,9 +131,9 @@ def loads_of(prepared: PreparedJob) -> list[SourceLoad]:
     """Return the load of each source for every sample that the mixture draws.
 
     Costs are measured, or else estimated from the index. A job without indexes holds its loads.
-    Transforms in worker processes do not hold the GIL of a loader worker. Where a job is scaled,
-    the loaders of a source share one transform process in each loader worker, which handles one
-    batch at a time. Such a source then needs processes as one that holds the GIL does.
+    Transforms in worker processes do not hold the interpreter lock of a loader worker. In a job
+    that is scaled, the loaders of a source share one transform process in each loader worker, which
+    handles one batch at a time. So the source needs more processes, as if it held the lock.
     """
     if (loads := getattr(prepared, "loads", None)) is not None:
         return list(loads)
@@ -166,8 +161,7 @@ def _corrections(
 ) -> dict[tuple[str, ...], float]:
     """Return the median ratio of measured to estimated cost, by kind of source.
 
-    Without it a measured source would look more or less expensive than an estimated one of its
-    kind.
+    It makes measured and estimated sources of one kind comparable.
     """
     ratios: dict[tuple[str, ...], list[float]] = {}
     for i, estimate in enumerate(estimates):
@@ -183,7 +177,7 @@ def _kind(prepared: PreparedJob, i: int) -> tuple[str, ...]:
 def shares_of(prepared: PreparedJob) -> list[float]:
     """Return the share of each source in the drawn samples.
 
-    Where a batch counts tokens, sources of long samples are drawn from less often.
+    If a batch counts tokens, sources with long samples are drawn from less often.
     """
     weights = weights_of(prepared)
     if prepared.job.batch.tokens is not None:
@@ -193,7 +187,7 @@ def shares_of(prepared: PreparedJob) -> list[float]:
 
 
 def tokens_of(prepared: PreparedJob) -> list[float]:
-    """Return the tokens of a sample by source, measured or else estimated."""
+    """Return the mean tokens of a sample for each source, measured or else estimated."""
     found = []
     for i, index in enumerate(prepared.indexes):
         p = _profile(prepared, i)
@@ -221,8 +215,8 @@ def batch_samples(prepared: PreparedJob) -> int:
     )
 
 
-def beside_s(prepared: PreparedJob) -> float:
-    """Return the seconds of constructors, planner and transfer for every drawn sample."""
+def other_work_s(prepared: PreparedJob) -> float:
+    """Return the CPU seconds per drawn sample of transfer, planner and constructors."""
     moved = 0.0
     for i, share in enumerate(shares_of(prepared)):
         p = _profile(prepared, i)
@@ -240,7 +234,10 @@ def partition_of(
     worth_s: float = 0.0,
     cluster: int = CLUSTER,
 ) -> Partition:
-    """Return a job's partition. The launch option ``hosts=`` sets the cores for loading alone."""
+    """Return the partition of a job.
+
+    The launch option ``hosts=`` sets the CPU cores for loading alone, without the other work.
+    """
     options, job = prepared.options, prepared.job
     alone = cores is None and options.hosts is not None
     return partition(
@@ -248,7 +245,7 @@ def partition_of(
         Resources(
             cores=cores or options.hosts or n_cores(),
             memory_bytes=memory_bytes,
-            beside_s=0.0 if alone else beside_s(prepared),
+            beside_s=0.0 if alone else other_work_s(prepared),
         ),
         PartitionLimits(
             batch=batch_samples(prepared),
@@ -263,10 +260,10 @@ def partition_of(
     )
 
 
-def hosting_of(prepared: PreparedJob) -> LoaderPlacement:
+def loader_placement_of(prepared: PreparedJob) -> LoaderPlacement:
     """Return the loaders of a job and their workers.
 
-    Where the job is scaled, every source has as many loaders as it could ever use.
+    In a job that is scaled, every source has as many loaders as it can ever use.
     """
     options = prepared.options
     made = partition_of(
@@ -274,19 +271,21 @@ def hosting_of(prepared: PreparedJob) -> LoaderPlacement:
     )
     if not made.fits:
         log.warning(
-            "job %r: %s; it runs with the fewest workers", prepared.job.name, made.shortfall(0.0)
+            "job %r does not fit into memory, and runs with the fewest workers: %s",
+            prepared.job.name,
+            made.shortfall(0.0),
         )
     hosting = made.hosting
     if not scales(prepared):
         return hosting
-    named, cores = options.loaders or {}, _cores_to_come(options)
+    named, cores = options.loaders or {}, _most_cores(options)
     shares = [1 if load.name in named else min(load.shares, cores) for load in loads_of(prepared)]
     loaders, host_of = with_shards(hosting.loaders, hosting.host_of, shares)
     return replace(hosting, loaders=loaders, host_of=host_of)
 
 
-def _cores_to_come(options: Options) -> int:
-    """Return the cores that a scaled job may use later: a cluster may get more than it has now."""
+def _most_cores(options: Options) -> int:
+    """Return the most CPU cores that a scaled job may use: a cluster may grow."""
     limit = options.autoscale.get("cores", 1) if isinstance(options.autoscale, Mapping) else 1
     return max(options.hosts or n_cores(), limit)
 
@@ -299,28 +298,28 @@ def machine_memory() -> int:
 def profiled(prepared: PreparedJob, runtime: str) -> PreparedJob:
     """Return the job with the known profiles of its sources.
 
-    In one process, where workers do not matter, its loaders are decided here too.
+    For the local runtime, which has no workers, the numbers of loaders are set too.
     """
     if prepared.options.partition == "auto":
         prepared.profile = known(prepared)
         loads = loads_of(prepared)
-        if _matters(loads, batch_samples(prepared), prepared.options):
+        if _worth_measuring(loads, batch_samples(prepared), prepared.options):
             found = quick(prepared, loads, prepared.profile)
             if found != prepared.profile:
                 save(path_of(prepared.given, prepared.options.cache_dir), found)
             prepared.profile = found
     if runtime != "local":
         return prepared
-    loaders = _loaders_here(prepared)
+    loaders = _local_loaders(prepared)
     return prepared if set(loaders) == {1} else prepared.with_loaders(loaders, READ_AHEAD)
 
 
-def _loaders_here(prepared: PreparedJob) -> list[int]:
-    """Return the loaders of each source where all are in one process.
+def _local_loaders(prepared: PreparedJob) -> list[int]:
+    """Return the number of loaders of each source in the local runtime.
 
-    Its threads execute whatever is ready. So a source that may become heavy gets as many loaders as
-    there are threads where the job is scaled. A source with transform processes does not: a process
-    for each loader would cost memory all the time.
+    All threads serve all loaders. In a job that is scaled, a source that may become heavy gets as
+    many loaders as there are threads. A source with transform processes does not: each loader would
+    hold the memory of one process.
     """
     options, threads = prepared.options, n_workers(prepared.options)
     loaders = list(partition_of(prepared, cores=threads, worth_s=WORTH_S).hosting.loaders)
@@ -336,8 +335,8 @@ def _loaders_here(prepared: PreparedJob) -> list[int]:
     ]
 
 
-def joining(prepared: PreparedJob, runtime: str) -> PreparedJob:
-    """Return a job whose last source is to be added, with that source's profile and loaders."""
+def with_new_loaders(prepared: PreparedJob, runtime: str) -> PreparedJob:
+    """Return a job whose last source is to be added, with the profile and loaders of it."""
     name, made = prepared.job.names[-1], copy.copy(prepared)
     others = {n: k for n, k in (prepared.options.loaders or {}).items() if n != name}
     made.options = options = replace(prepared.options, loaders=others)
@@ -347,38 +346,35 @@ def joining(prepared: PreparedJob, runtime: str) -> PreparedJob:
             found if not have.sources else have, sources={**found.sources, **have.sources}
         )
         made.profile, loads = have, loads_of(made)
-        if _matters(loads[-1:], batch_samples(made), options):
+        if _worth_measuring(loads[-1:], batch_samples(made), options):
             made.profile = quick(made, loads, have, only={name})
-    n = _loaders_here(made)[-1] if runtime == "local" else _loaders_apart(made)
+    n = _local_loaders(made)[-1] if runtime == "local" else _cluster_loaders(made)
     made.options = replace(options, loaders={**others, name: n})
     return made
 
 
-def _loaders_apart(prepared: PreparedJob) -> int:
-    """Return the loaders of the last source where it gets workers of its own."""
+def _cluster_loaders(prepared: PreparedJob) -> int:
+    """Return the number of loaders of the last source, which gets its own workers."""
     n = partition_of(prepared).hosting.loaders[-1]
     return (
-        max(n, min(loads_of(prepared)[-1].shares, _cores_to_come(prepared.options)))
+        max(n, min(loads_of(prepared)[-1].shares, _most_cores(prepared.options)))
         if scales(prepared)
         else n
     )
 
 
-def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
-    """Return whether sources are worth measuring: not where a step is cheap, or where there is one
-    core.
-    """
+def _worth_measuring(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
+    """Return whether to measure sources: not for cheap steps, and not with one CPU core."""
     return (options.hosts or n_cores()) > 1 and samples * sum(
         load.cost for load in loads
     ) >= WORTH_S
 
 
 def scales(prepared: PreparedJob) -> bool:
-    """Return whether sources get more or fewer workers as the mixture and the trainers' pace
-    change.
+    """Return whether the autoscaler may change the workers of sources.
 
     A loader hook receives all samples that a step takes from a source, so its loaders stay
-    together. Without failover there is no replay buffer that a loader could be moved with.
+    together. Without failover there is no replay buffer, which a move of a loader needs.
     """
     options = prepared.options
     return bool(options.autoscale) and options.failover and not of_kind(prepared.job.hooks, LOADER)

@@ -1,6 +1,6 @@
-"""A prepared job: its indexes, pipelines and fingerprint, read once, and its cores.
+"""A prepared job: its indexes, pipelines and fingerprint, which are read once.
 
-A core is a planner, or a loader with its reader, at a given state of the stream.
+It creates the planner, and loaders with their readers, at a given state of the stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from overlord.sources.retry import StorageStats
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 
-READ_AHEAD = 2  # steps, if everything is in one process
+READ_AHEAD = 2  # steps that one process reads ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,9 +55,8 @@ class ReaderSpec:
     read: ReadOptions
     pipeline: Pipeline
     epochs: int | None
-    processes: (
-        bool  # transforms run in a worker process: they hold the GIL, or the user asks for it
-    )
+    # transforms run in a worker process: they hold the interpreter lock, or the job requests it
+    processes: bool
 
 
 def open_loader(
@@ -66,7 +65,7 @@ def open_loader(
     open_chunks: OpenChunkCache,
     shared: TransformWorker | None = None,
 ) -> tuple[Loader, SourceReader, TransformWorker | None]:
-    """Open one logical loader at a position of its source's stream.
+    """Open one loader at a position of its source's stream.
 
     ``shared`` is a transform process that other loaders of the source use too. Return the loader,
     its reader, and the transform process it uses, if any.
@@ -87,7 +86,7 @@ def open_loader(
 
 
 class PreparedJob:
-    """A job with everything that is read once and shared by all its cores."""
+    """A job with everything that is read once and shared by its planner and loaders."""
 
     profile: JobProfile | None = None  # measured costs of its sources, if any
 
@@ -101,7 +100,7 @@ class PreparedJob:
         if problems := options.problems(job):
             raise JobError(problems, "launch")
         self.job, self.options = job, options
-        # The job as the user wrote it. ``job`` has a schedule that knows the sources' sizes.
+        # The job as the user wrote it. In ``job`` the schedule is bound to the sizes of sources.
         self.given: Job
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
         self.strategy = resolve(job.strategy)
@@ -160,7 +159,7 @@ class PreparedJob:
         )
 
     def planner(self, state: StreamState | None = None) -> Planner:
-        """Return the planner core at a state, or at the start of the stream."""
+        """Return a planner at a state, or at the start of the stream."""
         job, options, schedule = self.job, self.options, schedule_of(self.job, self.added)
         spec = PlannerSpec(
             sources=tuple(self.source_spec(i) for i in range(len(job.sources))),
@@ -244,7 +243,7 @@ class PreparedJob:
         )
 
     def processes_of(self, i: int) -> bool:
-        """Return whether a source's transforms run in worker processes."""
+        """Return whether a source's transforms run in a transform process."""
         return self.pipelines[i].holds_lock or self.job.sources[i].workers != "threads"
 
     def zero_metrics(self) -> dict[str, dict[str, Any]]:
@@ -275,7 +274,7 @@ class PreparedJob:
         An invalid source raises ``JobError``, as at launch, and changes nothing.
         """
         if not isinstance(source, Source):
-            raise JobError([f"expected a Source, got {source!r}"], "add_source")
+            raise JobError([f"expected a Source, got {source!r:.80}"], "add_source")
         more = copy.copy(self)
         more.given = replace(self.given, sources=(*self.given.sources, source))
         more.job = job = replace(self.job, sources=more.given.sources)
@@ -286,8 +285,8 @@ class PreparedJob:
             raise JobError(problems, "add_source")
         if self.images is None and more.images is not None:
             problem = (
-                f"source {source.name!r} has images, and the job began without: list a source "
-                "with images from the start, at weight 0"
+                f"source {source.name!r}: expected a source without images, since the job started "
+                "without, got one with images; list one from the start, at weight 0"
             )
             raise JobError([problem], "add_source")
         pipeline = Pipeline(
@@ -314,7 +313,7 @@ class PreparedJob:
         return more
 
     def new_source(self, at: int) -> NewSource:
-        """Return the last source as the planner adds it at step ``at``."""
+        """Return the event and spec that add the last source at step ``at``."""
         name = self.job.names[-1]
         return NewSource(
             event=AddSource(at, name, source_mark(self.fingerprint, name)),
@@ -387,7 +386,7 @@ def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
 def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
     """Return the job's mixture for one planner: fixed weights by name, or a schedule.
 
-    A schedule is copied, because schedules learn.
+    A schedule is copied, since its state changes as it learns.
     """
     if job.mixture is None:
         return {s.name: float(s.weight) for s in job.sources if s.name not in added}
@@ -397,6 +396,7 @@ def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
         return copy.deepcopy(job.mixture)
     except Exception as e:
         problem = (
-            f"mixture: expected a schedule that copy.deepcopy can copy for every run, got: {e}"
+            f"mixture: expected a schedule that copy.deepcopy can copy, got {type(e).__name__}: {e}"
+            "; define __deepcopy__"
         )
         raise JobError([problem], "launch") from e

@@ -1,7 +1,7 @@
-"""Profiles of a job's sources: their file, a quick measurement at launch, and updates.
+"""Profiles of a job's sources: stored in a file, measured at launch, and updated while it runs.
 
-Updates are made while the job runs. A profile that cannot be read or written is measured again; it
-never fails a job.
+Sources without a readable profile are measured again. A profile that cannot be written is logged,
+and never fails a job.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-LARGEST = 2**26  # bytes of a profile's file: a hundred thousand sources have less
+LARGEST = 2**26  # bytes of a profile's file: those of a hundred thousand sources are smaller
 QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # bounds of one source at launch
-# Samples of a source between two refreshes: the cost of fewer is mostly chance.
+# Samples of a source for one update: the mean cost of fewer is mostly noise.
 FEWEST = 64
 
 
@@ -66,12 +66,12 @@ def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
 def load(path: Path | str) -> JobProfile:
     """Read a profile; a missing or damaged one is empty.
 
-    A damaged profile is logged as a warning.
+    A damaged profile is logged.
     """
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
-            raise BadProfile(f"expected at most {LARGEST} bytes, got more")
+            raise BadProfile(f"expected at most {LARGEST} bytes, got more; delete the file")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
         pass  # no profile was saved yet
@@ -95,7 +95,7 @@ def _read(path: Path) -> bytes:
 def _fetched(uri: str) -> bytes:
     """Read a profile from a store.
 
-    It is retried like the journal, which the job needs anyway.
+    Requests are retried as those of the journal are.
     """
     from overlord.sources.object_store import RemoteStore
 
@@ -115,7 +115,7 @@ def _put(uri: str, profile: JobProfile) -> bool:
 
     try:
         remote, path = RemoteStore.of(uri)
-        remote.stats.no_wait = True  # a single try: the next refresh writes it again
+        remote.stats.no_wait = True  # one attempt: the next refresh writes the profile again
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, WouldBlock) as error:
         log.warning(
@@ -171,12 +171,12 @@ def quick(
     have: JobProfile,
     only: Container[str] | None = None,
 ) -> JobProfile:
-    """Return the known profiles, and quick measurements of other sources that may be heavy.
+    """Return the known profiles, with quick measurements of other sources that may be heavy.
 
-    The heaviest are measured first, concurrently, within ``TIMEOUTS.probe_s`` for all. ``only``
-    restricts the measurement to some sources. Only safe and cheap code is run: transforms of this
-    package over files on a local disk. User code, stores, mounts and datasets are measured by
-    ``overlord profile``, or while the job runs.
+    The heaviest sources are measured first, concurrently, within ``TIMEOUTS.probe_s`` for all.
+    ``only`` restricts the measurement to some sources. Only safe and cheap code is run: transforms
+    of this package over files on a local disk. User code, stores, mounts and datasets are measured
+    by ``overlord profile``, or while the job runs.
     """
     unknown = [
         i
@@ -235,13 +235,16 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
 
 
 class Refresher:
-    """A thread that periodically merges measurements of loaders into the job's profile."""
+    """Merges measurements of loaders into the job's profile, periodically in a thread.
 
-    def __init__(self, prepared: PreparedJob, figures: Callable[[], Mapping[str, Any]]):
-        self._path, self._figures = path_of(prepared.given, prepared.options.cache_dir), figures
+    ``metrics`` returns the metrics of the runtime.
+    """
+
+    def __init__(self, prepared: PreparedJob, metrics: Callable[[], Mapping[str, Any]]):
+        self._path, self._metrics = path_of(prepared.given, prepared.options.cache_dir), metrics
         self._fingerprints, self._machine = fingerprints(prepared), machine()
         self.profile: JobProfile = prepared.profile or JobProfile()
-        # The counters of each loader at the last refresh.
+        # totals of each loader at the last refresh, by source and loader
         self._before: dict[tuple[str, int], dict[str, float]] = {}
         self._sums: dict[str, dict[str, float]] = {}  # by source, since it was last merged
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -253,8 +256,8 @@ class Refresher:
     def joined(self, prepared: PreparedJob) -> None:
         """Include a source that was added.
 
-        Its measured cost counts, and it is refreshed like the others. From now on the profile is
-        saved where a job that lists the source finds it.
+        Its profile is refreshed like the others. From now on the profile is saved at the location
+        of a job with this source.
         """
         marks, name = fingerprints(prepared), prepared.job.names[-1]
         with self._lock:
@@ -279,12 +282,12 @@ class Refresher:
             try:
                 self.refresh()
             except Exception as error:  # a worker that does not answer; it is polled again
-                log.debug("profiles not refreshed: %s", error)
+                log.debug("profiles not refreshed, retrying later: %s", error)
             wait = min(2 * wait, TIMEOUTS.refresh_most_s)
 
     def refresh(self) -> JobProfile:
         """Merge the measurements since the last refresh, and return the profile."""
-        rows = self._figures()["loaders"]
+        rows = self._metrics()["loaders"]
         with self._lock:
             new = self._since(rows)
             if new:

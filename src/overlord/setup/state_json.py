@@ -35,12 +35,12 @@ from overlord.sources.index import Index, RemovedSource
 from overlord.transforms.pipeline import Pipeline
 
 # ----------------------------------------------------------------------------
-# The fingerprint of a job: one text per entry that shapes the stream.
+# The fingerprint of a job: one text for each property that shapes the stream.
 #
-# So an error can name each entry that differs. A saved state holds the fingerprint of its job.
+# An error can name each entry that differs. A saved state holds the fingerprint of its job.
 # ``setup/job_agreement.py`` compares some of the same texts between ranks.
 
-# Fields of a Job that shape the stream and are compared by their text.
+# Fields of a Job that shape the stream; their texts are entries of the fingerprint.
 STREAM_FIELDS = (
     "until",
     "draw",
@@ -61,9 +61,9 @@ def job_fingerprint(
 ) -> dict[str, str]:
     """Return the fingerprint of a job by entry.
 
-    ``place`` and ``sync`` are left out. A state fits any mesh and any trainer: these change the
-    slots of a step and not its samples. The weight of a source in ``added`` counts next to any
-    mixture, so it has an entry of its own.
+    ``place`` and ``sync`` are left out, since they change the slots of a step and not its samples.
+    So a state fits any mesh. The weight of a source in ``added`` applies next to any mixture, and
+    has its own entry.
     """
     entries = {
         "sources": digest(*job.names),
@@ -147,10 +147,10 @@ def code_text(function: Any) -> str:
 
 
 # ----------------------------------------------------------------------------
-# A ``StreamState`` as plain JSON values, and back, with the errors of a state that does not fit.
+# Conversion of a ``StreamState`` to JSON values and back, with the errors of a wrong state.
 #
-# A state holds names and numbers only; nothing in it is ever executed. Events and reports have
-# their JSON form in ``planning/spec.py``.
+# A state holds names and numbers only; nothing in it is ever executed. The JSON form of events
+# and reports is in ``planning/state_json.py``.
 
 STATE_VERSION = 1
 OTHER_VERSION = "resume it with the version of Overlord that saved it"
@@ -231,8 +231,8 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
     names = job.names
     cursors = [Cursor(*map(int, saved["cursors"].get(n, Cursor()))) for n in names]
     if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
-        raise ValueError("cursors: expected six numbers for each source, got others")
-    # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
+        raise ValueError("cursors: expected six numbers for each source, got another number")
+    # If ``allow`` permits fewer files than the cursor has passed, its epoch is over.
     cursors = [
         c if c.group < o.n_groups else Cursor(c.epoch + 1)
         for c, o in zip(cursors, orders, strict=True)
@@ -291,7 +291,7 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
     try:  # on a copy: a state that does not fit must change nothing
         copy.deepcopy(job.mixture).load_state_dict(copy.deepcopy(state.schedule))
     except Exception as e:
-        if {"mixture", "schedule"} & set(allow):  # another mixture, which starts to learn
+        if {"mixture", "schedule"} & set(allow):  # the other mixture starts without a state
             return replace(state, schedule=None)
         raise StateMismatch(
             {"schedule": ("its saved state", describe_error(e))},
@@ -333,9 +333,9 @@ def _check_fingerprint(
 def _differences(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return entries of the fingerprint that differ, each as (saved, now).
+    """Return the entries of the fingerprint that differ, and added sources that are missing.
 
-    Also return added sources that the job does not list.
+    Each entry has the texts of the saved and of the current job.
     """
     then = fingerprint_in(saved["fingerprint"], list(saved["cursors"]))
     differ = {

@@ -12,7 +12,7 @@ class Timeouts:
     probe_s: float = 0.4  # measuring all sources at launch: short, so that a launch is not delayed
     refresh_first_s: float = 15.0  # before the first refresh of the profile; then it doubles
     refresh_most_s: float = 600.0  # between two refreshes, at most
-    close_s: float = 0.2  # closing waits this long for a refresh in progress, then leaves it
+    close_s: float = 0.2  # closing waits this long for a refresh in progress
 
 
 TIMEOUTS = Timeouts()

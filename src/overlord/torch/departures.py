@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from overlord.errors import ActorLost
-from overlord.session.rendezvous import LOOK_S, _Board
+from overlord.session.rendezvous import POLL_S, _Board
 from overlord.torch.process_groups import Service
 
 LONGEST = 200  # characters of an error's text
@@ -66,7 +66,7 @@ class Departures:
         """Wait until all other ranks of the group have left too, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self._all()) < len(self._service.members) - 1 and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _all(self) -> list[Departed]:
         with self._lock:

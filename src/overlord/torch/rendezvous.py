@@ -23,8 +23,8 @@ from overlord.messages.control import EncodedState
 from overlord.plan.plan import view_of
 from overlord.session.launch import launch
 from overlord.session.rendezvous import (
-    HEARD_S,
-    LOOK_S,
+    POLL_S,
+    READ_ERROR_S,
     STALLS,
     _Board,
     _owning,
@@ -100,7 +100,7 @@ def _wait_for_all(job: Job, rank: int, published: dict[str, Any], board: _Board)
     """
     differs = difference(job, rank, published["job"])
     if published["broadcast"]:
-        board.meet("" if differs is None else "; ".join(differs.problems))
+        board.wait_for_all("" if differs is None else "; ".join(differs.problems))
     if differs is not None:
         raise differs
 
@@ -136,7 +136,7 @@ def _launch(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) 
         if session is not None:
             session.close()
         board.write({"error": error})
-        board.wait_until_all_read(HEARD_S)
+        board.wait_until_all_read(READ_ERROR_S)
         raise
     board.write(published)
     return _Launched(session, client, published)
@@ -167,7 +167,7 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
             return plans[0] if plans else None
         if time.monotonic() >= deadline:
             raise DataStall(session.internals.waiting_for(0), timeout_s, rank=0)
-        time.sleep(LOOK_S / 5)
+        time.sleep(POLL_S / 5)
 
 
 def _register_served(

@@ -119,7 +119,7 @@ class SimPlace:
             raise NameTaken(name, self._disk.segments[name])
         self._write(name, b"", data)
 
-    def prove(self, name: str, data: bytes) -> None:
+    def check_exclusive(self, name: str, data: bytes) -> None:
         """A second one is refused, as everywhere here."""
 
     def append(self, name: str, data: bytes, at: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_actor import CoordinatorActor
 from overlord.cluster.coordinator_config import CoordinatorConfig
-from overlord.cluster.launcher import PLANNER, Launcher
+from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
 from overlord.cluster.worker import EventQueue
 from overlord.concurrency.event_loop import EventLoop, ThreadQueue
 from overlord.errors import DataStall, JournalError
@@ -65,7 +65,7 @@ class _Launcher(Launcher):
         )
         self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
         self._waiting: list[Callable[[], None]] = []
-        self._closed, self.planner = False, None
+        self._closed, self.coordinator = False, None
         self._requests = self._notices = cast(ThreadQueue, _Now())
 
     def ask(
@@ -77,26 +77,26 @@ class _Launcher(Launcher):
     ) -> Any:
         return super().ask(method, *args, timeout_s=timeout_s or self._patience_s, done=done)
 
-    def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
-        while self._launched.host is None or self.planner is None:
+    def _wait_for_coordinator(self, deadline: float, timeout_s: float) -> ActorHandle:
+        while self._launched.host is None or self.coordinator is None:
             if (left := deadline - self._platform.now()) <= 0:
-                raise DataStall(PLANNER, timeout_s)
+                raise DataStall(COORDINATOR_NAME, timeout_s)
             self._launched.world.wait(left, self._waiting.append)
-        return self.planner
+        return self.coordinator
 
     def now(self) -> float:
         return self._platform.now()
 
     def starts(self, process: Process) -> None:
         """Another planner. The one before it is not heard any more, also where it lives on."""
-        if self.planner is not None:
-            self.control.give_up(self.planner, "another takes its place")
-        self.planner = self.control.meet(PLANNER, process)
-        self._listen(self.planner)
+        if self.coordinator is not None:
+            self.control.give_up(self.coordinator, "another takes its place")
+        self.coordinator = self.control.meet(COORDINATOR_NAME, process)
+        self._listen(self.coordinator)
 
     def is_there(self, actor: CoordinatorActor) -> None:
-        assert self.planner is not None
-        self.control.seat(self.planner, actor)
+        assert self.coordinator is not None
+        self.control.seat(self.coordinator, actor)
         waiting, self._waiting = self._waiting, []
         for wake in waiting:
             wake()
@@ -140,7 +140,7 @@ class _Planner(CoordinatorActor):
         self._config, self._coordinator, self._event_loop = kit, host, pump
         self._takeover, self._events = None, EventQueue(now)
         self._applied, self._watched = list(found), False
-        self._send_found()
+        self._send_recovered()
 
     def answer_events(self) -> float | None:
         return self._events.answer()

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from overlord.cluster import loader_worker
 from overlord.dryrun.virtual_run import simulate
 from overlord.journal import log
-from overlord.journal.storage import whoami
+from overlord.journal.storage import process_label
 from overlord.process.resources import pss_bytes
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
@@ -134,11 +134,11 @@ def _by_nobody() -> Iterator[None]:
     """Journals name their writer, process and host. Where a write is torn depends on how long it
     is, and that must not depend on them.
     """
-    setattr(log, "whoami", lambda: "process 12345 on vm")  # noqa: B010
+    setattr(log, "process_label", lambda: "process 12345 on vm")  # noqa: B010
     try:
         yield
     finally:
-        setattr(log, "whoami", whoami)  # noqa: B010
+        setattr(log, "process_label", process_label)  # noqa: B010
 
 
 @contextmanager
