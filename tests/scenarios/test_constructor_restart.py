@@ -304,7 +304,7 @@ class Line:
         self.dialled.append(self.time)
         return self, {}
 
-    def recv(self, seconds: float, *, looked: bool = False) -> Any:
+    def recv(self, seconds: float, *, polled: bool = False) -> Any:
         raise self.fault
 
     def send(self, value: Any, *, timeout_s: float) -> None:

@@ -103,15 +103,18 @@ CODE = frame.CODES[np.dtype(np.uint8)]
 ONE = (0, 0, 0, CODE, 1, 10)  # column 0 is in the first grant at offset 0: ten bytes
 POOL_OF = packet(POOL, struct.pack("<I", RELEASE_FLAGS), 2)
 ATTACKS: dict[str, tuple[Attack, str]] = {
-    "garbage": (just(random.Random(2).randbytes(100_000)), "expected a message"),
-    "an unknown kind": (just(packet(9, b"")), "expected a message"),
-    "reserved bits": (just(packet(FRAME, value_of(1), reserved=5)), "expected a message"),
-    "an endless body": (just(packet(FRAME, b"", size=2**62)), "shorter message"),
-    "an endless notice": (just(packet(BYE, b"", size=2**20)), "shorter message"),
+    "garbage": (just(random.Random(2).randbytes(100_000)), "expected the header of a message"),
+    "an unknown kind": (just(packet(9, b"")), "expected the header of a message"),
+    "reserved bits": (
+        just(packet(FRAME, value_of(1), reserved=5)),
+        "expected the header of a message",
+    ),
+    "an endless body": (just(packet(FRAME, b"", size=2**62)), "within its size limit"),
+    "an endless notice": (just(packet(BYE, b"", size=2**20)), "within its size limit"),
     "a broken frame": (just(packet(FRAME, random.Random(3).randbytes(300))), "expected a frame"),
     "a broken checksum": (just(packet(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
     "a value that cannot be": (just(packet(FRAME, framed(b"\xc1"))), "frame"),
-    "half a segment number": (just(packet(FORGET, b"123")), "numbers of segments"),
+    "half a segment number": (just(packet(FORGET, b"123")), "segment ids of 8 bytes"),
     "a file that nothing announced": (
         just(packet(FRAME, value_of(1)), lambda: [memfd()]),
         "no message announced",
@@ -275,12 +278,12 @@ def test_garbage_from_a_server_ends_the_clients_connection_with_its_reason():
     with Story() as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         os.write(story.opened[0].fileno(), b"not a message, not at all")
-        with pytest.raises(FrameError, match="expected a message"):
+        with pytest.raises(FrameError, match="expected the header of a message"):
             link.recv(SOON_S)
-        with pytest.raises(ActorLost, match="expected a message"):
+        with pytest.raises(ActorLost, match="expected the header of a message"):
             link.recv(SOON_S)
         story.wait(lambda s: s.closed)
-        assert "expected a message" in story.closed[0][1]
+        assert "expected the header of a message" in story.closed[0][1]
 
 
 def test_a_callback_that_fails_ends_only_its_connection():

@@ -969,14 +969,14 @@ def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: P
 
 def test_a_client_that_closes_while_the_first_step_is_asked_for_holds_nobody_up() -> None:
     with launch(job()) as session:
-        stays, leaves, ask = session.client(0), session.client(1), loop_of(session).ask
+        stays, leaves, ask = session.client(0), session.client(1), loop_of(session).call
 
         def close_first(*given: Any) -> Any:
-            loop_of(session).ask = ask  # type: ignore[method-assign]
+            loop_of(session).call = ask  # type: ignore[method-assign]
             leaves.close()
             return ask(*given)
 
-        loop_of(session).ask = close_first  # type: ignore[method-assign, assignment]
+        loop_of(session).call = close_first  # type: ignore[method-assign, assignment]
         assert [step for step, _ in take(stays, 8)] == list(range(8))
 
 
@@ -1042,14 +1042,14 @@ def test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting() -
     session = launch(job(dp=1))
     client = session.client(0)
     take(client, 2)
-    state, ask = client.state_dict(), loop_of(session).ask
+    state, ask = client.state_dict(), loop_of(session).call
 
     def close_first(*given: Any) -> Any:
-        loop_of(session).ask = ask  # type: ignore[method-assign]
+        loop_of(session).call = ask  # type: ignore[method-assign]
         session.close()
         return ask(*given)
 
-    loop_of(session).ask = close_first  # type: ignore[method-assign, assignment]
+    loop_of(session).call = close_first  # type: ignore[method-assign, assignment]
     with pytest.raises(OverlordError, match="the session is closed"):
         client.load_state_dict(state)
     for inbox in generation_of(session).queues.values():

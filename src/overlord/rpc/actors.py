@@ -434,7 +434,7 @@ class BaseActorSystem(Generic[R]):
         if handle is None:
             raise ActorLost(
                 name,
-                "no actor has this name"
+                "there is no actor of this name"
                 + (did_you_mean(name, known) if known else "; no actor is alive"),
             )
         return handle

@@ -162,7 +162,7 @@ class SimLink(Connection):
             if self._server is not None:
                 self._server.lost(self, reason)
 
-    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+    def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
         if not self._came and self._lost is None and timeout_s > 0:
             self._net.world.wait(timeout_s, self._register)
         if self._came:
