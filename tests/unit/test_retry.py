@@ -101,7 +101,7 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
         str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
         f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
-    assert stats.trouble() == {
+    assert stats.problem_metrics() == {
         "retries": len(time.pauses),
         "errors": {"EIO": len(time.pauses) + 1},
         "waited_s": time.now,
@@ -119,7 +119,7 @@ def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time
     if found != "bytes":
         assert time.now + 2 * TIMEOUTS.longest_pause_s + took_s > 120  # it was not given up early
         return
-    assert stats.trouble()["errors"] == ({"ESTALE": fails} if fails else {})
+    assert stats.problem_metrics()["errors"] == ({"ESTALE": fails} if fails else {})
     assert stats.retries == fails
     assert all(a <= 0.1 * 2**k and a <= TIMEOUTS.longest_pause_s for k, a in enumerate(time.pauses))
 
@@ -145,7 +145,7 @@ def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> Non
     time = Time()
     found, stats = trying(time, 1, error)
     assert found is error
-    assert (time.pauses, stats.trouble()["errors"]) == ([], {})
+    assert (time.pauses, stats.problem_metrics()["errors"]) == ([], {})
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_what_is_under_way_counts_as_waited(tmp_path: Path) -> None:
     stats = StorageStats("web", time.clock)
     attempt = stats.begin("a.parquet")
     time.now = 0.9
-    assert stats.trouble()["waited_s"] == 0
+    assert stats.problem_metrics()["waited_s"] == 0
     time.now, time.worked = 8.0, 1.0  # a second of it was work
-    assert stats.trouble()["waited_s"] == 7
+    assert stats.problem_metrics()["waited_s"] == 7
     attempt.failures.append(Failure("EIO", "no"))
     stats.end(attempt)
     stats.end(attempt)
-    assert (stats.trouble()["waited_s"], stats.oldest()) == (7, None)
+    assert (stats.problem_metrics()["waited_s"], stats.oldest()) == (7, None)
     assert pickle.loads(pickle.dumps(stats)).source == "web"
 
 

@@ -44,11 +44,11 @@ class BlockingWork(Protocol):
     def quick(self) -> bool:
         """Whether the work never hangs.
 
-        Such work may run on the event loop, under ``hasty``, if it was short so far.
+        Such work may run on the event loop, under ``no_wait``, if it was short so far.
         """
         ...
 
-    def hasty(self) -> AbstractContextManager[None]:
+    def no_wait(self) -> AbstractContextManager[None]:
         """Return a context in which work raises ``errors.WouldBlock`` instead of waiting."""
         ...
 
@@ -395,7 +395,7 @@ class ThreadExecutor:
         # storage prolongs all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
             return False
-        with nullcontext() if waits is None else waits.hasty():
+        with nullcontext() if waits is None else waits.no_wait():
             outcome = self._timed(name, work, size)
         if isinstance(outcome[1], WouldBlock):
             return False
