@@ -332,7 +332,7 @@ def broken(**changes) -> LoadingPlan:
             {"cost": SMALL.main.cost.astype(complex)},
             "expected whole numbers in cost, got complex128",
         ),
-        ({"broadcast": ("EP",)}, "unknown broadcast axis 'EP'"),
+        ({"broadcast": ("EP",)}, "expected broadcast axes of TP, CP, PP, DP, got 'EP'"),
         ({"axis": "EP"}, "unknown axis 'EP'"),
         (
             {"axis": "WORLD"},

@@ -98,7 +98,8 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
     assert time.now == pytest.approx(60), "the last try is at the deadline"
     assert isinstance(found, StorageUnreachable)
     assert (
-        str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
+        str(found)
+        == f"could not be read: Input/output error after {len(time.pauses) + 1} attempts in "
         f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
     assert stats.problem_metrics() == {
@@ -131,7 +132,7 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
         assert trying(Time(), 5, OSError(errno.ENOENT, "no"))[0] == "bytes"
         assert trying(Time(), 0, OSError(errno.ENOENT, "no"))[0] == "bytes"
     assert [r.message for r in caplog.records] == [
-        "source 'web', a.parquet: the file is gone since the source was indexed (No such "
+        "source 'web', a.parquet: the file disappeared after the source was indexed (No such "
         "file or directory); "
         "retrying for up to 120 s",
         "source 'web', a.parquet: recovered after 3.1 s (6 attempts)",
@@ -283,7 +284,7 @@ def test_a_hung_read_is_reported_and_given_up_after_its_deadline_and_dropped_whe
         [(outcome, error)] = told
         assert outcome is None
         assert isinstance(error, StorageError)
-        assert "a read has not ended for 122.0 s" in str(error)
+        assert "got no end for 122.0 s" in str(error)
         assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
         loop.ask(lambda: None, "the event loop")

@@ -216,7 +216,9 @@ class SessionConnection:
         if at["generation"] != generation and isinstance(queue, RemoteStepQueue):
             queue.move(at["generation"], at["state"])
         if not at["constructor"]:
-            raise DataStall(f"{WORKER_PREFIX}* of rank {self._control.rank} to be restarted", 0.0)
+            raise DataStall(
+                f"{WORKER_PREFIX}* of rank {self._control.rank} to be started again", 0.0
+            )
         return at["constructor"], self._token(at)
 
     def _moved(self, state: EncodedState) -> None:

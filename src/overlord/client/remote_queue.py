@@ -481,8 +481,8 @@ class RemoteStepQueue:
         )
         raise ActorLost(
             self._name,
-            f"expected step {self._next}, got no connection to {who} for {gone:.1f} s: "
-            f"{reason_of(fault)}{either}",
+            f"{who} could not be reached for {gone:.1f} s while step {self._next} was "
+            f"expected: {reason_of(fault)}{either}",
         ) from fault
 
     def _drop_link(self, reason: str) -> None:

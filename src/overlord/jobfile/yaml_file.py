@@ -354,7 +354,7 @@ class _Reader:
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
             self.problems.append(
-                f"{at}: expected one of column and fn, got {'both' if 'column' in body else 'neither'}"
+                f"{at}: expected column or fn, got {'both' if 'column' in body else 'neither'}"
             )
             return {**rest, "value": "?"}
         return {

@@ -1,7 +1,7 @@
 """Reader of a loader: reads windows of chunks, runs transforms and measures their cost.
 
-A reader executes one command at a time, as its state machine (``loader.py``) guarantees. A lock
-protects only the identity of a read, which another thread may give up.
+A reader executes one command at a time. Its lock protects the identity of a read, which another
+thread may give up.
 """
 
 from __future__ import annotations
@@ -87,12 +87,11 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
     full = [(rows, b) for rows, b in blocks if len(b.index)]
     bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
     at = np.concatenate([rows[b.long] for rows, b in blocks])
-    long = {
-        "long": np.sort(at),
-        "lost": np.concatenate([b.lost for _, b in blocks])[np.argsort(at)],
-    }
+    long, lost = np.sort(at), np.concatenate([b.lost for _, b in blocks])[np.argsort(at)]
     if not full:
-        return replace(blocks[0][1], bad=bad, image_bytes_in=0, image_bytes_out=0, **long)
+        return replace(
+            blocks[0][1], bad=bad, image_bytes_in=0, image_bytes_out=0, long=long, lost=lost
+        )
     index = np.concatenate([rows[b.index] for rows, b in full])
     order = np.argsort(index, kind="stable")
     content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
@@ -107,7 +106,8 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
         bad=bad,
         image_bytes_in=sum(b.image_bytes_in for _, b in full),
         image_bytes_out=sum(b.image_bytes_out for _, b in full),
-        **long,
+        long=long,
+        lost=lost,
     )
 
 
@@ -392,7 +392,7 @@ class SourceReader:
     def _ordered(
         self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return key, file, row and table position of the rows after the cursor, in stream order."""
+        """Return key, file, row and table position of rows from the cursor on, in stream order."""
         if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
@@ -474,12 +474,8 @@ class SourceReader:
         good = np.flatnonzero(at >= 0)
         with self._running(row):
             block = self._row_stage(window.tables, at[good])
-        index, part, content, meta = (
-            block.index,
-            block.part,
-            Content(block.tokens, block.items),
-            dict(block.meta),
-        )
+        index, part = block.index, block.part
+        content, meta = Content(block.tokens, block.items), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(
                 ~_already_drawn(file[good][index], row[good][index], part, window.after)

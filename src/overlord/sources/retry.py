@@ -361,9 +361,8 @@ def classify_file_error(error: Exception) -> Failure | None:
         return None
     text = os.strerror(error.errno)
     if error.errno in _GONE:
-        return Failure(
-            "gone", f"the file disappeared after the source was indexed ({text})", _RESTORE
-        )
+        problem = f"the file disappeared after the source was indexed ({text})"
+        return Failure("gone", problem, _RESTORE)
     if error.errno in _DENIED:
         return Failure("denied", f"the file is no longer readable ({text})", _PERMISSION)
     return Failure(

@@ -22,7 +22,7 @@ class Pieces:
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
     """Return the rows that exceed the context, with the reason for the quarantine."""
     return {
-        int(i): f"expected at most {context} tokens, the context, got {lengths[i]}"
+        int(i): f"expected at most context={context} tokens, got {lengths[i]}"
         for i in np.flatnonzero(lengths > context)
     }
 

@@ -285,7 +285,7 @@ class Pipeline:
         return block
 
     def _row_stage_needs(self) -> list[tuple[Transform | None, str, Check]]:
-        """Return (transform, column, check of its type) for all columns that the row stage reads."""
+        """Return (transform, column, check of its type) for columns that the row stage reads."""
         rest = self.transforms[self._row_stage_start :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
