@@ -333,7 +333,7 @@ def broken(**changes) -> LoadingPlan:
             "expected whole numbers in cost, got complex128",
         ),
         ({"broadcast": ("EP",)}, "expected broadcast axes of TP, CP, PP, DP, got 'EP'"),
-        ({"axis": "EP"}, "unknown axis 'EP'"),
+        ({"axis": "EP"}, "expected an axis of .*, got 'EP'"),
         (
             {"axis": "WORLD"},
             "2 buckets, but pp1xdp2xcp1xtp2 has 4 along WORLD, so some rank is not served",

@@ -519,7 +519,7 @@ def test_a_source_from_a_factory_gives_its_rows_in_every_epoch(fn: Callable[...,
 def test_a_factory_of_several_shards_needs_to_know_which() -> None:
     assert ov.Source.from_factory("web", one, shards=3).uri == ov.Factory(one, shards=3)
     (found,) = problems(lambda: ov.Source.from_factory("web", whole, shards=3))
-    assert "expected a function of a shard's number, for 3 shards" in found
+    assert "expected a function of a shard's number for 3 shards" in found
 
 
 def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:

@@ -239,7 +239,7 @@ class PayloadGatherer:
     def wants_plans(self) -> bool:
         """Return whether the next step must be planned again and nothing is in transit.
 
-        Only the planner knows the reason.
+        Only the planner has the reason.
         """
         return bool(self._replanned) and not self._expected
 

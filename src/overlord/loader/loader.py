@@ -72,7 +72,7 @@ class Loader:
         self._done = self.failed = False  # failed: something could not be read
         self._must_have = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
-        # Samples announced and not popped; below 0 if a standby is behind its primary.
+        # Samples announced and not popped; below 0 if a standby has popped more than it read.
         self.ready = 0
         self.announced = 0  # samples since it was opened
         self.replay_buffer: ReplayBuffer | None = None  # announcements for a rollback, if enabled
