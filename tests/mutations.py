@@ -655,8 +655,8 @@ MUTATIONS = [
         ),
         (
             "padding with a loss",
-            "for places in (unlabelled, holes):",
-            "for places in (unlabelled,):",
+            "for positions in (unlabelled, holes):",
+            "for positions in (unlabelled,):",
         ),
         (
             "pad_id forgotten",
@@ -895,7 +895,7 @@ MUTATIONS = [
         "loader/reader.py",
         (
             "the answer of a read that was given up is taken",
-            "if self._read_id is not ticket:",
+            "if self._read_id is not read_id:",
             "if False:",
         ),
     ),
@@ -912,7 +912,11 @@ MUTATIONS = [
         ("fill bytes for ever", "range(at + 1, at + 1 + MAX_FILL)", "range(at + 1, len(view))"),
         ("big-endian EXIF read as little", 'b"MM\\0*": ">"', 'b"MM\\0*": "<"'),
         ("the orientation of a PNG not read", 'elif name == b"eXIf":', 'elif name == b"eXIF":'),
-        ("the mark of a lossless WebP not looked at", "if mark != 0x2F:", "if mark == 0x2E:"),
+        (
+            "the signature of a lossless WebP not looked at",
+            "if signature != 0x2F:",
+            "if signature == 0x2E:",
+        ),
         (
             "no limit on pixels",
             "if width * height > limits.max_pixels_in:",

@@ -1,9 +1,9 @@
 """Reused memory for microbatches: touching fresh pages costs more than filling them.
 
 A buffer is free again when no array views it. Arrays given to the trainer are views whose ``base``
-is the buffer, and so are tensors made from them. So the reference count of a buffer tells whether
-it is free, and callers need not return it. Without the interpreter's lock a count may change while
-it is read. Then nothing is reused.
+is the buffer, and so are tensors made from them. So the reference count of a buffer shows whether
+it is free, and callers need not return it. Without the interpreter lock a count may change while it
+is read; then no buffer is reused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _references(buffers: list[np.ndarray], i: int) -> int:
     return sys.getrefcount(buffer)
 
 
-# References to a buffer that only the pool holds. Measured by the code that counts, since
-# interpreters differ in what a call adds.
+# References to a buffer that only the pool holds. They are measured, since interpreters differ in
+# the references that a call adds.
 UNUSED = _references([np.empty(1, np.uint8)], 0)
 
 # Far above the number that prefetch keeps in use: a trainer that keeps every array must not make
@@ -30,7 +30,7 @@ MAX_BUFFERS = 64
 
 
 class BufferPool:
-    """Buffers of about the requested size.
+    """Pool of buffers, which returns one of about the requested size.
 
     The pool holds at most ``max_bytes`` of unused memory; beyond that it allocates without keeping.
     """
@@ -42,7 +42,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a new, empty pool: the copy of a bucket has its own memory."""
+        """Pickle the pool as a new, empty one: the copy of a bucket has its own memory."""
         return BufferPool, (self._max_bytes,)
 
     def __call__(self, nbytes: int) -> np.ndarray:
@@ -65,7 +65,7 @@ class BufferPool:
             return buffer[:]
 
     def _trim(self) -> None:
-        """Drop the oldest buffers beyond the budget; those in use live on with their views."""
+        """Drop the oldest buffers beyond the budget; buffers in use stay alive with their views."""
         held = sum(buffer.nbytes for buffer in self._buffers)
         while (held > self._max_bytes or len(self._buffers) > MAX_BUFFERS) and len(
             self._buffers

@@ -11,10 +11,11 @@ from typing import Any
 from overlord.errors import JobError, OverlordError, SourceError
 
 # ----------------------------------------------------------------------------
-# Checks that the validators of jobs, batches and sources share.
+# Suggestions for wrong names, and checks of numbers.
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the closest known name, or with the first known names."""
     names = sorted(set(known))
     close = difflib.get_close_matches(str(name), names, n=1)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -41,17 +42,17 @@ _LIBRARY = str(inspect.__file__).rpartition("/")[0] + "/"  # Python's own
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
-def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
-    """Return why a function cannot be called with these arguments; "" if it can or is unknown."""
+def signature_problem(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
+    """Return the reason why a function does not accept these arguments, or an empty text."""
     try:
-        return _cannot_take(fn, tuple(arguments))
+        return _signature_problem(fn, tuple(arguments))
     except TypeError:  # not hashable
-        return _cannot_take.__wrapped__(fn, tuple(arguments))
+        return _signature_problem.__wrapped__(fn, tuple(arguments))
 
 
 @lru_cache(maxsize=64)
-def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    """Cached, since costs and similar functions are checked at every step."""
+def _signature_problem(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
+    """Return the same with a cache, since cost functions are checked at every step."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # functions written in C, mostly
@@ -65,11 +66,11 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error, or "".
+    """Return the location of the user code that raised an error, or an empty text.
 
-    The innermost frame outside of this package, of Python's library and of installed packages
-    counts; else the first one outside of this package. Tracebacks do not reach the quarantine or
-    other processes; texts do.
+    The form is `` (at FILE:LINE, in FUNCTION)``. The innermost frame outside of this package, of
+    Python's library and of installed packages counts; else the first one outside of this package.
+    Tracebacks do not reach the quarantine or other processes; texts do.
     """
     outside, trace = list[str](), error.__traceback__
     own = ""
@@ -93,7 +94,7 @@ def describe_error(error: BaseException) -> str:
 def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
     """Return ``fn`` if it can be called with these arguments; else raise a JobError."""
     if (
-        problem := cannot_take(fn, arguments)
+        problem := signature_problem(fn, arguments)
         if callable(fn)
         else f"expected a function, got {fn!r}"
     ):
@@ -106,7 +107,7 @@ def name_of(fn: Any) -> str:
 
 
 def as_exception(error: BaseException, source: str = "") -> Exception:
-    """Return the error itself, or an Exception in place of one that would end a program or loop."""
+    """Return the error, or an Exception in place of one that would end a program or a loop."""
     # StopIteration would look like the end of the data
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error

@@ -1,8 +1,8 @@
 """The named exceptions.
 
-Each carries its facts as fields and survives pickling: ``args`` equals the constructor's signature,
-so the default ``__reduce__`` rebuilds it in another process. Each text names the place, what was
-expected, what was given and a remedy.
+Each has its details as fields and can be pickled: ``args`` equals the constructor's signature, so
+the default ``__reduce__`` rebuilds it in another process. Each text names the location, the
+expected and the given value, and a remedy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class OverlordError(Exception):
 
 
 class JobError(OverlordError):
-    """A job that cannot run; it lists every problem of the job file at once."""
+    """A job or an argument that is not valid; all problems are listed at once."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
         # torch rebuilds errors of workers from one text
@@ -54,7 +54,7 @@ class StorageError(SourceError):
 
 
 class TransformError(OverlordError):
-    """A transform that fails for a source as a whole. A single bad row is quarantined instead."""
+    """A transform that fails for a whole source; a single bad row is quarantined instead."""
 
     def __init__(self, source: str, transform: str, problem: str, remedy: str = ""):
         super().__init__(source, transform, problem, remedy)
@@ -66,7 +66,7 @@ class TransformError(OverlordError):
 
 
 class PlanError(OverlordError):
-    """A strategy or a plan that breaks a rule of the plan."""
+    """A strategy, a hook or a plan that breaks a rule of plans."""
 
     def __init__(self, problem: str, step: int = -1, remedy: str = ""):
         super().__init__(problem, step, remedy)
@@ -82,7 +82,7 @@ NAMED = 5  # sources and differences that are named if there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return human-readable rows; many differences are summarized by source."""
+    """Return one line of text per difference; many differences are summarized by source."""
     if len(differences) <= MOST:
         return [f"{part}: saved {a}, got {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
@@ -117,7 +117,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     rows = [f"{what}: {_shorten(names)}" for what, names in groups.items() if names]
     rows += [f"{part}: saved {a}, got {b}" for part, (a, b) in list(rest.items())[:NAMED]]
     return rows + (
-        [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]
+        [f"and {len(rest) - NAMED} more: {_shorten(list(rest)[NAMED:])}"]
         if len(rest) > NAMED
         else []
     )
@@ -154,7 +154,7 @@ class StateMismatch(OverlordError):
 
 
 class DataStall(OverlordError):
-    """A wait that exceeded its deadline. It names the missing event."""
+    """A wait that exceeded its deadline; the text names the missing event."""
 
     def __init__(self, waiting_for: str, seconds: float, step: int = -1, rank: int = -1):
         super().__init__(waiting_for, seconds, step, rank)
@@ -205,9 +205,9 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer has continued: records of this writer no longer count.
+    """A journal that another writer continued, so that records of this writer are ignored.
 
-    Retries are useless.
+    Retries cannot succeed.
     """
 
 

@@ -68,7 +68,7 @@ def digest(*parts: str | bytes | np.ndarray) -> str:
 RADIX_FROM = 2048  # below this one stable argsort is cheaper than four passes
 
 
-def by_key(keys: np.ndarray, bound: int) -> np.ndarray:
+def order_by_key(keys: np.ndarray, bound: int) -> np.ndarray:
     """Return a stable order by integer keys below ``bound``."""
     if len(keys) < RADIX_FROM:
         return np.argsort(keys, kind="stable")
@@ -77,9 +77,9 @@ def by_key(keys: np.ndarray, bound: int) -> np.ndarray:
     )
 
 
-def number_inside(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.ndarray:
-    """Return the position of each item among the items with its key, in the given order."""
-    order, counts = by_key(keys, bound), np.bincount(keys, minlength=bound)
+def position_in_key(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.ndarray:
+    """Return the position of each item among the items with the same key."""
+    order, counts = order_by_key(keys, bound), np.bincount(keys, minlength=bound)
     number: np.ndarray = np.empty(len(keys), dtype)
     number[order] = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
     return number

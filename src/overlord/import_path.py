@@ -33,7 +33,7 @@ def module_started(given: Sequence[str]) -> str:
 
 
 def _leave_working_directory() -> None:
-    """Remove the working directory from the front of the path under ``python -m overlord``.
+    """Remove the working directory from the search path under ``python -m overlord``.
 
     Python puts it there.
 
@@ -52,7 +52,7 @@ def _leave_working_directory() -> None:
 
 
 def entries() -> list[str]:
-    """Return the path of this process.
+    """Return the module search path of this process.
 
     An empty entry is the working directory, as in an interactive Python.
     """
@@ -60,7 +60,7 @@ def entries() -> list[str]:
 
 
 def as_setting() -> str:
-    """Return the path of this process as PYTHONPATH, for a process that is started with ``-P``."""
+    """Return the search path as a PYTHONPATH, for a process that is started with ``-P``."""
     return os.pathsep.join(path for path in entries() if os.pathsep not in path)
 
 
@@ -82,7 +82,7 @@ def restore_settings() -> None:
         os.environ[name] = value
 
 
-class FirstHere(list[str]):
+class FirstEntryPath(list[str]):
     """A search path for workers that accepts only the first directory of this process's path.
 
     Ray puts this path first in its workers, and adds the working directory. All other entries of

@@ -79,7 +79,7 @@ class Mesh:
 
         ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the
         outer one slowest. An ``fsdp`` that also shards over context parallelism (torchtitan's)
-        hides it: give a mesh with a dimension for cp. The order of ranks comes from ``mesh.mesh``
+        hides it: pass a mesh with a dimension for cp. The order of ranks comes from ``mesh.mesh``
         if it exists, else from the order of the dimensions.
         """
         names, ranks = _mesh_of(mesh)
@@ -99,7 +99,7 @@ class Mesh:
             [
                 f"expected ranks 0 to {ranks.size - 1} in an order of pp, dp, cp, tp, got another "
                 f"order in {dict(zip(names, ranks.shape, strict=True))}; "
-                "give the mesh's ranks in row-major order, with adjacent dp dimensions"
+                "pass a mesh in row-major order, with adjacent dp dimensions"
             ],
             "from_device_mesh",
         )
@@ -111,10 +111,10 @@ class Mesh:
         The variables are ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP``
         (default 1).
 
-        dp is the rest of the world size; ``OVERLORD_DP`` may also give it, and must then fit.
+        dp is the rest of the world size; ``OVERLORD_DP`` may set it, and must then agree.
         ``OVERLORD_ORDER`` names the axes from outermost to innermost, as in ``pp-dp-cp-tp``.
         Without ``WORLD_SIZE`` the world size is the product of the degrees. Process groups are not
-        read. If the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning), give ``world_size``.
+        read. If the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning), pass ``world_size``.
         """
         env = environ if env is None else env
         if world_size is not None:
@@ -146,19 +146,19 @@ class Mesh:
         order = env.get("OVERLORD_ORDER", "").strip()
         return Mesh(**degrees, order=tuple(order.split("-")) if order else AXES)
 
-    # changes: a mesh is a value, so each returns a new one
+    # Changes: a mesh is immutable, so each method returns a new one.
 
     def replace(self, **degrees: Any) -> Mesh:
         """Return the mesh with other degrees, or another ``order``."""
         unknown = [name for name in degrees if name not in (*AXES, "order")]
         if unknown:
             raise JobError(
-                [f"unknown axis {unknown[0]!r}; known: {', '.join(AXES)}, order"], "place"
+                [f"expected an axis of {', '.join(AXES)}, or order, got {unknown[0]!r}"], "place"
             )
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> Mesh:
-        """Return the mesh with n more data-parallel replicas. Ranks are numbered again."""
+        """Return the mesh with n more data-parallel replicas, and new numbers of ranks."""
         return self._with_replicas(n, 1, "add_replicas")
 
     def remove_replicas(self, n: int = 1) -> Mesh:
@@ -175,7 +175,7 @@ class Mesh:
             )
         return replace(self, dp=dp)
 
-    # ranks and coordinates
+    # Ranks and coordinates.
 
     @property
     def world_size(self) -> int:
@@ -211,13 +211,13 @@ class Mesh:
         return (
             ""
             if _inside(rank, self.world_size)
-            else f"rank {rank} is outside 0..{self.world_size - 1} of {self}"
+            else f"expected a rank from 0 to {self.world_size - 1} of {self}, got {rank}"
         )
 
     def rank(self, **at: int) -> int:
-        """Return the rank at these coordinates; axes left out are 0. The inverse of ``coords``."""
+        """Return the rank at these coordinates (default 0 each): the inverse of ``coords``."""
         wrong = [
-            f"{axis}={i!r} is outside {self}"
+            f"expected coordinates inside {self}, got {axis}={i!r}"
             for axis, i in at.items()
             if axis not in AXES or not _inside(i, getattr(self, axis))
         ]
@@ -225,7 +225,7 @@ class Mesh:
             raise JobError(wrong, "place")
         return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
 
-    # buckets
+    # Buckets.
 
     def buckets(self, axis: str = "DP") -> list[list[int]]:
         """Return the ranks of each bucket.
@@ -243,7 +243,7 @@ class Mesh:
     def n_buckets(self, axis: str = "DP") -> int:
         """Return the number of buckets along an axis, without listing ranks."""
         if not isinstance(axis, str) or axis not in BUCKET_AXES:
-            raise JobError([f"unknown axis {axis!r}; known: {', '.join(BUCKET_AXES)}"], "place")
+            raise JobError([f"expected an axis of {', '.join(BUCKET_AXES)}, got {axis!r}"], "place")
         return math.prod(getattr(self, a) for a in BUCKET_AXES[axis])
 
     def bucket_of(self, axis: str = "DP") -> np.ndarray:
@@ -253,7 +253,7 @@ class Mesh:
         found[buckets] = np.arange(len(buckets))[:, None]
         return found
 
-    # fetchers
+    # Fetchers.
 
     def served_by(self, broadcast: str | Sequence[str] = ()) -> np.ndarray:
         """Return the rank that fetches for each rank, which may be itself: int64 [world_size].
@@ -277,13 +277,13 @@ class Mesh:
         """Return the rank whose step queue serves each rank: int64 [world_size].
 
         It is the lowest rank of its bucket that has the same fetcher: the fetcher itself, unless
-        the trainer broadcasts across buckets. Then the fetcher opens a client for each.
+        the trainer broadcasts across buckets. Then the fetcher opens a client for each bucket.
         """
         group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
         return lowest[number].astype(np.int64, copy=False)
 
-    # text
+    # Text.
 
     def __repr__(self) -> str:
         """Return the arguments under the class name of the paper: journals compare this text."""
@@ -291,7 +291,7 @@ class Mesh:
         return f"ClientPlaceTree({given})"
 
     def __format__(self, spec: str) -> str:
-        """Return one line, for messages: ``f"{mesh}"``. ``print(mesh)`` draws it."""
+        """Return one line for messages, as in ``f"{mesh}"``; ``print(mesh)`` draws a tree."""
         return format("x".join(f"{axis}{getattr(self, axis)}" for axis in self.order), spec)
 
     def __str__(self) -> str:
@@ -322,7 +322,7 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
     unknown = [dim for dim in dims if dim not in BROADCASTS]
     if unknown:
         raise JobError(
-            [f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place"
+            [f"expected broadcast axes of {', '.join(BROADCASTS)}, got {unknown[0]!r}"], "place"
         )
     return tuple(dim for dim in BROADCASTS if dim in dims)
 
@@ -334,7 +334,7 @@ def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
         raise JobError(
             [
                 f"world_size: expected WORLD_SIZE={given_text} of the environment, got "
-                f"{world_size}; leave world_size out"
+                f"{world_size}; omit world_size"
             ],
             "from_env",
         )
@@ -347,7 +347,7 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     if not names:
         raise JobError(
             [
-                "the mesh has no names for its dimensions; give mesh_dim_names, of "
+                "expected a mesh with names of its dimensions, got none; set mesh_dim_names, of "
                 f"{', '.join(MESH_DIMS)}"
             ],
             "from_device_mesh",
@@ -355,7 +355,7 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     unknown = [str(name) for name in names if name not in MESH_DIMS]
     if unknown:
         raise JobError(
-            [f"unknown mesh dimension {unknown[0]!r}; known: {', '.join(MESH_DIMS)}"],
+            [f"expected mesh dimensions of {', '.join(MESH_DIMS)}, got {unknown[0]!r}"],
             "from_device_mesh",
         )
     if getattr(mesh, "mesh", None) is not None:
@@ -446,7 +446,7 @@ NOT_THE_STREAM = ("cp_split", "sequence_parallel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The size and form of one global step. Give its size in ``samples`` or in ``tokens``.
+    """The size and form of one global step; its size is in ``samples`` or in ``tokens``.
 
     Arguments
     ---------
@@ -501,7 +501,8 @@ class Batch:
         """Return every problem of the fields, as text."""
         found = []
         if (self.samples is None) == (self.tokens is None):
-            found.append("batch: expected exactly one of samples= and tokens=")
+            given = "neither" if self.samples is None else "both"
+            found.append(f"batch: expected exactly one of samples= and tokens=, got {given}")
         for name, least in (
             ("samples", 1),
             ("tokens", 1),

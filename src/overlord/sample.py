@@ -122,7 +122,7 @@ class Items(NamedTuple):
 
     @property
     def first(self) -> np.ndarray:
-        """The first item of each document, then the number of items: int64 [documents + 1]."""
+        """Return the first item of each document, then the total: int64 [documents + 1]."""
         first = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=first[1:])
         return first
@@ -153,7 +153,7 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload that a loader sends to a constructor; without images ``items`` is None."""
+    """The payload that a loader sends to a constructor; ``items`` is None without images."""
 
     tokens: Ragged
     items: Items | None = None
@@ -253,7 +253,7 @@ class Scattered:
 
     @property
     def first(self) -> np.ndarray:
-        """Number of the first item of each document, then the total."""
+        """Return the number of the first item of each document, then the total."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
@@ -296,7 +296,7 @@ def join_rows(parts: Sequence[Column]) -> Column:
 
 
 def no_items(rows: int, dtype: Any = np.int64) -> Ragged:
-    """Return a column in which no row has an item."""
+    """Return a ragged column in which no row has an item."""
     return Ragged(np.zeros(0, dtype), np.zeros(rows + 1, np.int64))
 
 
@@ -320,7 +320,7 @@ class Columns(dict[str, Column]):
 
     def __missing__(self, name: Any) -> Column:
         raise PlanError(
-            f"no metadata {name!r}; known: {', '.join(sorted(self))}",
+            f"expected metadata of {', '.join(sorted(self))}, got {name!r}",
             self.step,
             "select it, or add it with ov.Meta",
         )
@@ -329,10 +329,10 @@ class Columns(dict[str, Column]):
 def loader_is_hidden(what: str, step: int) -> PlanError:
     """Return the error for a strategy that reads the loader of a sample."""
     return PlanError(
-        f"a strategy read {what}; which loader holds a sample must not shape a plan, or "
-        "the stream would change with the number of loaders",
+        f"expected a strategy that does not read loaders, got a read of {what}: the stream would "
+        "change with the number of loaders",
         step,
-        "place by metadata; once a step is planned, session.graph(step).loader tells",
+        "place samples by metadata; session.graph(step).loader shows the loaders of a planned step",
     )
 
 
@@ -386,7 +386,7 @@ class Buffer:
 
     @property
     def loader(self) -> Any:
-        """Always raise: a strategy must not depend on loaders."""
+        """Raise PlanError: a strategy must not depend on loaders."""
         raise loader_is_hidden("buffer.loader", self.step)
 
     def __repr__(self) -> str:
@@ -423,7 +423,7 @@ class Buffer:
         if not isinstance(name, str) or name not in self.meta:
             how = "ov.Images or ov.Meta" if str(name).startswith("image_") else "ov.Meta"
             raise PlanError(
-                f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}",
+                f"expected metadata of {', '.join(sorted(self.meta))}, got {name!r}",
                 self.step,
                 f"add it with {how}",
             )
@@ -446,7 +446,7 @@ class Buffer:
         step: int = 0,
         sync: str = "microbatch",
     ) -> Buffer:
-        """Return a buffer made by hand: ``{"web": {"tokens": [5, 9]}, ...}``.
+        """Return a buffer made from columns by source, as in ``{"web": {"tokens": [5, 9]}}``.
 
         A list of lists becomes a ragged column.
 
@@ -471,9 +471,9 @@ class Buffer:
             missing = [name for name, cols in given.items() if key not in cols]
             if missing and not any(isinstance(cols.get(key), Ragged) for cols in given.values()):
                 raise PlanError(
-                    f"metadata {key!r} is missing for source {missing[0]!r}",
+                    f"source {missing[0]!r}: expected metadata {key!r}, got none",
                     step,
-                    "give every source the same columns",
+                    "set the same columns for every source",
                 )
             meta[key] = join_rows(
                 [
@@ -499,7 +499,7 @@ class Buffer:
 
 
 def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
-    """Return the columns of one source, or raise if a column is not valid."""
+    """Return the columns of one source, or raise PlanError if a column is not valid."""
     if not isinstance(columns, Mapping):
         found = (
             f"source {source!r}: expected a mapping of metadata name to column, got "

@@ -63,7 +63,7 @@ def is_uri(text: str) -> bool:
 
 
 def uri_problems(uri: str) -> list[str]:
-    """Return the problems of a URI, without repeating a secret. A plain path has none here."""
+    """Return the problems of a URI, without its secrets; a plain path has none."""
     # as a path it would name a folder, and appear in every error
     if _NEARLY.match(uri):
         return [
@@ -86,30 +86,34 @@ def uri_problems(uri: str) -> list[str]:
         or (at and scheme not in _WITH_USER)
         or (scheme in _BUCKETS and port)
     ):
-        return [f"{shown} carries a user or a password; {ENVIRONMENT}"]
+        return [
+            f"expected a URI without credentials, got a user or password in {shown}; {ENVIRONMENT}"
+        ]
     given = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in given]
     if secret := [name for name in names if _SECRET_NAME.search(name)]:
-        return [f"{shown} carries a secret ({', '.join(secret)}); {ENVIRONMENT}"]
+        return [
+            f"expected a URI without secrets, got {', '.join(secret)} in {shown}; {ENVIRONMENT}"
+        ]
     if scheme in OBJECT_STORES and (unknown := [name for name in names if name not in OPTIONS]):
         return [
-            f"unknown option {unknown[0]!r} in {shown}; known options: "
-            f"{', '.join(OPTIONS)}; {ENVIRONMENT}"
+            f"expected the options {', '.join(OPTIONS)} in {shown}, got {unknown[0]!r}; "
+            f"{ENVIRONMENT}"
         ]
     if scheme in OBJECT_STORES and (
         wrong := [name for name, value in given if not _VALUES[name].fullmatch(value)]
     ):
         return [
             f"{shown}: expected {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, "
-            f"got other signs in it; {ENVIRONMENT}"
+            f"got other characters; {ENVIRONMENT}"
         ]
     return []
 
 
 def masked_uri(uri: str) -> str:
-    """Return a URI for texts.
+    """Return a URI for texts, without users and values of options.
 
-    Secrets may be anywhere in a URI that is refused, so users and values of options are hidden.
+    Secrets may be anywhere in a URI that is refused.
     """
     head, mark, query = uri.partition("?")
     head = (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
-from overlord.hashing import by_key
+from overlord.hashing import order_by_key
 from overlord.plan.plan import ROUNDING
 from overlord.planning import cost
 from overlord.planning.balance import binpack, placement
@@ -107,7 +107,7 @@ def test_radix_orders_equal_stable_argsort(values: list[float], keys: list[int])
         assert binpack.by_falling(many).tolist() == np.argsort(-many, kind="stable").tolist()
     for n in (len(whole), binpack.RADIX_FROM):
         many = np.resize(whole, n)
-        assert by_key(many, 2**40 + 1).tolist() == np.argsort(many, kind="stable").tolist()
+        assert order_by_key(many, 2**40 + 1).tolist() == np.argsort(many, kind="stable").tolist()
 
 
 @pytest.mark.parametrize("least", [1e3, 1e20])

@@ -19,7 +19,7 @@ from overlord.constructor.compact import (
     build_compact,
     for_view,
     layout_of,
-    narrowest,
+    smallest_id_type,
 )
 from overlord.constructor.pack import BatchArrays, build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
@@ -102,7 +102,7 @@ def test_what_is_kept_stays_what_it_was(
 def test_ids_keep_their_values_in_the_narrowest_type(pieces: list[list[int]], dtype: Any) -> None:
     arrays = [np.array(piece).astype(dtype) for piece in pieces]
     whole = np.concatenate(arrays)
-    kind = narrowest([*arrays, np.zeros(0, np.int64)])
+    kind = smallest_id_type([*arrays, np.zeros(0, np.int64)])
     assert np.array_equal(whole.astype(kind), whole)
     if whole.size and whole.max() < 2**16:
         assert kind == np.uint16
@@ -110,4 +110,4 @@ def test_ids_keep_their_values_in_the_narrowest_type(pieces: list[list[int]], dt
 
 def test_an_id_below_zero_is_not_narrowed_away() -> None:
     pieces = [np.array([-1, 5], np.int32)]
-    assert narrowest(pieces) == np.int32
+    assert smallest_id_type(pieces) == np.int32

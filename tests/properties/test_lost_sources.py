@@ -290,7 +290,7 @@ def test_an_event_of_an_unknown_source_or_of_a_planned_step_is_refused() -> None
 
 
 def test_a_job_that_ends_with_its_first_source_lets_none_leave() -> None:
-    with pytest.raises(ov.JobError, match="'a', 'b' may leave"):
+    with pytest.raises(ov.JobError, match="for 'a', 'b'"):
         two(until="first")
     with pytest.raises(ov.JobError, match="on_lost: expected one of fail, leave, got 'go'"):
         ov.Source("a", "x.parquet", on_lost="go")

@@ -332,8 +332,8 @@ def broken(**changes) -> LoadingPlan:
             {"cost": SMALL.main.cost.astype(complex)},
             "expected whole numbers in cost, got complex128",
         ),
-        ({"broadcast": ("EP",)}, "unknown broadcast axis 'EP'"),
-        ({"axis": "EP"}, "unknown axis 'EP'"),
+        ({"broadcast": ("EP",)}, "expected broadcast axes of TP, CP, PP, DP, got 'EP'"),
+        ({"axis": "EP"}, "expected an axis of .*, got 'EP'"),
         (
             {"axis": "WORLD"},
             "2 buckets, but pp1xdp2xcp1xtp2 has 4 along WORLD, so some rank is not served",

@@ -372,7 +372,7 @@ def test_a_constructor_that_is_replaced_is_waited_for_by_name_and_asked_for_ofte
 
     box = line.box(where, address="")
     assert box.get(3.0) is None
-    assert box.trouble == "constructor-worker/0 to be started again (killed by signal 9)"
+    assert box.connection_problem == "constructor-worker/0 to be started again (killed by signal 9)"
     assert line.dialled == []
     assert max(b - a for a, b in pairwise(asked)) <= 0.2 + 1e-9, "it will be there in a moment"
     with pytest.raises(ActorLost, match="could not be reached for 20"):

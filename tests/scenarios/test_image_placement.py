@@ -103,7 +103,7 @@ def test_a_stream_does_not_know_where_its_pixels_are_made(folder: Path) -> None:
     assert any(len(part["pixel_values"][1]) for part in wanted if "pixel_values" in part)
     assert [row for row, _ in bad] == [3, 7]
     assert "image 0: expected a JPEG, PNG, WebP or GIF file, got markup" in bad[0][1]
-    assert "the PNG cannot be decoded" in bad[1][1]
+    assert "expected a PNG that can be decoded" in bad[1][1]
     assert figures["images"]["bytes_in"] < figures["images"]["bytes_out"]
     for place, workers in (("loader", "threads"), ("auto", "threads"), ("loader", "processes")):
         arrays, reasons, told = delivered(job(folder, place, workers))

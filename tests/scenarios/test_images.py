@@ -464,7 +464,7 @@ def check_one(plan: LoadingPlan, i: int, steps: list[ov.Step], found: list[dict[
     masked = not mb["loss_mask"][first:end].any() and (mb["labels"][first:end] == -100).all()
     assert masked == (home == rank)
     told = next(q["reason"] for q in found if (q["file"], q["row"]) == (plan.file[i], plan.row[i]))
-    assert ("left out of the loss" in told) == masked
+    assert ("excluded from the loss" in told) == masked
 
 
 def test_what_is_masked_and_told_is_the_same_on_every_runtime(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
         ov.JobError, match=r"the same patch .*, got 8 in 'photos', 16 in 'drawings'"
     ):
         job(tmp_path, sources=[photos, other])
-    with pytest.raises(ov.JobError, match=r"cp=2 cuts microbatches.*broadcast_at"):
+    with pytest.raises(ov.JobError, match=r"got slices of cp=2; .*broadcast_at"):
         job(tmp_path, place=ov.ClientPlaceTree(cp=2))
     plain = job(
         tmp_path,

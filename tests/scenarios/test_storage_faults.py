@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Break, str]] = {
     "a directory": (each(made_a_directory), "changed"),
     "a dangling link": (each(made_a_dangling_link), "gone"),
     "a pipe": (each(made_a_pipe), "changed"),
-    "cut short": (each(rewritten(lambda data: data[: len(data) // 2])), "changed"),
+    "truncated": (each(rewritten(lambda data: data[: len(data) // 2])), "changed"),
     "emptied": (each(rewritten(lambda data: b"")), "changed"),
     "other bytes": (each(rewritten(lambda data: data[::-1])), "changed"),
     "longer": (each(rewritten(lambda data: data + data)), "changed"),
@@ -181,7 +181,7 @@ def mended_later(
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
 RUNS += [
     (fault, format, WORKER_RUNTIME)
-    for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)
+    for fault, format in zip(("removed", "a pipe", "truncated", "unplugged"), FORMATS, strict=True)
 ]
 
 
@@ -370,7 +370,7 @@ LASTING = [
     (
         "removed",
         "tar",
-        r"the file is gone since the source was indexed \(No such file or directory\) after \d+ tries in .* s .*; put it back",
+        r"the file disappeared after the source was indexed \(No such file or directory\) after \d+ attempts in .* s .*; restore it",
     ),
     (
         "a directory",
@@ -378,7 +378,7 @@ LASTING = [
         r"expected a file, got a directory after \d+ tries .*restore|put the file back",
     ),
     (
-        "cut short",
+        "truncated",
         "arrow",
         r"the file changed since the source was indexed: expected \d+ bytes of .*, got \d+ bytes of .*\(seen: changed x\d+\)",
     ),
@@ -428,7 +428,7 @@ def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
         try:
             with pytest.raises(
                 StorageError,
-                match=r"a read has not ended for \d+\.\d s; the disk or the mount hangs",
+                match=r"expected a read to end within \d+ s, got no end for \d+\.\d s; check the disk or the mount",
             ) as caught:
                 take_all(client, got)
             assert re.search(r"part-\d+\.jsonl\.zst$", caught.value.path)
@@ -537,7 +537,7 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
         assert session.metrics()["sources"]["web"]["lost"] == told
         assert session.quarantine() == []
     live, lost = delivered(got), told["step"]
-    assert "the file is gone" in told["reason"]
+    assert "the file disappeared" in told["reason"]
     taken = [sum(sample[0] == "web" for sample, _ in step) for step in live]
     assert 0 < first < lost - 1
     assert all(taken[:lost])
@@ -701,7 +701,7 @@ def test_a_mount_that_hangs_when_a_job_is_launched_is_named(
     try:
         with pytest.raises(
             StorageError,
-            match=r"source 'web', .*part-\d+\.arrow: no answer for \d+ s; the disk or the mount hangs",
+            match=r"source 'web', .*part-\d+\.arrow: expected an answer of storage, got none for \d+ s; check the disk or the mount",
         ):
             ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache")
     finally:

@@ -118,7 +118,7 @@ def test_an_object_that_goes_away_and_comes_back_costs_time_and_nothing_else(
 @each_format
 def test_an_object_that_goes_away_in_mid_run_is_named(proxy, server, far, impatient):
     error = lasting(far, lambda: delete_second(server, far))
-    assert "the object is gone" in str(error)
+    assert "the object does not exist" in str(error)
     assert "part-00001" in error.path
     assert "404" in error.problem
 
@@ -128,7 +128,7 @@ def test_an_error_of_a_store_crosses_processes_as_it_is(proxy, server, far, monk
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "3")  # which ends what goes well, too
     error = lasting(far, lambda: delete_second(server, far), runtime=WORKER_RUNTIME)
     assert (error.source, error.path) == ("web", f"s3://{BUCKET}/far/parquet/part-00001.parquet")
-    assert "the object is gone" in error.problem
+    assert "the object does not exist" in error.problem
 
 
 def delete_second(server: S3Server, made: ov.Job) -> None:
@@ -174,7 +174,7 @@ def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_wit
     [
         (
             503,
-            r"could not be read \(bytes \d+ to \d+\) after \d+ tries in \d\.\d s: 503 .*SlowDown \(seen: 503 x\d+\); the store is busy",
+            r"could not be read \(bytes \d+ to \d+\) after \d+ attempts in \d\.\d s: 503 .*SlowDown \(seen: 503 x\d+\); check the store: it is busy",
         ),
         ("whole", r"after 3 tries in .*got the whole object .*does not serve ranges"),
     ],
@@ -205,7 +205,7 @@ def test_a_store_that_is_well_again_after_giving_up_is_not_taken_for_bad_data(pr
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("stall", "no byte received for too long"),
+        ("stall", "no byte was received within the read timeout"),
         ("reset", "connection x"),
         ("less", "expected .* bytes, got"),
     ],

@@ -84,9 +84,9 @@ def test_a_part_of_a_mesh_and_names_nobody_knows_are_refused(world: int):
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
     assert ov.ClientPlaceTree.from_device_mesh(mesh).dp == 4
     other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("stage", "dp"))
-    with pytest.raises(ov.JobError, match="unknown mesh dimension 'stage'"):
+    with pytest.raises(ov.JobError, match=r"expected mesh dimensions of .*, got 'stage'"):
         ov.ClientPlaceTree.from_device_mesh(other)
-    with pytest.raises(ov.JobError, match="no names"):
+    with pytest.raises(ov.JobError, match="expected a mesh with names"):
         ov.ClientPlaceTree.from_device_mesh(init_device_mesh("cpu", (8,)))
 
 

@@ -121,13 +121,17 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
     assert (made.rank, made.served_by) == (1, 0)
     assert dict(made[0]) == {}
     for mb in (steps[1][0], made[0]):
-        with pytest.raises(KeyError, match="'labels' is not here: rank 0 fetches this microbatch"):
+        with pytest.raises(
+            KeyError, match="'labels' is not on this rank: rank 0 fetches this microbatch"
+        ):
             mb["labels"]
-        with pytest.raises(KeyError, match="'tokens' is not here: rank 0 fetches this microbatch"):
+        with pytest.raises(
+            KeyError, match="'tokens' is not on this rank: rank 0 fetches this microbatch"
+        ):
             huggingface.flattened(mb)
         with pytest.raises(
             KeyError,
-            match=r"'tokens' is not here: rank 0 fetches this microbatch.*overlord.torch.join",
+            match=r"'tokens' is not on this rank: rank 0 fetches this microbatch.*overlord.torch.join",
         ):
             ot.tensors(mb)
     assert ot.tensors({}) == {}

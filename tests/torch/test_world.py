@@ -71,7 +71,7 @@ def test_half_of_what_a_launcher_says_is_refused(
         monkeypatch.setenv(name, value)
     (pair,) = given.items()
     words = (
-        f"{missing}: expected a whole number next to {'='.join(pair)}, got nothing; call "
+        f"{missing}: expected a whole number with {'='.join(pair)}, got nothing; call "
         "torch.distributed.init_process_group() before"
     )
     for join in (ov.join, ot.join):

@@ -495,7 +495,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda d: source("a"), JobError, "the name 'a' is used twice"),
+        (lambda d: source("a"), JobError, "expected different names, got 'a' twice"),
         (lambda d: "c.jsonl", JobError, "expected a Source"),
         (
             lambda d: ov.Source("c", str(d / "none-*.jsonl"), transforms=[ov.Tokens("tokens")]),
@@ -512,7 +512,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
                 "c", transforms=[ov.Meta("x", len), ov.Meta("x", len), ov.Tokens("tokens")]
             ),
             TransformError,
-            "used twice",
+            "expected different names",
         ),
     ],
 )

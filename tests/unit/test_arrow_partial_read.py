@@ -246,7 +246,7 @@ def test_an_end_mark_in_the_middle_of_a_file_is_no_end(tmp_path):
     path.write_bytes(data[: starts[3] + 4] + bytes(4) + data[starts[3] + 8 :])
     found = read_all(str(path))
     assert [row["n"] for row in found.rows] == list(range(20))
-    assert found.reasons == [(20, "the Arrow data is broken: expected 3 batches, got 2")]
+    assert found.reasons == [(20, "expected valid Arrow data, got: expected 3 batches, got 2")]
 
 
 # cut short while it is read: a process that really reads, since what must not happen ends it

@@ -238,7 +238,7 @@ def test_other_mappings_arrive_as_dicts_and_metadata_as_what_it_is():
     )
     assert type(found) is Columns
     with pytest.raises(
-        OverlordError, match="plan of step 4: no metadata 'x'; known: images, tokens"
+        OverlordError, match="plan of step 4: expected metadata of images, tokens, got 'x'"
     ):
         found["x"]
 

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[arg-type]
     "a list of columns": (
         lambda: drawn().select(["tokens"]),
-        r"no metadata \['tokens'\]; known: hard, image_patches, tokens",
+        r"expected metadata of hard, image_patches, tokens, got \['tokens'\]",
     ),  # type: ignore[arg-type]
     "a schedule of the step alone": (
         lambda: candidates().mix(lambda step: {"web": 1}),
@@ -127,16 +127,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a preference by unknown metadata": (
         lambda: looked_ahead(lambda rows, place: rows.meta["easy"]),
-        "step 0: no metadata 'easy'; known: ",
+        "step 0: expected metadata of hard, .*, got 'easy'",
     ),
-    "an axis in a list": (lambda: drawn().distribute(["DP"]), "unknown axis"),  # type: ignore[arg-type]
+    "an axis in a list": (lambda: drawn().distribute(["DP"]), "expected an axis of"),  # type: ignore[arg-type]
     "groups in words": (
         lambda: drawn().distribute("DP", group_size="2").balance(),
         "group_size: .* got '2'",
     ),  # type: ignore[arg-type]
     "a cost by unknown metadata": (
         lambda: texts().cost(lambda c: c["length"]),
-        "step 0: no metadata 'length'; known: tokens",
+        "step 0: expected metadata of tokens, got 'length'",
     ),
     "a cost in words": (
         lambda: texts().cost(lambda c: ["dear"] * 8),
@@ -185,12 +185,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: PLACE.coords("1"),
         "expected a rank as a whole number, got '1'",
     ),  # type: ignore[arg-type]
-    "a place from the environment": (lambda: PLACE.rank(dp="1"), "dp='1' is outside"),  # type: ignore[arg-type]
+    "a place from the environment": (lambda: PLACE.rank(dp="1"), "got dp='1'"),  # type: ignore[arg-type]
     "replicas in words": (
         lambda: PLACE.add_replicas("2"),
         "expected a whole number of at least 0, got '2'",
     ),  # type: ignore[arg-type]
-    "a broadcast by number": (lambda: PLACE.fetchers(3), "unknown broadcast axis 3"),  # type: ignore[arg-type]
+    "a broadcast by number": (
+        lambda: PLACE.fetchers(3),
+        "expected broadcast axes of TP, CP, PP, DP, got 3",
+    ),  # type: ignore[arg-type]
     "lengths in words": (
         lambda: ov.cost.fit([["a"]] * 4, [1.0] * 4),
         "expected the lengths of a microbatch's documents",
@@ -228,7 +231,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: candidates().mix("web"),
         "expected weights, by source name or one for each source, got 'web'",
     ),  # type: ignore[arg-type]
-    "a fetcher outside the mesh": (lambda: plan().fetches(9), "rank 9 is outside 0..1"),
+    "a fetcher outside the mesh": (
+        lambda: plan().fetches(9),
+        "expected a rank from 0 to 1 .*, got 9",
+    ),
     "a raw plan of columns alone": (
         lambda: ov.plan_raw(lambda columns: columns),
         r"expected a function of \(columns, place, batch, step\)",
@@ -239,7 +245,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[arg-type, misc]
     "a raw plan by unknown metadata": (
         lambda: raw(lambda columns, place, batch, step: columns["length"]),
-        "step 0: no metadata 'length'",
+        "step 0: expected metadata of .*, got 'length'",
     ),
 }
 

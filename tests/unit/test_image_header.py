@@ -87,10 +87,16 @@ def test_every_file_cut_short_anywhere_is_refused_or_keeps_its_size(name: str) -
 def test_limits_are_the_callers() -> None:
     data = jpeg(40, 60)
     for limits, reason in (
-        (ImageLimits(max_pixels_in=2399), "60 x 40 pixels are more than max_pixels_in=2399"),
-        (ImageLimits(max_file_bytes=100), "more than max_file_bytes=100"),
-        (ImageLimits(max_aspect=1.4), "more than max_aspect=1.4 times the other"),
-        (ImageLimits(max_decoded_bytes=9999), "more than max_decoded_bytes=9999"),
+        (
+            ImageLimits(max_pixels_in=2399),
+            "expected at most max_pixels_in=2399 pixels, got 60 x 40",
+        ),
+        (ImageLimits(max_file_bytes=100), "expected a file of at most max_file_bytes=100 bytes"),
+        (ImageLimits(max_aspect=1.4), "expected sides with a ratio of at most max_aspect=1.4"),
+        (
+            ImageLimits(max_decoded_bytes=9999),
+            "expected decoding to need at most max_decoded_bytes=9999",
+        ),
     ):
         with pytest.raises(BadImage, match=reason):
             header(data, limits)

@@ -235,7 +235,7 @@ def test_a_file_that_turns_out_broken_is_a_bad_image_and_stays_an_item() -> None
     half = jpeg(200, 200)
     for bad in (bytes(broken), half[: len(half) // 2] + b"\xff\xd9"):
         item = item_of(bad)
-        with pytest.raises(BadImage, match="cannot be decoded"):
+        with pytest.raises(BadImage, match="that can be decoded"):
             made(item)
         assert make_ready(item) is item
 
@@ -253,19 +253,19 @@ def test_bytes_of_another_image_than_was_planned_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda item: item[:50], "shorter than its prefix"),
-        (lambda item: b"XXXX" + item[4:], "expected an item of version 1"),
+        (lambda item: item[:50], "expected an image item of at least 96 bytes"),
+        (lambda item: b"XXXX" + item[4:], "expected an image item of version 1"),
         (lambda item: item[:4] + b"\2" + item[5:], "of version 2"),
-        (lambda item: item[:5] + b"\7" + item[6:], "unknown form"),
-        (lambda item: item[:12] + b"\0" * 12 + item[24:], "impossible grid"),
+        (lambda item: item[:5] + b"\7" + item[6:], "expected an image item of a known form"),
+        (lambda item: item[:12] + b"\0" * 12 + item[24:], "expected an image grid"),
         (
             lambda item: item[:16] + (2**10).to_bytes(4, "little") * 2 + item[24:],
-            r"impossible grid \(1, 1024, 1024\)",
+            r"expected an image grid .*, got \(1, 1024, 1024\)",
         ),
-        (lambda item: item[:24] + b"\xff" * 16 + item[40:], "not inside its image"),
-        (lambda item: item[:40] + b"\xff" * 8 + item[48:], "out of range"),
-        (lambda item: item[:64] + b"\0" * 24 + item[88:], "out of range"),
-        (lambda item: item[:5] + b"\1" + item[6:], "ready pixels"),
+        (lambda item: item[:24] + b"\xff" * 16 + item[40:], "expected a crop inside the image"),
+        (lambda item: item[:40] + b"\xff" * 8 + item[48:], "expected a mean and a std in range"),
+        (lambda item: item[:64] + b"\0" * 24 + item[88:], "expected a mean and a std in range"),
+        (lambda item: item[:5] + b"\1" + item[6:], "bytes of pixels in the image item"),
     ],
 )
 def test_a_prefix_that_makes_no_sense_is_refused(change: Any, reason: str) -> None:
@@ -288,7 +288,7 @@ def test_what_a_program_set_for_its_own_images_changes_nothing_here(
     )
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     for _ in range(2):
-        with pytest.raises(BadImage, match="the PNG cannot be decoded"):
+        with pytest.raises(BadImage, match="expected a PNG that can be decoded"):
             made(item_of(broken))
         assert Image.open(io.BytesIO(broken)).convert("RGB").size == (60, 40), (
             "and for the program it is as it expected"
@@ -313,7 +313,8 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "overlord.transforms.image_decode", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(
-        TransformError, match=r"simplejpeg is not installed; pip install 'overlord-data\[image\]'"
+        TransformError,
+        match=r"expected the package simplejpeg .*; pip install 'overlord-data\[image\]'",
     ):
         made(item_of(FILES["jpeg"]))
 

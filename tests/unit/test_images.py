@@ -106,7 +106,7 @@ def test_a_source_in_which_no_row_has_an_image_is_reported_once(
                 images=pa.array([[]] * 600, pa.list_(pa.binary())),
             )
     (told,) = [r.getMessage() for r in caplog.records]
-    assert told.startswith("source 'web': none of its first 1200 rows has an image in 'images'")
+    assert told.startswith("source 'web': found no image in the first 1200 rows, column 'images'")
 
 
 def test_placeholders_stand_where_they_are_asked_for() -> None:
@@ -127,8 +127,8 @@ def test_markers_and_images_must_agree_in_number() -> None:
         Tokens(), spec, tokens=[[5], [1, 5], [5, 5, 1], [1, 2]], images=[[B, B], [B], [B], []]
     )
     assert dict(block.bad) == {
-        0: "2 images and 1 markers (token 5)",
-        2: "1 images and 2 markers (token 5)",
+        0: "expected 2 markers (token 5), one per image, got 1",
+        2: "expected 1 markers (token 5), one per image, got 2",
     }
     assert block.index.tolist() == [1, 3]
     assert items(block) == [[B], []]
@@ -192,7 +192,7 @@ def test_a_path_alone_is_refused_with_the_reason() -> None:
     rows = pa.array([{"bytes": None, "path": "img/1.jpg"}, {"bytes": B, "path": None}], STRUCT)
     block = run(Tokens(), SPEC, tokens=[[1], [2]], images=rows)
     assert block.bad == [
-        (0, "images holds only the path 'img/1.jpg' of an image; its bytes must be in the column")
+        (0, "images: expected the bytes of an image, got only its path 'img/1.jpg'")
     ]
     assert items(block) == [[B]]
 
@@ -252,10 +252,10 @@ def test_a_batch_of_nothing_but_bad_rows_is_empty(at: str) -> None:
 def test_limits_of_the_spec_are_kept() -> None:
     rows = {"tokens": [[1], [2]], "images": [[B, B, B], [moving("GIF")]]}
     assert run(Tokens(), replace(SPEC, max_images=2), **rows).bad == [
-        (0, "3 images are more than max_images=2")
+        (0, "expected at most max_images=2 images, got 3")
     ]
     assert run(Tokens(), replace(SPEC, animated="quarantine"), **rows).bad == [
-        (1, "image 0: an animated GIF")
+        (1, "image 0: expected a still image, got an animated GIF")
     ]
     assert run(Tokens(), SPEC, **rows).bad == []
     assert "max_pixels_in=100" in run(Tokens(), replace(SPEC, max_pixels_in=100), **rows).bad[0][1]
@@ -296,8 +296,8 @@ def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> N
     assert block.bad == [
         (
             0,
-            "an image ends at token 14, after the first piece of 8; on_long='split' "
-            "keeps images in the first piece",
+            "on_long='split': expected all images in the first piece of 8 tokens, got one that "
+            "ends at token 14",
         )
     ]
     assert items(block) == [[B]]
@@ -326,7 +326,7 @@ def test_a_long_document_is_quarantined_by_its_tokens_and_those_of_its_images() 
     block = run(
         Tokens(), SPEC, context=8, on_long="quarantine", tokens=[[1], [1, 2, 3]], images=[[A], [A]]
     )
-    assert block.bad == [(1, "9 tokens are more than the context of 8")]
+    assert block.bad == [(1, "expected at most context=8 tokens, got 9")]
     assert items(block) == [[A]]
 
 
@@ -534,11 +534,14 @@ def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None
             "size: expected (height, width), both multiples of patch * merge = 28",
         ),
         ({"size": 28}, "size: expected"),
-        ({"size": (28 * 2**9, 28 * 2**8)}, "size: (14336, 7168) makes more than 65536 tokens"),
+        (
+            {"size": (28 * 2**9, 28 * 2**8)},
+            "size: expected at most 65536 tokens per image, got more with (14336, 7168)",
+        ),
         ({"max_pixels": 100}, "max_pixels: expected at least min_pixels"),
-        ({"max_pixels": 2**40}, "make more than 65536 tokens"),
+        ({"max_pixels": 2**40}, "max_pixels: expected at most 65536 tokens per image"),
         ({"at": "middle"}, "at: expected one of start, marker, end"),
-        ({"marker": 3}, 'marker: needs at="marker"'),
+        ({"marker": 3}, 'marker: expected at="marker" with it'),
         ({"mean": (1, 2)}, "mean: expected three numbers"),
         ({"std": (0, 1, 1)}, "std: expected three numbers above 0"),
         ({"dtype": "int8"}, "dtype: expected one of uint8, float16, float32"),
@@ -569,9 +572,15 @@ def test_a_spec_shows_what_differs_from_the_defaults() -> None:
     [
         ([SPEC, Tokens()], "got Tokens('tokens') after it; put Images after"),
         ([Tokens(), SPEC, Map(len_of)], "got Map"),
-        ([Tokens(), SPEC, SPEC], "a source has one Images"),
-        ([Tokens(), Meta("image_patches", "x"), SPEC], "the name 'image_patches' is used twice"),
-        ([Select("tokens"), Tokens(), SPEC], "column 'images' does not get past an earlier Select"),
+        ([Tokens(), SPEC, SPEC], "expected one Images in a source"),
+        (
+            [Tokens(), Meta("image_patches", "x"), SPEC],
+            "expected different names of metadata, got 'image_patches' twice",
+        ),
+        (
+            [Select("tokens"), Tokens(), SPEC],
+            "expected the column 'images', got an earlier Select that drops it",
+        ),
     ],
 )
 def test_a_pipeline_says_what_cannot_work_with_images(transforms: list[Any], problem: str) -> None:

@@ -67,9 +67,9 @@ def test_a_source_is_the_same_however_its_paths_were_given():
         ({"uri": 5}, "uri: expected files, a dataset or a factory, got 5"),
         ({"uri": {"a": 1}}, "uri: expected files, a dataset or a factory"),
         ({"uri": Rows}, "uri: expected files, a dataset or a factory"),
-        ({"uri": []}, "the list of files is empty"),
-        ({"uri": ["a", "b", "a"]}, "a is listed twice"),
-        ({"uri": ["a", Path("a")]}, "a is listed twice"),
+        ({"uri": []}, "expected at least one file, got an empty list"),
+        ({"uri": ["a", "b", "a"]}, "expected every file once, got a twice"),
+        ({"uri": ["a", Path("a")]}, "expected every file once, got a twice"),
         ({"uri": [{"text": "x"}]}, "expected a list of paths"),
         ({"weight": float("nan")}, "weight: expected a finite number of at least 0, got nan"),
         ({"weight": float("inf")}, "weight: expected a finite number of at least 0, got inf"),
@@ -168,25 +168,28 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"sources": ["web"]}, "sources[0]: expected a Source, got 'web'"),
         (
             {"sources": [Source("a", "x"), Source("b", "y"), Source("a", "z")]},
-            "sources: the name 'a' is used twice",
+            "sources: expected different names, got 'a' twice",
         ),
         (
             {"sources": [Source("a", "x", weight=0), Source("b", "y", weight=0.0)]},
-            "sources: all weights are zero",
+            "sources: expected a weight above 0",
         ),
         ({"batch": None}, "batch: expected a Batch"),
         ({"place": {"dp": 2}}, "place: expected an ov.Mesh"),
-        ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
+        (
+            {"mixture": {"wbe": 1}},
+            "mixture: expected a source of the job, got 'wbe'; did you mean 'web'?",
+        ),
         (
             {"mixture": {"web": float("nan")}},
             "mixture: the weight of 'web': expected a finite number",
         ),
-        ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
+        ({"mixture": {"web": 0}}, "mixture: expected a weight above 0"),
         ({"mixture": 0.7}, "mixture: expected a mapping of weights or a schedule"),
         ({"strategy": 3}, "strategy: expected a name or a function, got 3"),
         (
             {"strategy": "llm_balanc"},
-            "strategy: unknown strategy 'llm_balanc'; did you mean 'llm_balance'?",
+            "strategy: expected a known strategy, got 'llm_balanc'; did you mean 'llm_balance'?",
         ),
         ({"seed": -1}, "seed: expected a whole number of at least 0"),
         ({"seed": 1.0}, "seed: expected a whole number of at least 0"),
@@ -196,7 +199,10 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"until": 0}, "until: expected"),
         ({"until": True}, "until: expected"),
         ({"draw": "fair"}, "draw: expected one of exact, random, got 'fair'"),
-        ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
+        (
+            {"draw": "random", "batch": Batch(tokens=8, context=8)},
+            'draw: expected "exact" for a batch in tokens',
+        ),
         ({"mix_every": "hour"}, "mix_every: expected one of step, microbatch, epoch"),
         ({"sync": "iteration"}, "sync: expected one of microbatch, step, got 'iteration'"),
         (
@@ -206,16 +212,19 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"look_ahead": 0}, "look_ahead: expected a whole number of at least 1"),
         (
             {"look_ahead": 2, "batch": Batch(tokens=8, context=8)},
-            "look_ahead: 2 needs a batch in samples",
+            "look_ahead: expected 1 for a batch in tokens, got 2",
         ),
         ({"overflow": "drop"}, "overflow: expected one of grow, defer, got 'drop'"),
         (
             {"overflow": "defer", "batch": Batch(tokens=8, context=8)},
-            'overflow: "defer" needs a batch in samples',
+            'overflow: expected "grow" for a batch in tokens',
         ),
-        ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" needs look_ahead=1'),
+        (
+            {"overflow": "defer", "look_ahead": 2},
+            'overflow: expected "grow" with look_ahead above 1',
+        ),
         ({"journal": ""}, "journal: expected a directory or a store's URI, got ''"),
-        ({"journal": "s3://key:secret@bucket/runs"}, "journal: s3://"),
+        ({"journal": "s3://key:secret@bucket/runs"}, "journal: expected a URI without credentials"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):

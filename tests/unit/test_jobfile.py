@@ -159,48 +159,52 @@ seed: 1.5
     assert sorted(found) == sorted(
         [
             "name: expected a name, got ''",
-            "sources[0].weigth: unknown; did you mean 'weight'?",
-            "sources[0].transforms[0].tokenise: unknown; did you mean 'tokenize'?",
-            "sources[0].transforms[1].tokenize.tokenizer: missing",
+            "sources[0].weigth: expected a known field, got 'weigth'; did you mean 'weight'?",
+            "sources[0].transforms[0].tokenise: expected a known transform, got 'tokenise'; did you mean 'tokenize'?",
+            "sources[0].transforms[1].tokenize.tokenizer: expected a value, got none",
             "sources[0].transforms[1].tokenize.text: expected a name, got 5",
-            "sources[0].transforms[2].select.columns: expected at least one",
+            "sources[0].transforms[2].select.columns: expected at least one name, got none",
             "sources[1].uri: expected a path or a list of paths, got 7",
             "sources[1].weight: expected a finite number of at least 0, got -1",
             "sources[2].transforms: expected a list, got 'tokens'",
             "sources[2].weight: expected a finite number of at least 0, got nan",
-            "sources[2].epochs: expected a whole number of at least 1, or None for ever, got 0",
+            "sources[2].epochs: expected a whole number of at least 1, or None for no limit, got 0",
             "sources[3]: expected a mapping, got 12",
-            "sources: the name 'b' is used twice",
-            "batch.contxt: unknown; did you mean 'context'?",
+            "sources: expected different names, got 'b' twice",
+            "batch.contxt: expected a known field, got 'contxt'; did you mean 'context'?",
             "batch.samples: expected a whole number of at least 1, got 0",
             "batch.context: expected a whole number of at least 1, got 0",
             "place.dp: expected a whole number of at least 1, got 0",
             "place.order: expected each of pp, dp, cp, tp once, got ['dp']",
-            "mixture: unknown source 'q'; known: a, b, c, sources[3]",
+            "mixture: expected a source of the job, got 'q'; known: a, b, c, sources[3]",
             "on_long: expected one of split, truncate, quarantine, drop, got 'cut'",
-            "speed: unknown; did you mean 'seed'?",
+            "speed: expected a known field, got 'speed'; did you mean 'seed'?",
             "seed: expected a whole number of at least 0, got 1.5",
         ]
     )
 
 
 def test_what_must_be_there_is_named(tmp_path: Path):
-    assert problems("seed: 3", tmp_path) == ["name: missing", "sources: missing", "batch: missing"]
+    assert problems("seed: 3", tmp_path) == [
+        "name: expected a value, got none",
+        "sources: expected a value, got none",
+        "batch: expected a value, got none",
+    ]
     assert problems(
         "{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path
-    ) == ["sources.a.uri: missing"]
+    ) == ["sources.a.uri: expected a value, got none"]
 
 
 def test_the_files_of_a_source_stand_under_uri(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {%s}}}"
-    assert problems(head % "path: /x", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
+    assert problems(head % "path: /x", tmp_path) == ["sources.a.path: expected 'uri', got 'path'"]
     assert problems(head % "path: 7, weigth: 1", tmp_path) == [
-        "sources.a.path: unknown; did you mean 'uri'?",
+        "sources.a.path: expected 'uri', got 'path'",
         "sources.a.uri: expected a path or a list of paths, got 7",
-        "sources.a.weigth: unknown; did you mean 'weight'?",
+        "sources.a.weigth: expected a known field, got 'weigth'; did you mean 'weight'?",
     ]
     assert problems(head % "path: /x, uri: /y", tmp_path) == [
-        "sources.a.path: unknown; did you mean 'uri'?"
+        "sources.a.path: expected 'uri', got 'path'"
     ]
 
 
@@ -226,7 +230,7 @@ def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_p
         "sources.a.deferred: expected a list, got 3"
     ]
     assert problems(head % "transforms: [{images: {patch: 0}}]", tmp_path) == [
-        "sources.a.transforms[0].images.placeholder: missing",
+        "sources.a.transforms[0].images.placeholder: expected a value, got none",
         "sources.a.transforms[0].images.patch: expected a whole number from 1 to 512, got 0",
     ]
     assert problems(head % "workers: 4", tmp_path) == [
@@ -245,7 +249,7 @@ def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_p
             "expected YAML, got a syntax error: could not determine a constructor",
         ),
         ("[" * 1500, "expected YAML, got a syntax error"),
-        ("a: &x [*x]", "a: unknown"),
+        ("a: &x [*x]", "a: expected a known field, got 'a'"),
     ],
 )
 def test_a_file_that_is_no_job_is_named(text: str, problem: str, tmp_path: Path):
@@ -255,9 +259,9 @@ def test_a_file_that_is_no_job_is_named(text: str, problem: str, tmp_path: Path)
 def test_a_key_twice_is_a_problem_of_its_own(tmp_path: Path):
     found = problems(EXAMPLE + "seed: 1\nplace: {dp: 2, dp: 3}\nseed: 2\n", tmp_path)
     assert found == [
-        "place: given twice, the second time in line 14",
-        "seed: given twice, the second time in line 15",
-        "dp: given twice, the second time in line 14",
+        "place: expected it once, got it twice, the second time in line 14",
+        "seed: expected it once, got it twice, the second time in line 15",
+        "dp: expected it once, got it twice, the second time in line 14",
     ]
 
 
@@ -281,16 +285,16 @@ def test_words_are_words_and_numbers_numbers(tmp_path: Path):
 def test_functions_come_from_the_registry_only(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {uri: /x, transforms: [%s]}}}"
     assert problems(head % "{map: {fn: os.getcwd}}", tmp_path) == [
-        "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' "
-        "(known: clean, random row); "
+        "sources.a.transforms[0].map.fn: expected a registered function "
+        "(known: clean, random row), got 'os.getcwd'; "
         "call ov.register_function before the file is read; on the command line, in a "
         "module named by --import"
     ]
     assert problems(head % "{meta: {name: m, fn: clean, column: c}}", tmp_path) == [
-        "sources.a.transforms[0].meta: expected exactly one of column and fn"
+        "sources.a.transforms[0].meta: expected column or fn, got both"
     ]
     assert problems(head % "{map: {fn: clean, rng: true}}", tmp_path) == [
-        "sources.a.transforms[0].map.rng: a random Map works row by row; add rows=True"
+        "sources.a.transforms[0].map.rng: expected rows=True, got False; a random Map runs row by row"
     ]
     assert read(head % "{meta: {name: m, fn: clean}}", tmp_path).sources[0].transforms == (
         Meta("m", clean),
@@ -299,7 +303,7 @@ def test_functions_come_from_the_registry_only(tmp_path: Path):
 
 def test_a_registered_name_keeps_its_function():
     assert register_function("clean", clean) is clean
-    with pytest.raises(JobError, match=r"expected an unused one, got .*clean; choose another"):
+    with pytest.raises(JobError, match=r"expected an unused name, got .*clean; choose another"):
         register_function("clean", random_row)
     with pytest.raises(JobError, match="expected a name and a function"):
         register_function("", clean)

@@ -507,7 +507,7 @@ def test_what_is_no_dataset_is_told_where_it_goes_in(dataset: Any) -> None:
 
 def test_a_list_of_rows_is_no_list_of_files_and_is_told_so() -> None:
     (found,) = problems(lambda: ov.Source("web", DATA))
-    assert found.endswith("rows go in by Source.from_dataset")
+    assert found.endswith("use Source.from_dataset for rows")
 
 
 def one(shard: int) -> Iterator[dict[str, Any]]:
@@ -530,7 +530,7 @@ def test_a_source_from_a_factory_gives_its_rows_in_every_epoch(fn: Callable[...,
 def test_a_factory_of_several_shards_needs_to_know_which() -> None:
     assert ov.Source.from_factory("web", one, shards=3).uri == ov.Factory(one, shards=3)
     (found,) = problems(lambda: ov.Source.from_factory("web", whole, shards=3))
-    assert "expected a function of a shard's number, since there are 3 shards" in found
+    assert "expected a function of a shard's number for 3 shards" in found
 
 
 def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:

@@ -80,7 +80,7 @@ def test_a_function_that_returns_a_mask_is_refused_by_name(tmp_path: Path) -> No
     with pytest.raises(TransformError, match=problem):
         first_step(uri, ov.Map(masked, rows=True))
     with pytest.raises(
-        TransformError, match="got 'loss_mask', which is not supported yet; leave it out"
+        TransformError, match="got 'loss_mask', which is not supported yet; remove it"
     ):
         first_step(uri, ov.Select("tokens", "loss_mask"))
     twice = ov.Map(masked, rows=True)

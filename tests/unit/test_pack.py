@@ -192,7 +192,7 @@ def test_a_long_document_is_copied_like_short_ones():
 
 
 def test_a_document_longer_than_the_context_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="longer than the context"):
+    with pytest.raises(AssertionError, match="expected documents of at most the context"):
         build(
             VALUES,
             np.array([0]),

@@ -66,8 +66,7 @@ def test_a_file_with_an_encrypted_column_is_named_with_a_remedy(tmp_path: Path) 
     done = apart("-c", ENCRYPTED, path)
     assert done.returncode == 0, done.stderr[-500:]
     problem = (
-        "expected columns that can be read, got encrypted ones: 'text'; write the file again "
-        "without encryption"
+        "expected readable columns, got encrypted ones: 'text'; rewrite the file without encryption"
     )
     first, second = done.stdout.splitlines()
     assert first == second
@@ -104,8 +103,7 @@ def test_columns_beside_an_encrypted_one_can_be_read(tmp_path: Path) -> None:
 def test_a_file_with_an_encrypted_footer_is_named_with_a_remedy(tmp_path: Path) -> None:
     path = write_encrypted(tmp_path / "a.parquet", plaintext_footer=False)
     with pytest.raises(
-        SourceError,
-        match="expected a footer that can be read, got an encrypted one; write the file again",
+        SourceError, match="expected a readable footer, got an encrypted one; rewrite the file"
     ):
         build_index("web", str(path))
 
@@ -146,26 +144,32 @@ def test_the_layout_is_what_pyarrow_finds_in_a_valid_file(
 @pytest.mark.parametrize(
     ("footer", "problem"),
     [
-        (b"", "ends too early"),
-        (b"\x15", "ends too early"),
-        (b"\x00", "lacks its schema"),
+        (b"", "expected a complete footer"),
+        (b"\x15", "expected a complete footer"),
+        (b"\x00", "a number of rows and row groups"),
         (b"\x19\xff\xff\xff\xff\x0f", "a list of"),
-        (b"\x16" + b"\xff" * 11 + b"\x01\x00", "lacks its schema"),
-        (b"\x36" + b"\xff" * 11 + b"\x01\x00", "more than 64 bits"),
-        (b"\x1c" * 100, "more than 64 levels"),
-        (b"\x1f\x00", "unknown type 15"),
-        (b"\x29\x0c\x16\x00\x19\x0c\x00", "empty schema"),
-        (b"\x29\x15\x00", "a list of values where a list of structs belongs"),
-        (b"\x29\x1c\x55\x02\x00\x16\x00\x19\x0c\x00", "the schema in the footer ends too early"),
-        (b"\x29\x2c\x00\x00\x16\x00\x19\x0c\x00", "has 2 elements, of which 1 belong"),
-        (b"\x29\x2c\x55\x02\x00\x55\x01\x00\x16\x00\x19\x0c\x00", "an element with -1 children"),
+        (b"\x16" + b"\xff" * 11 + b"\x01\x00", "a number of rows and row groups"),
+        (b"\x36" + b"\xff" * 11 + b"\x01\x00", "expected numbers of at most 64 bits"),
+        (b"\x1c" * 100, "expected at most 64 levels in the footer"),
+        (b"\x1f\x00", "expected a known type in the footer, got type 15"),
+        (b"\x29\x0c\x16\x00\x19\x0c\x00", "expected a schema in the footer, got an empty one"),
+        (b"\x29\x15\x00", "expected a list of structs in the footer, got a list of type"),
+        (
+            b"\x29\x1c\x55\x02\x00\x16\x00\x19\x0c\x00",
+            "expected more elements in the schema of the footer, got only 1",
+        ),
+        (
+            b"\x29\x2c\x00\x00\x16\x00\x19\x0c\x00",
+            "expected 1 elements in the schema of the footer, got 2",
+        ),
+        (b"\x29\x2c\x55\x02\x00\x55\x01\x00\x16\x00\x19\x0c\x00", "got -1 children at level"),
         (
             b"\x29\x1c\x00\x16\x02\x19\x0c\x00",
-            "contradicts itself: 1 rows, but its row groups have 0",
+            "expected 1 rows in the row groups of the footer, got 0",
         ),
         (
             b"\x29\x1c\x00\x16\x02\x19\x1c\x36\x01\x00\x00",
-            "contradicts itself: row group 0 has 0 of 0 columns, -1 rows",
+            "row group 0 of the footer: .*, got 0 columns, -1 rows",
         ),
     ],
 )

@@ -312,9 +312,9 @@ def test_images_of_several_workers_are_one_column() -> None:
     [
         ((image(), None), "expected 2 images of loader-worker/3, loader-worker/7, got 1"),
         ((None, None), "got 0"),
-        ((image(), image(magic=b"JUNK")), "expected an item of an image, got none"),
-        ((image(), np.zeros(7, np.uint8)), "shorter than its prefix"),
-        ((image(), image(patch=2)), "expected images of 3 uint8 a patch, got 12 uint8"),
+        ((image(), image(magic=b"JUNK")), "expected a valid image item"),
+        ((image(), np.zeros(7, np.uint8)), "expected an image item of at least 96 bytes"),
+        ((image(), image(patch=2)), "expected images of 3 uint8 per patch, got 12 uint8"),
     ],
 )
 def test_images_that_were_not_planned_end_the_job_in_words(images: Any, words: str) -> None:

@@ -183,7 +183,7 @@ def test_a_function_that_fails_on_a_row_loses_that_row_alone() -> None:
 
 
 def test_a_function_must_give_one_list_a_row() -> None:
-    with pytest.raises(TransformError, match="expected 2 numbers, one a row"):
+    with pytest.raises(TransformError, match="expected 2 numbers, one per row"):
         run(Meta("p", lambda columns: [[1], [2], [3]]), tokens=[[1], [2]])
 
 
@@ -200,8 +200,8 @@ def test_tokens_and_offsets_that_do_not_match_the_items_are_quarantined() -> Non
     )
     assert block.index.tolist() == [1]
     assert dict(block.bad) == {
-        0: "image_offset has 1 numbers for 2 items of image_patches",
-        2: "image_tokens has 1 numbers for 0 items of image_patches",
+        0: "image_offset: expected 2 numbers, one per item of image_patches, got 1",
+        2: "image_tokens: expected 0 numbers, one per item of image_patches, got 1",
     }
 
 
@@ -346,7 +346,7 @@ def test_a_source_by_hand_without_a_list_column_has_no_items_but_numbers_must_be
     )
     assert lists(made.column("p")) == [[], [], [1, 2], []]
     assert made.column("p").values.dtype == np.int64  # type: ignore[union-attr]
-    with pytest.raises(PlanError, match="'stars' is missing for source 'text'"):
+    with pytest.raises(PlanError, match="source 'text': expected metadata 'stars', got none"):
         ov.Buffer.from_columns(
             {"text": {"tokens": [3]}, "seen": {"tokens": [5], "stars": [1]}}, batch=batch
         )

@@ -98,10 +98,11 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
     assert time.now == pytest.approx(60), "the last try is at the deadline"
     assert isinstance(found, StorageUnreachable)
     assert (
-        str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
+        str(found)
+        == f"could not be read: Input/output error after {len(time.pauses) + 1} attempts in "
         f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
-    assert stats.trouble() == {
+    assert stats.problem_metrics() == {
         "retries": len(time.pauses),
         "errors": {"EIO": len(time.pauses) + 1},
         "waited_s": time.now,
@@ -119,7 +120,7 @@ def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time
     if found != "bytes":
         assert time.now + 2 * TIMEOUTS.longest_pause_s + took_s > 120  # it was not given up early
         return
-    assert stats.trouble()["errors"] == ({"ESTALE": fails} if fails else {})
+    assert stats.problem_metrics()["errors"] == ({"ESTALE": fails} if fails else {})
     assert stats.retries == fails
     assert all(a <= 0.1 * 2**k and a <= TIMEOUTS.longest_pause_s for k, a in enumerate(time.pauses))
 
@@ -131,7 +132,7 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
         assert trying(Time(), 5, OSError(errno.ENOENT, "no"))[0] == "bytes"
         assert trying(Time(), 0, OSError(errno.ENOENT, "no"))[0] == "bytes"
     assert [r.message for r in caplog.records] == [
-        "source 'web', a.parquet: the file is gone since the source was indexed (No such "
+        "source 'web', a.parquet: the file disappeared after the source was indexed (No such "
         "file or directory); "
         "retrying for up to 120 s",
         "source 'web', a.parquet: recovered after 3.1 s (6 attempts)",
@@ -145,7 +146,7 @@ def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> Non
     time = Time()
     found, stats = trying(time, 1, error)
     assert found is error
-    assert (time.pauses, stats.trouble()["errors"]) == ([], {})
+    assert (time.pauses, stats.problem_metrics()["errors"]) == ([], {})
 
 
 @pytest.mark.parametrize(
@@ -174,13 +175,13 @@ def test_what_is_under_way_counts_as_waited(tmp_path: Path) -> None:
     stats = StorageStats("web", time.clock)
     attempt = stats.begin("a.parquet")
     time.now = 0.9
-    assert stats.trouble()["waited_s"] == 0
+    assert stats.problem_metrics()["waited_s"] == 0
     time.now, time.worked = 8.0, 1.0  # a second of it was work
-    assert stats.trouble()["waited_s"] == 7
+    assert stats.problem_metrics()["waited_s"] == 7
     attempt.failures.append(Failure("EIO", "no"))
     stats.end(attempt)
     stats.end(attempt)
-    assert (stats.trouble()["waited_s"], stats.oldest()) == (7, None)
+    assert (stats.problem_metrics()["waited_s"], stats.oldest()) == (7, None)
     assert pickle.loads(pickle.dumps(stats)).source == "web"
 
 
@@ -283,7 +284,7 @@ def test_a_hung_read_is_reported_and_given_up_after_its_deadline_and_dropped_whe
         [(outcome, error)] = told
         assert outcome is None
         assert isinstance(error, StorageError)
-        assert "a read has not ended for 122.0 s" in str(error)
+        assert "got no end for 122.0 s" in str(error)
         assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
         loop.call(lambda: None, "the event loop")

@@ -295,7 +295,7 @@ def test_several_graphs_come_from_one_mixed_graph() -> None:
 def test_select_refuses_what_is_not_there() -> None:
     graph = ov.DGraph.from_buffer(PHOTOS, TWO).mix()
     for call, said in (
-        (lambda: graph.select("audio"), "no metadata 'audio'; known: image_patches, tokens"),
+        (lambda: graph.select("audio"), "expected metadata of image_patches, tokens, got 'audio'"),
         (
             lambda: graph.select("tokens", sources=["sea"]),
             "unknown source 'sea'; known: seen, text",
@@ -428,7 +428,9 @@ def test_text_strategies_leave_images_with_the_ranks_of_their_replica_in_turn() 
 
 
 def test_a_strategy_for_images_says_when_there_are_none_to_be_known_of() -> None:
-    with pytest.raises(PlanError, match=r"no metadata 'image_patches'; known: tokens.*ov\.Meta"):
+    with pytest.raises(
+        PlanError, match=r"expected metadata of tokens, got 'image_patches'.*ov\.Meta"
+    ):
         vlm_hybrid(drawn(text={"tokens": [5]}), TWO)
     with pytest.raises(JobError, match="unknown per='step'; known: iteration, microbatch"):
         vlm(per="step")

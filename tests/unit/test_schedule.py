@@ -219,7 +219,7 @@ def test_length_warmup_prefers_short_samples():
 
 def test_a_curriculum_needs_one_number_a_sample():
     schedule = S.curriculum(column="hard", low=0, high=1, steps=10, weights=A)
-    with pytest.raises(PlanError, match="no metadata 'hard'"):
+    with pytest.raises(PlanError, match=r"expected metadata of .*, got 'hard'"):
         schedule.prefer(0, candidates(tokens=[1]))
     with pytest.raises(PlanError, match="several values a sample"):
         schedule.prefer(0, candidates(tokens=[1, 1], hard=[[1, 2], [3]]))
@@ -422,10 +422,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
                 "weights: the weight of 'code': expected a finite number of at least 0, got nan",
             ],
         ),
-        (
-            lambda: S.constant({}),
-            ["weights: all weights are zero, so no sample would ever be drawn"],
-        ),
+        (lambda: S.constant({}), ["weights: expected a weight above 0, got only zeros"]),
         (
             lambda: S.constant([1, 2]),
             ["weights: expected a mapping of source name to number, got [1, 2]"],
@@ -449,7 +446,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.linear({"web": 0}, None, 0, begin=-1),
             [
-                "start: all weights are zero, so no sample would ever be drawn",
+                "start: expected a weight above 0, got only zeros",
                 "end: expected weights by source name or a schedule, got None",
                 "steps: expected a whole number of at least 1, got 0",
                 "begin: expected a whole number of at least 0, got -1",
@@ -492,7 +489,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
                 "column: expected a name, got ''",
                 "low, high: expected low at most high, got 2 above 1; reverse the column in ov.Meta",
                 "steps: expected a whole number of at least 1, got 0",
-                "weights: all weights are zero, so no sample would ever be drawn",
+                "weights: expected a weight above 0, got only zeros",
             ],
         ),
         (
@@ -532,22 +529,22 @@ def test_all_problems_of_a_schedule_come_at_once(call: Callable[[], Any], proble
 
 def test_a_job_names_what_is_no_source_of_it():
     assert refused(lambda: job(mixture=S.linear(A, {"cod": 1, "math": 1}, 9))) == [
-        "mixture: unknown source 'cod'; did you mean 'code'?",
-        "mixture: unknown source 'math'; known: code, web",
+        "mixture: expected a source of the job, got 'cod'; did you mean 'code'?",
+        "mixture: expected a source of the job, got 'math'; known: code, web",
     ]
     assert refused(lambda: job(mixture=S.temperature(2, {"wbe": 1}))) == [
-        "mixture: unknown source 'wbe'; did you mean 'web'?"
+        "mixture: expected a source of the job, got 'wbe'; did you mean 'web'?"
     ]
     assert refused(lambda: job(mixture=S.odm(["web", "x"]))) == [
-        "mixture: unknown source 'x'; known: code, web"
+        "mixture: expected a source of the job, got 'x'; known: code, web"
     ]
 
 
 def test_choosing_needs_something_to_choose_from():
     (found,) = refused(lambda: job(mixture=EACH["curriculum"]()))
     assert (
-        found == "mixture: curriculum chooses among candidates, and look_ahead=1 leaves no "
-        "choice; set look_ahead, for example to 4"
+        found == "look_ahead: expected more than 1 for curriculum, which chooses among candidates, "
+        "got 1; set it, for example, to 4"
     )
 
     class Mine:
@@ -557,13 +554,16 @@ def test_choosing_needs_something_to_choose_from():
         def prefer(self, step: int, candidates: ov.Buffer) -> np.ndarray:
             return np.zeros(len(candidates))
 
-    assert "leaves no choice; set look_ahead" in refused(lambda: job(mixture=Mine()))[0]
+    assert (
+        "which chooses among candidates, got 1; set it" in refused(lambda: job(mixture=Mine()))[0]
+    )
 
 
 def test_looking_ahead_goes_with_samples_only():
     found = refused(lambda: job(look_ahead=4, batch=Batch(tokens=64, context=16)))
     assert (
-        "look_ahead: 4 needs a batch in samples; give batch.samples, or set look_ahead=1" in found
+        "look_ahead: expected 1 for a batch in tokens, got 4; set batch.samples, or look_ahead=1"
+        in found
     )
 
 
@@ -701,7 +701,7 @@ def test_a_registered_schedule_can_do_what_the_made_one_can(registry: None):
     assert bind(made, A, {})(0, {}) == A
     assert bind(made, A, {}) == made
     assert "curriculum" in made.fingerprint
-    assert "leaves no choice" in refused(lambda: job(mixture=made))[0]
+    assert "which chooses among candidates, got 1" in refused(lambda: job(mixture=made))[0]
 
 
 def test_names_are_kept(registry: None):
@@ -775,16 +775,22 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
 @pytest.mark.parametrize(
     ("mixture", "problems"),
     [
-        ("{schedule: cosin, start: 3}", ["mixture.schedule: unknown; did you mean 'cosine'?"]),
+        (
+            "{schedule: cosin, start: 3}",
+            ["mixture.schedule: expected a known schedule, got 'cosin'; did you mean 'cosine'?"],
+        ),
         (
             "{schedule: [1]}",
-            ["mixture.schedule: unknown; known: " + ", ".join(sorted(library.BUILT_IN))],
+            [
+                "mixture.schedule: expected a known schedule, got [1]; known: "
+                + ", ".join(sorted(library.BUILT_IN))
+            ],
         ),
         (
             "{schedule: linear, start: {web: -1}, ends: {web: 1}, steps: 0}",
             [
-                "mixture.ends: unknown; did you mean 'end'?",
-                "mixture.end: missing",
+                "mixture.ends: expected a known argument, got 'ends'; did you mean 'end'?",
+                "mixture.end: expected a value, got none",
                 "mixture.start: the weight of 'web': expected a finite number of at least "
                 "0, got -1",
                 "mixture.steps: expected a whole number of at least 1, got 0",
@@ -794,10 +800,10 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             "{schedule: staged, stages: {0: {schedule: linear, steps: x}, 9: {schedule: "
             "nothing}, -1: {web: 1}}}",
             [
-                "mixture.stages[0].start: missing",
-                "mixture.stages[0].end: missing",
+                "mixture.stages[0].start: expected a value, got none",
+                "mixture.stages[0].end: expected a value, got none",
                 "mixture.stages[0].steps: expected a whole number of at least 1, got 'x'",
-                "mixture.stages[9].schedule: unknown; known: "
+                "mixture.stages[9].schedule: expected a known schedule, got 'nothing'; known: "
                 + ", ".join(sorted(library.BUILT_IN)),
                 "mixture.stages: expected the first step of a stage, a whole number of at "
                 "least 0, got -1",
@@ -805,13 +811,13 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
         ),
         (
             "{schedule: temperature, tau: 2, sizes: {web: 1, cdoe: 2}}",
-            ["mixture: unknown source 'cdoe'; did you mean 'code'?"],
+            ["mixture: expected a source of the job, got 'cdoe'; did you mean 'code'?"],
         ),
         (
             "{schedule: length_warmup, start: 1, end: 9, steps: 5}",
             [
-                "mixture: length_warmup chooses among candidates, and look_ahead=1 "
-                "leaves no choice; set look_ahead, for example to 4"
+                "look_ahead: expected more than 1 for length_warmup, which chooses among "
+                "candidates, got 1; set it, for example, to 4"
             ],
         ),
     ],
@@ -840,13 +846,13 @@ def test_what_a_registered_factory_refuses_is_said_under_its_key(registry: None,
     [problem] = refused(lambda: read("mixture: {schedule: sawtooth, period: 0}", tmp_path))
     assert problem.startswith(f"mixture: sawtooth raised ValueError: no period (at {__file__}:")
     assert refused(lambda: read("mixture: {schedule: sawtooth, perod: 0}", tmp_path)) == [
-        "mixture.perod: unknown; did you mean 'period'?",
-        "mixture.period: missing",
+        "mixture.perod: expected a known argument, got 'perod'; did you mean 'period'?",
+        "mixture.period: expected a value, got none",
     ]
     assert "sawtooth" in factories()
 
 
 def test_a_function_has_no_place_in_a_file():
     (found,) = refused(lambda: job(mixture=S.linear(A, sawtooth, 9)).to_yaml())
-    assert found.startswith("mixture.end: ")
-    assert found.endswith("is code; a file can name only what has a name (ov.register_schedule)")
+    assert found.startswith("mixture.end: expected a named schedule, got the code ")
+    assert found.endswith("; call ov.register_schedule")

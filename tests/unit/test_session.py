@@ -675,7 +675,7 @@ def test_an_event_that_cannot_be_is_refused_and_changes_nothing() -> None:
     with launch(job(dp=1)) as session:
         client = session.client(0)
         take(client, 1)
-        with pytest.raises(PlanError, match="unknown source 'c'"):
+        with pytest.raises(PlanError, match="expected a source of the job, got 'c'"):
             session.set_mixture({"c": 1.0})
         with pytest.raises(PlanError, match="mapping"):
             session.set_mixture([1.0, 2.0])  # type: ignore[arg-type]
@@ -762,9 +762,9 @@ SCHEDULES: dict[str, tuple[Any, str]] = {
     "negative": ({"a": -1.0, "b": 2.0}, "finite number of at least 0"),
     "too few": ([1.0], "expected 2 weights"),
     "too many": ([1.0, 1.0, 1.0], "expected 2 weights"),
-    "unknown": ({"a": 1.0, "c": 1.0}, "unknown source 'c'"),
-    "all zero": ({"a": 0.0, "b": 0.0}, "all weights are zero"),
-    "empty": ({}, "all weights are zero"),
+    "unknown": ({"a": 1.0, "c": 1.0}, "expected a source of the job, got 'c'"),
+    "all zero": ({"a": 0.0, "b": 0.0}, "expected a weight above 0, got only zeros"),
+    "empty": ({}, "expected a weight above 0, got only zeros"),
     "nothing": (None, "expected weights"),
     "words": ({"a": "much"}, "finite number"),
     "text": ("ab", "expected weights"),

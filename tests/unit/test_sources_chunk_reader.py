@@ -148,7 +148,7 @@ def test_a_file_that_changed_or_went_is_named(tmp_path, format, monkeypatch):
     ) as caught:
         chunks.slice(0, 0)
     assert caught.value.path == str(paths[0])
-    with pytest.raises(StorageError, match="gone since") as caught:
+    with pytest.raises(StorageError, match="disappeared after") as caught:
         chunks.slice(1, 0)
     assert caught.value.path == str(paths[1])
 

@@ -49,7 +49,7 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
         "source 'src': 2 of its 2 files cannot be used",
         f"  - {tmp_path}/part-00000.parquet: expected the column 'body', got id, text",
         f"  - {tmp_path}/part-00001.parquet: expected the column 'body', got id, text",
-        "  to do: name a column that every file has, or write the file again",
+        "  to do: name a column that every file has, or rewrite the file",
     ]
 
 
@@ -65,7 +65,7 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
                 + b"\xff" * int.from_bytes(d[-8:-4], "little")
                 + d[-8:]
             ),
-            "footer cannot be read",
+            "expected a valid footer",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_parquet_file_without_a_footer_is_an_error_and_all_bad_files_are_in_it
     assert "part-00001" in text
     assert "part-00003" in text
     assert "part-00002" not in text
-    assert "write it again" in text
+    assert "rewrite the file" in text
 
 
 def test_a_corrupt_page_loses_its_rows_by_number_and_no_others(tmp_path):
@@ -100,7 +100,9 @@ def test_a_corrupt_page_loses_its_rows_by_number_and_no_others(tmp_path):
     lost = [row for row, _ in everything.reasons]
     assert lost
     assert set(lost) <= set(range(1000, 2000))
-    assert all("row group 1 is corrupt" in reason for _, reason in everything.reasons)
+    assert all(
+        "row group 1: expected valid data, got: " in reason for _, reason in everything.reasons
+    )
     good = np.delete(np.arange(3000), lost)
     assert everything.rows == [rows[i] for i in good]
 
@@ -151,7 +153,7 @@ def test_text_that_is_no_utf8_is_a_bad_row(tmp_path, format):
             out.write_table(table)
     everything = read_all(str(path))
     assert [r["t"] for r in everything.rows] == ["good", "é", None]
-    assert everything.reasons == [(1, "column 't': bytes that are not UTF-8")]
+    assert everything.reasons == [(1, "column 't': expected UTF-8, got other bytes")]
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
@@ -161,7 +163,7 @@ def test_a_row_over_the_limit_is_a_bad_row(tmp_path, format):
     assert [len(r["a"]) for r in everything.rows] == [10, 20]
     ((row, reason),) = everything.reasons
     assert row == 1
-    assert "max_sample_bytes is 1000" in reason
+    assert "max_sample_bytes=1000" in reason
 
 
 def test_small_and_large_row_groups_give_the_same_slices(tmp_path, monkeypatch):
@@ -213,7 +215,7 @@ def test_a_cut_arrow_file_keeps_its_whole_batches_and_names_the_cut(tmp_path, fo
         assert len(everything.rows) % 10 == 0
         ((row, reason),) = everything.reasons or [(100, "")]
         assert row == len(everything.rows)
-        assert reason.startswith("the Arrow data ")
+        assert reason.startswith(("expected valid Arrow data", "expected the end-of-stream marker"))
         kept.add(row)
     assert {20, 50, 90} <= kept
 
@@ -273,7 +275,5 @@ def test_an_arrow_file_cut_short_under_its_reader_is_an_error_and_no_bad_row(tmp
     )
     assert next(slices).table.num_rows == 10
     os.truncate(index.files[0].path, 5000)
-    with pytest.raises(
-        StorageUnreachable, match=r"a read ended \d+ bytes before the end of the file"
-    ):
+    with pytest.raises(StorageUnreachable, match=r"expected \d+ more bytes of the file"):
         list(slices)

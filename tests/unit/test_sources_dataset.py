@@ -39,7 +39,7 @@ def test_a_list_of_dicts_and_arrays_as_values_will_do():
 
 
 def test_an_empty_dataset_is_an_error():
-    with pytest.raises(SourceError, match="any row"):
+    with pytest.raises(SourceError, match="without any"):
         read_all(Squares(0))
 
 

@@ -81,7 +81,7 @@ def test_the_same_file_twice_is_refused_by_name(tree, twice):
 def test_a_directory_that_contains_itself_is_refused(tree):
     os.symlink(tree, tree / "sub" / "loop")
     with pytest.raises(
-        SourceError, match=r"loop is a link back to a directory that it lies in: .* twice"
+        SourceError, match=r"loop, a link to a directory that contains it; .* twice"
     ):
         names(tree, tree)
 
@@ -122,11 +122,11 @@ def test_two_files_of_equal_size_and_time_are_two_files(tree):
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("*.csv", r"matches no file; .* holds 7 files, for example"),
+        ("*.csv", r"got no match; .* holds 7 files, for example"),
         ("nowhere/*.csv", "is empty or does not exist"),
         ("gone.jsonl", "no such file"),
-        ("empty", r"holds no file that ends in \.jsonl"),
-        ("[z-a].jsonl", "cannot be listed"),
+        ("empty", r"expected a file with the suffix \.jsonl.* in the directory, got none"),
+        ("[z-a].jsonl", "could not be listed"),
     ],
 )
 def test_what_names_no_file_is_an_error_with_a_hint(tree, path, says):
@@ -146,7 +146,7 @@ def test_a_name_that_is_no_text_is_told_with_its_source(tree):
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff.txt")).write_text("x")
     with pytest.raises(
         SourceError,
-        match=r"source 'web', .*: expected names of files that are UTF-8, "
-        r"got .*xff\.txt.*; rename that file",
+        match=r"source 'web', .*: expected file names in UTF-8, "
+        r"got .*xff\.txt.*; rename the file",
     ):
         names(f"{tree}/*.jsonl", tree)

@@ -98,8 +98,8 @@ def test_a_name_that_leads_outside_and_one_that_is_there_twice_are_refused(tmp_p
     )
     assert [r["__key__"] for r in everything.rows] == ["c"]
     assert [reason for _, reason in everything.reasons] == [
-        "member '../a.txt' has a name that leads outside",
-        "member 'b.txt' is there twice",
+        "member '../a.txt' has a name outside the archive",
+        "member 'b.txt' occurs twice",
     ]
 
 
@@ -120,7 +120,7 @@ def test_a_sample_over_the_limit_is_not_read(tmp_path):
         max_sample_bytes=1000,
     )
     assert [r["__key__"] for r in everything.rows] == ["b"]
-    assert "more than 1000 bytes" in everything.reasons[0][1]
+    assert "max_sample_bytes=1000" in everything.reasons[0][1]
 
 
 def test_every_cut_keeps_whole_samples_and_names_the_place(tmp_path):
@@ -138,7 +138,7 @@ def test_every_cut_keeps_whole_samples_and_names_the_place(tmp_path):
         kept = [{k: r[k] for k in ("__key__", "a", "b")} for r in everything.rows[:-1]]
         assert kept == truth[: len(kept)]
         assert len(everything.reasons) == 1
-        assert "cut short" in everything.reasons[0][1] or cut == 0
+        assert "truncated" in everything.reasons[0][1] or cut == 0
 
 
 def test_a_header_with_a_wrong_checksum_ends_the_reading_there(tmp_path):
@@ -148,7 +148,7 @@ def test_a_header_with_a_wrong_checksum_ends_the_reading_there(tmp_path):
     Path(path).write_bytes(data)
     everything = read_all(path)
     assert [r["__key__"] for r in everything.rows] == ["0"]
-    assert everything.reasons == [(1024, "a broken tar header: its checksum is wrong")]
+    assert everything.reasons == [(1024, "expected the checksum 3232 in a tar header, got 3231")]
 
 
 def test_a_huge_extended_header_is_refused(tmp_path):
@@ -157,7 +157,7 @@ def test_a_huge_extended_header_is_refused(tmp_path):
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {"comment": "x" * 2_000_000}
         out.addfile(info, io.BytesIO(b""))
-    assert "extended header of" in read_all(str(path)).reasons[0][1]
+    assert "extended tar header of" in read_all(str(path)).reasons[0][1]
 
 
 def test_a_tar_without_samples_is_one_bad_row(tmp_path):

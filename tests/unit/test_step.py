@@ -88,7 +88,7 @@ def test_a_rank_that_is_served_holds_nothing_and_says_who_fetches() -> None:
     assert [dict(mb) for mb in step] == [{}]
     with pytest.raises(
         KeyError,
-        match=r"'tokens' is not here: rank 2 fetches this microbatch .* \(broadcast_at TP\); "
+        match=r"'tokens' is not on this rank: rank 2 fetches this microbatch .* \(broadcast_at TP\); "
         r"join with overlord\.torch",
     ):
         step[0]["tokens"]
@@ -111,14 +111,18 @@ def test_a_stage_says_which_stage_has_the_key_that_it_lacks() -> None:
     place = ov.ClientPlaceTree(pp=3)
     with pytest.raises(
         KeyError,
-        match=r"'labels' is not in this microbatch; it has tokens, .* "
+        match=r"expected one of tokens, .*, got 'labels' "
         r"\(labels is for the last pipeline stage\)",
     ):
         step_of(place, 0)[0]["labels"]
-    with pytest.raises(KeyError, match=r"'tokens' .* \(tokens is for the first pipeline stage\)"):
+    with pytest.raises(
+        KeyError,
+        match=r"expected one of cu_seqlens, .*, got 'tokens' \(tokens is for the first pipeline stage\)",
+    ):
         step_of(place, 1)[0]["tokens"]
     with pytest.raises(
-        KeyError, match=r"it has tokens, position_ids, labels, [a-z_, ]*max_seqlen\W*$"
+        KeyError,
+        match=r"expected one of tokens, position_ids, labels, [a-z_, ]*max_seqlen, got 'seven'\W*$",
     ):
         step_of(ov.ClientPlaceTree(dp=1), 0)[0]["seven"]
 

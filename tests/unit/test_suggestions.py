@@ -123,7 +123,7 @@ def test_only_a_relative_path_is_told_where_relative_paths_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceError, match="relative paths start at the working directory"):
+    with pytest.raises(SourceError, match="a relative path starts at the working directory"):
         Files.resolve("gone.jsonl", source="web")
 
 

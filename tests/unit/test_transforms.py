@@ -82,14 +82,14 @@ def run(p: Pipeline, table: pa.Table) -> Block:
         ),
         (lambda: Tokens(7), "column: expected a name"),
         (lambda: Map("clean"), "fn: expected a function"),
-        (lambda: Map(len, rng=True), "rng: a random Map works row by row"),
+        (lambda: Map(len, rng=True), "rng: expected rows=True, got False"),
         (lambda: Filter(None), "fn: expected a function"),
         (lambda: Filter(len, rows="yes"), "rows: expected True or False"),
         (lambda: Select(), "expected at least one"),
-        (lambda: Select("a", "a"), "a named twice"),
-        (lambda: Meta("tokens", "n"), "every sample has 'tokens' already"),
+        (lambda: Select("a", "a"), "expected different names, got these twice: a"),
+        (lambda: Meta("tokens", "n"), "got 'tokens', which every sample has"),
         (lambda: Meta("n", 3), "value: expected a column's name or a function"),
-        (lambda: Meta("n", "m", rows=True), "only for a function"),
+        (lambda: Meta("n", "m", rows=True), "expected them only with a function"),
     ],
 )
 def test_a_spec_that_cannot_work_is_refused_when_it_is_made(make: Any, problem: str):
@@ -222,7 +222,7 @@ def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_s
     path.write_text(Path(tokenizer).read_text().replace('"w299"', '"w300"'))
     with pytest.raises(
         TransformError,
-        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; restore "
+        match=r"source 'web', Tokenize: expected the tokenizer file .* as at launch, .*; restore "
         "the file of the launch",
     ):
         pickle.loads(sent)
@@ -271,9 +271,9 @@ def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tok
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "cannot read"),
-        (b"{}", "is not a tokenizer.json"),
-        (b"\xff", "is not a tokenizer.json"),
+        (None, "could not read"),
+        (b"{}", "expected a tokenizer.json"),
+        (b"\xff", "expected a tokenizer.json"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_loaded_is_named_when_the_pipeline_is_built(
@@ -293,12 +293,12 @@ def test_a_tokenizer_that_rolls_dice_is_refused(tmp_path: Path):
 
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({"a": 0}, [], dropout=0.1)).save(str(path))
-    with pytest.raises(TransformError, match="other ids at every run"):
+    with pytest.raises(TransformError, match="ids would differ in every run"):
         pipeline(Tokenize(path))
 
 
 def test_a_token_that_the_vocabulary_lacks_is_refused_when_the_pipeline_is_built(tokenizer: str):
-    with pytest.raises(TransformError, match="has no token '<eot>'"):
+    with pytest.raises(TransformError, match=r"expected a token of .*, got '<eot>'"):
         pipeline(Tokenize(tokenizer, eos="<eot>"))
 
 
@@ -311,9 +311,12 @@ def test_rows_that_are_no_text_go_to_quarantine_and_harm_no_others(tokenizer: st
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": broken}))
     assert rows_of(block) == [[2], [3]]
     assert block.index.tolist() == [0, 2]
-    assert block.bad == [(1, "text is not UTF-8: invalid start byte at byte 0")]
+    assert block.bad == [(1, "text: expected UTF-8, got invalid start byte at byte 0")]
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": ["w0", None, "", "w1"]}))
-    assert block.bad == [(1, "text is null or missing"), (2, "no tokens")]
+    assert block.bad == [
+        (1, "text is null or missing"),
+        (2, "expected at least one token, got none"),
+    ]
     assert block.index.tolist() == [0, 3]
 
 
@@ -418,7 +421,7 @@ def test_a_column_called_tokens_needs_no_transform():
             [[5], [6, 7, 8]],
             [1, 2],
             [0, 0],
-            [(0, "4 tokens are more than the context of 3")],
+            [(0, "expected at most context=3 tokens, got 4")],
             [],
         ),
         ("drop", [[5], [6, 7, 8]], [1, 2], [0, 0], [], [(0, 4)]),
@@ -715,10 +718,16 @@ def test_only_the_columns_that_are_needed_are_read(transforms: Any, columns: Any
 @pytest.mark.parametrize(
     ("transforms", "problem"),
     [
-        ([Select("a"), Tokens("b")], "column 'b' does not get past an earlier Select; add 'b'"),
-        ([Select("a")], "nothing makes token ids; add Tokenize"),
+        (
+            [Select("a"), Tokens("b")],
+            "expected the column 'b', got an earlier Select that drops it; add 'b'",
+        ),
+        ([Select("a")], "expected a transform that makes token ids, got none; add Tokenize"),
         ([Tokens("a"), Tokens("b")], "keep one of them"),
-        ([Tokens(), Meta("q", "a"), Meta("q", "b")], "the name 'q' is used twice"),
+        (
+            [Tokens(), Meta("q", "a"), Meta("q", "b")],
+            "expected different names of metadata, got 'q' twice",
+        ),
     ],
 )
 def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_is_built(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.checks import cannot_take
+from overlord.checks import signature_problem
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Cost:
 
 
 def test_a_callable_without_a_hash_is_looked_at_as_any_other() -> None:
-    assert cannot_take(Cost(), ("columns",)) == ""
+    assert signature_problem(Cost(), ("columns",)) == ""
     assert (
-        cannot_take(Cost(), ("a", "b"))
+        signature_problem(Cost(), ("a", "b"))
         == "expected a function of (a, b), got Cost(columns: 'Any') -> 'Any'"
     )
 
@@ -33,7 +33,7 @@ def test_the_answer_is_that_of_the_arguments_that_were_asked_for() -> None:
         return x
 
     assert [
-        cannot_take(one, ("x",)) == "",
-        cannot_take(one, ("x", "y")) == "",
-        cannot_take(one, ("x",)) == "",
+        signature_problem(one, ("x",)) == "",
+        signature_problem(one, ("x", "y")) == "",
+        signature_problem(one, ("x",)) == "",
     ] == [True, False, True]

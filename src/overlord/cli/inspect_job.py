@@ -15,7 +15,7 @@ import numpy as np
 from overlord.checks import describe_error
 from overlord.errors import OverlordError
 from overlord.observe.source_report import SourceReport
-from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
+from overlord.sources.base import RawSlice, ReadOptions, tokenize_hint
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.tables import type_name
@@ -130,7 +130,7 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
     missing = [name for name in pipeline.columns or () if name not in out.schema]
     if not missing or not out.schema:
         return ""
-    remedy = tokenize_it(missing, out.schema)
+    remedy = tokenize_hint(missing, out.schema)
     return f"; expected the column {', '.join(map(repr, missing))}, got {', '.join(out.schema)}" + (
         f"; {remedy}" if remedy else ""
     )

@@ -1,4 +1,4 @@
-"""Recognise trainers that change what an iterator yields, on the call stack of ``iter()``.
+"""Detect trainers that drop or prefetch items of an iterator, on the call stack of ``iter()``.
 
 Some trainers wrap a loader. A wrapper passes on every n-th item only, or takes items ahead of the
 training step. The loader's own methods cannot detect that. Class names are compared as text, so
@@ -13,13 +13,13 @@ from typing import Any
 
 from overlord.errors import JobError
 
-# Accelerate and transformers: one stream, dealt out to all processes
+# Accelerate and transformers: wrappers that distribute one stream over all processes.
 SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")
 LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
-# returns the number of items that the trainer holds ahead of the training step; called with the
-# first item
+# Returns the number of items that the trainer holds ahead of the training step; called with the
+# first item.
 Ahead = Callable[[], int]
 
 
@@ -33,9 +33,9 @@ def callers() -> Iterator[Any]:
 
 
 def refuse_sharing(where: str) -> None:
-    """Refuse a wrapper that deals one stream out to all processes.
+    """Raise JobError for a wrapper that distributes one stream over all processes.
 
-    These items are this rank's own, and the wrapper would drop most of them.
+    The items of this iterator are all for this rank, and the wrapper would drop most of them.
     """
     for caller in callers():
         if (name := type(caller).__name__) not in SHARING:
@@ -44,22 +44,21 @@ def refuse_sharing(where: str) -> None:
         if (processes := getattr(holder, "num_processes", 1)) > 1:
             raise JobError(
                 [
-                    f"expected every item to reach this rank, got {name}, which deals the "
-                    f"items of one stream out to {processes} processes; "
-                    "each rank has a stream of its own: give the trainer "
-                    "overlord.torch.StatefulLoader(job), which it leaves as it is"
+                    f"expected a trainer that passes every item to this rank, got {name}, which "
+                    f"distributes the items over {processes} processes; pass "
+                    "overlord.torch.StatefulLoader(job) to the trainer, which it does not wrap"
                 ],
                 where,
             )
 
 
 def nothing_ahead() -> int:
-    """Return 0: no item is taken ahead."""
+    """Return 0, for a trainer that takes no item ahead."""
     return 0
 
 
 def taken_ahead() -> Ahead:
-    """Return how many items the calling trainer holds before it trains on them."""
+    """Return a function that counts the items the calling trainer holds ahead of training."""
     for caller in callers():
         name = type(caller).__name__
         if name == LIGHTNING:
@@ -70,7 +69,7 @@ def taken_ahead() -> Ahead:
 
 
 def refuse_ahead(where: str) -> None:
-    """Refuse a trainer that takes items ahead and saves the state of the stream.
+    """Raise JobError for a trainer that takes items ahead and saves the state of the stream.
 
     A resume would skip these items.
     """
@@ -80,8 +79,8 @@ def refuse_ahead(where: str) -> None:
                 [
                     "expected an overlord.torch.StatefulLoader in this trainer, got a "
                     f"{where}: {LIGHTNING} takes steps before it "
-                    "trains on them, and a resume would skip them; give it "
-                    "StatefulLoader(job), or StatefulLoader(client)"
+                    "trains on them, and a resume would skip them; pass "
+                    "StatefulLoader(job) or StatefulLoader(client)"
                 ],
                 where,
             )

@@ -35,21 +35,21 @@ State = StreamState | EncodedState
 
 
 class StepQueue(Protocol):
-    """Steps on their way to one client, from this process or over a connection."""
+    """Queue of the steps of one client, filled in this process or over a connection."""
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None: ...
     def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
     def ack(self, step: int) -> None:
-        """Send an ack to the constructor: the trainer has the step."""
+        """Send an ack to the constructor: the trainer has taken the step."""
 
     def __len__(self) -> int: ...
 
 
-Mark = tuple[StepQueue, State]
+QueuePosition = tuple[StepQueue, State]
 
 
 class LocalStepQueue:
-    """Steps of one client, put by the event loop and taken by the thread of the trainer."""
+    """Queue of one client, filled by the event loop and read by the thread of the trainer."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
@@ -63,7 +63,7 @@ class LocalStepQueue:
             self._changed.notify()
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """End the stream after the steps that are queued; ``drop``: discard those too."""
+        """End the stream after the queued steps; with ``drop`` they are discarded too."""
         with self._changed:
             self._ended, self._error = True, error
             if drop:
@@ -134,9 +134,9 @@ class Microbatch(Mapping[str, np.ndarray]):
         try:
             return self._arrays[key]
         except KeyError:
-            raise KeyError(self._why_not(key)) from None
+            raise KeyError(self._missing_key_text(key)) from None
 
-    def _why_not(self, key: str) -> str:
+    def _missing_key_text(self, key: str) -> str:
         # cu_seqlens: every rank that receives a microbatch has it
         if "cu_seqlens" in self._arrays or self._served_by is None:
             stage = {**dict.fromkeys(FIRST, "first"), **dict.fromkeys(LAST, "last")}.get(key)
@@ -145,10 +145,10 @@ class Microbatch(Mapping[str, np.ndarray]):
                 if stage and self._arrays and self._info.place is not None
                 else ""
             )
-            return f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}{why}"
+            return f"expected one of {', '.join(self._arrays)}, got {key!r}{why}"
         along = ", ".join(self._info.broadcast)
         return (
-            f"{key!r} is not here: rank {self._served_by} fetches this microbatch and the "
+            f"{key!r} is not on this rank: rank {self._served_by} fetches this microbatch and the "
             f"trainer broadcasts it (broadcast_at {along}); "
             "join with overlord.torch.join, launch with broadcast=False, or use a "
             "strategy without broadcast_at"
@@ -162,7 +162,7 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def info(self) -> StepInfo:
-        """The message that described the step, restricted to the samples of this microbatch."""
+        """Return the description of the step, restricted to the samples of this microbatch."""
         return self._info.of_rows(self._rows)
 
     @property
@@ -191,7 +191,7 @@ def _fetchers(place: ClientPlaceTree, broadcast: tuple[str, ...]) -> np.ndarray:
 
 
 class Step:
-    """One step of one rank."""
+    """One step of one rank: a sequence of microbatches."""
 
     __slots__ = ("_bucket", "_cut", "_exchanges", "_info", "rank")
 
@@ -210,12 +210,12 @@ class Step:
 
     @property
     def global_valid_tokens(self) -> int:
-        """Tokens with a loss, over all ranks: divide summed losses by this."""
+        """Return the tokens with a loss over all ranks, by which summed losses are divided."""
         return self._info.valid_tokens
 
     @property
     def served_by(self) -> int:
-        """The rank that fetches these microbatches, for itself or for others by a broadcast."""
+        """Return the rank that fetches these microbatches, for itself or for a broadcast."""
         place = self._info.place
         return (
             self.rank if place is None else int(_fetchers(place, self._info.broadcast)[self.rank])
@@ -223,17 +223,17 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the arrays of this step."""
+        """Return the bytes of the arrays of this step."""
         return self._bucket.nbytes
 
     @property
     def info(self) -> StepInfo:
-        """The message that described this step."""
+        """Return the description of this step, as it was received."""
         return self._info
 
     @property
     def bucket(self) -> BucketBatch:
-        """The arrays of this step as they were built."""
+        """Return the arrays of this step as they were built."""
         return self._bucket
 
     def __len__(self) -> int:
@@ -255,15 +255,17 @@ class Step:
             return bucket.microbatches
         both = zip(bucket.microbatches, self.encoder, strict=True)
         return (
-            arrays.also(more) if isinstance(arrays, ExpandedMicrobatch) else {**arrays, **more}
+            arrays.with_arrays(more)
+            if isinstance(arrays, ExpandedMicrobatch)
+            else {**arrays, **more}
             for arrays, more in both
         )
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:
-        """The inputs of the encoder of this rank and the routes of its outputs.
+        """Return the inputs of the encoder of this rank and the routes of its outputs.
 
-        One entry for each exchange; empty for a job without images.
+        There is one entry for each exchange, and none for a job without images.
         """
         if self._exchanges is None:
             wide = self._bucket.encoder
@@ -287,22 +289,20 @@ class Step:
 
 
 def check_count(step: Any, expected: int | None) -> None:
-    """Refuse a step whose number of microbatches is not that of the job; None: not known.
+    """Raise PlanError for a step whose number of microbatches is not ``expected``.
 
-    For trainers that count microbatches.
+    This is for trainers that count microbatches. None: the number is not known.
     """
     if expected is None or len(step) == expected:
         return
     grown = (
-        f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a "
-        "larger context"
+        f"set Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context"
         if len(step) > expected
         else ""
     )
     raise PlanError(
-        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}; a "
-        "trainer with a fixed accumulation count would mix "
-        "this step with others",
+        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}: a trainer "
+        "with a fixed accumulation count would mix this step with others",
         step.step,
         f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",
     )
@@ -313,7 +313,7 @@ def check_count(step: Any, expected: int | None) -> None:
 
 
 class Client:
-    """The iterator over the Steps of one rank. Made by ``session.client(rank)``."""
+    """Iterator over the steps of one rank, made by ``session.client(rank)``."""
 
     def __init__(
         self,
@@ -359,30 +359,30 @@ class Client:
         self.world_size = world_size  # ranks of the mesh, if known
         # mesh and broadcasts of the last step
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
-        # a step that was refused: the mark before it, the state after it, the step
-        self._refused_step: tuple[Mark, State, Step] | None = None
+        # a refused step: the position before it, the state after it, the step
+        self._refused_step: tuple[QueuePosition, State, Step] | None = None
 
     @property
     def queue(self) -> StepQueue:
-        """The queue from which the next step comes."""
+        """Return the queue from which the next step comes."""
         return self._queue
 
     @property
     def position(self) -> State:
-        """The state of the stream after the last step that was taken."""
+        """Return the state of the stream after the last step that was taken."""
         return self._state
 
     @property
     def failed(self) -> bool:
-        """Whether an exception closed the client."""
+        """Return whether an exception closed the client."""
         return self._failed
 
     def mark_failed(self) -> None:
-        """Close the client without a wait for other ranks."""
+        """Mark the client as failed, so that closing it does not wait for other ranks."""
         self._failed = True
 
     def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
-        """Call ``close`` when the client is closed, with the callback that it replaces."""
+        """Replace the callback of ``close()``; the new one is called with the previous one."""
         before = self._close
         self._close = lambda: close(before)
 
@@ -391,7 +391,7 @@ class Client:
         return self._gate
 
     def move_to(self, queue: StepQueue, position: State) -> None:
-        """Continue in a new generation of the session."""
+        """Continue with another queue and position, in a new generation of the session."""
         self._queue, self._state = queue, position
 
     def begin_with(self, begin: Callable[[], None]) -> None:
@@ -404,8 +404,8 @@ class Client:
 
     def __next__(self) -> Step:
         self._refuse_fork()
-        if (again := self._retake()) is not None:
-            return again
+        if (refused := self._retake()) is not None:
+            return refused
         while True:
             if (begin := self._begin) is not None:
                 begin()
@@ -427,7 +427,7 @@ class Client:
         return Step(info, bucket, self.rank)
 
     def _retake(self) -> Step | None:
-        """Return a refused step, to be taken again; None without one.
+        """Return the refused step, which is taken again; None if there is none.
 
         Also None after the session was rewound.
         """
@@ -442,8 +442,8 @@ class Client:
         self.steps += 1
         return step
 
-    def _put_back(self, step: Step, before: Mark) -> None:
-        """Move back before the last step, unless the session was rewound meanwhile."""
+    def _put_back(self, step: Step, before: QueuePosition) -> None:
+        """Move to the position before the last step, unless the session was rewound meanwhile."""
         with self._gate:
             if before[0] is self._queue:
                 self._refused_step, self._state = (before, self._state, step), before[1]
@@ -452,9 +452,9 @@ class Client:
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:  # the threads that fill the queue are in the other process
             raise OverlordError(
-                f"rank {self.rank}: the client was opened in process {self._pid} and this "
-                f"is process {os.getpid()}; a session does not "
-                "survive a fork: launch it in the process that iterates"
+                f"rank {self.rank}: expected process {self._pid}, which opened the client, got "
+                f"process {os.getpid()}; a session does not survive a fork: launch it in the "
+                "process that iterates"
             )
 
     def _wait(self, queue: StepQueue) -> tuple[StepInfo, BucketBatch]:
@@ -474,22 +474,22 @@ class Client:
                 raise DataStall(self._waiting_for(), waited, self._state.step, self.rank)
             if waited >= warn_at:
                 warn_at = waited + max(1.0, self._warn_s)
-                self._stalls(self._waiting_for(), waited)
+                self._report_stall(self._waiting_for(), waited)
 
-    def _stalls(self, words: str, seconds: float) -> None:
+    def _report_stall(self, reason: str, seconds: float) -> None:
         if self._on_stall is not None:
-            self._on_stall(words, seconds)
+            self._on_stall(reason, seconds)
         else:
             log.warning(
                 "rank %d has waited %.0f s for step %d: %s",
                 self.rank,
                 seconds,
                 self._state.step,
-                words,
+                reason,
             )
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """Yield all microbatches in a row, for trainers that count them per optimizer step.
+        """Yield the microbatches of all steps, for trainers that count them per optimizer step.
 
         Such a trainer takes ``Batch.microbatches`` of them for each step.
 
@@ -510,28 +510,28 @@ class Client:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send measurements of a step that this rank took, for a mixture that learns.
 
-        As in ``{"loss/web": 2.31, "tokens/web": 8192}``. Plan ``step + feedback_lag`` uses it. It
-        is in time if it is sent before ``step + 2`` is requested. Values of several ranks are
-        averaged, weighted by ``tokens/<source>`` if given. The last report of a rank and step
-        counts. Returns at once.
+        An example is ``{"loss/web": 2.31, "tokens/web": 8192}``. Plan ``step + feedback_lag`` uses
+        the report. It is in time if it is sent before ``step + 2`` is requested. Values of several
+        ranks are averaged, weighted by ``tokens/<source>`` if given. The last report of a rank and
+        step counts. Returns at once.
         """
         self._refuse_fork()
         self._report(self._queue, step, metrics, self._state.step)
 
-    def state_dict(self, at: Mark | None = None) -> dict[str, Any]:
-        """Return the stream after the last step, or at a mark, as plain JSON values.
+    def state_dict(self, at: QueuePosition | None = None) -> dict[str, Any]:
+        """Return the state of the stream after the last step, or at ``at``, as plain JSON values.
 
         The state is the same on every rank, and valid on any mesh.
         """
         return self._export(*((self._queue, self._state) if at is None else at))
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueuePosition:
         """Return the position after the last step, for a later ``state_dict``.
 
-        For callers that take steps ahead of the trainer.
+        Callers that take steps ahead of the trainer need it.
         """
         state = self._state
-        # its bytes may be in the memory of the step's arrays, which a mark must not keep
+        # its bytes may be in the memory of the step's arrays, which a position must not retain
         if isinstance(state, EncodedState):
             state = EncodedState(state.step, state.data.copy())
         return self._queue, state
@@ -546,7 +546,7 @@ class Client:
         self._refused_step = None
 
     def close(self) -> None:
-        """Close the rank: no other rank waits for it any more."""
+        """Close the client; other ranks no longer wait for this rank."""
         if os.getpid() != self._pid:  # a copy after a fork; the original stays open
             return
         self._close()

@@ -1,4 +1,4 @@
-"""``connect``: a client in any process, for a session that serves.
+"""``connect``: returns a client in any process, for a session that serves.
 
 It costs the trainer two sockets and the memory that it maps.
 """
@@ -33,9 +33,9 @@ from overlord.transport.connection import RETRY_S
 
 log = logging.getLogger("overlord")
 
-REASON_S = 1.0  # to request the reason of a stall: a client has waited for minutes already
-DETACH_S = 2.0  # to send that the client is closed
-REWIND_S = 300.0  # a rewind starts all workers and opens files
+REASON_S = 1.0  # timeout of a request for the reason of a stall: the client has waited long
+DETACH_S = 2.0  # timeout of the request that closes the client
+REWIND_S = 300.0  # timeout of a rewind, which starts all workers and opens files
 
 # queues of this process, by the address of their session
 _QUEUES: dict[str, WeakSet[RemoteStepQueue]] = {}
@@ -73,7 +73,7 @@ def connect(
 
 
 def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
-    """Return the position of the rank. Retry while the session itself waits for a worker."""
+    """Return the start position of the rank; retry while the session waits for a worker."""
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
@@ -89,7 +89,7 @@ def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
 
 
 def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
-    """Return the arguments, or their values in the environment; name all that are missing."""
+    """Return the arguments, or their values in the environment; raise JobError for missing ones."""
     address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
     token = os.environ.get("OVERLORD_TOKEN") if token is None else token
     given = _rank() if rank is None else rank
@@ -101,7 +101,7 @@ def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
         )
     if not isinstance(token, str) or not token:
         problems.append(
-            "token: expected what the session printed, or OVERLORD_TOKEN, got "
+            "token: expected the token that the session printed, or OVERLORD_TOKEN, got "
             f"{'nothing' if not token else type(token)}"
         )
     try:
@@ -110,7 +110,7 @@ def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
         problems.append(f"rank: expected a whole number, a process group, or RANK, got {given!r}")
     if problems:
         raise JobError(problems, "connect")
-    # `ov.serve()` gives address and token in one value; a subclass of str must not travel.
+    # `ov.serve()` gives address and token in one value; a subclass of str must not be sent.
     return str.__str__(address), number, str.__str__(token)
 
 
@@ -121,7 +121,7 @@ def _rank() -> Any:
 
 
 class SessionConnection:
-    """The callbacks of a client, which send requests to its session."""
+    """Connection of a client to its session: the callbacks of the client send requests."""
 
     def __init__(
         self,
@@ -226,15 +226,15 @@ class SessionConnection:
             self._client.move_to(self._client.queue, state)
 
     def _waiting_for(self) -> str:
-        """Describe the wait. Never raises: it is called after a fault."""
+        """Describe the wait of the client; never raise, since a fault may have occurred."""
         assert self._client is not None
         queue = self._client.queue
-        trouble = queue.trouble if isinstance(queue, RemoteStepQueue) else ""
+        connection_problem = queue.connection_problem if isinstance(queue, RemoteStepQueue) else ""
         try:
-            words = str(self._control.ask("why", timeout_s=REASON_S))
+            reason = str(self._control.ask("why", timeout_s=REASON_S))
         except OverlordError as fault:
-            words = f"{CONTROL_SERVER} at {self._control.address} gave no reason: {fault}"
-        return f"{trouble}; {words}" if trouble else words
+            reason = f"{CONTROL_SERVER} at {self._control.address} returned no reason: {fault}"
+        return f"{connection_problem}; {reason}" if connection_problem else reason
 
     def export(self, queue: StepQueue, state: State) -> dict[str, Any]:
         generation = cast(RemoteStepQueue, queue).generation
@@ -256,24 +256,24 @@ class SessionConnection:
                 took=took,
             )
         except FrameError as fault:  # a state can always be encoded
-            remedy = "save and load what state_dict() gave, unchanged"
+            remedy = "load the state that state_dict() returned, unchanged"
             raise StateMismatch(
                 {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
             ) from fault
         new = self._connect_queue(at)
         old.end(
-            OverlordError(f"rank {self._control.rank}: the client has loaded a state since"),
+            OverlordError(
+                f"rank {self._control.rank}: the queue is closed: the client loaded a state"
+            ),
             drop=True,
         )
         log.info(
-            "rank %d loaded a state and continues with step %d",
-            self._control.rank,
-            at["state"].step,
+            "rank %d: state loaded; continuing with step %d", self._control.rank, at["state"].step
         )
         return new, at["state"]
 
     def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
-        """Check the report here: scalars of any library become numbers, and errors are local."""
+        """Check a report and send it; scalars of any library become numbers."""
         from overlord.messages.data import checked_report
 
         rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation

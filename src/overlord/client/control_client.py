@@ -17,25 +17,25 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect
 
 
 class ControlClient:
-    """The control connection of one rank. All requests are idempotent, so they may be repeated.
+    """The control connection of one rank; requests are idempotent, so they may be repeated.
 
-    ``role``: ``"served"`` for a rank that takes no steps, and only asks and reports.
+    ``role`` is ``"served"`` for a rank that takes no steps, and only sends queries and reports.
     """
 
     def __init__(
         self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"
     ):
         self.address, self.token, self.rank, self._role = address, token, rank, role
-        self._connect_s = timeout_s  # to connect; an answer may take longer
+        self._connect_s = timeout_s  # timeout of a connection; an answer may take longer
         self._lock = threading.Lock()
         self._last_id = 0
         self._over: Exception | None = None  # why no further request is answered
         self._link: Connection | None = None
         self.welcome: dict[str, Any] = {}
-        self._linked(time.monotonic() + timeout_s)
+        self._connected(time.monotonic() + timeout_s)
 
     def ask(self, what: str, *, timeout_s: float, **given: Any) -> Any:
-        """Return the answer, or raise the error that the server answered."""
+        """Send a request; return the answer of the server, or raise the error that it sent."""
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise DataStall(
@@ -51,7 +51,7 @@ class ControlClient:
 
     def _answer(self, request: dict[str, Any], deadline: float, timeout_s: float) -> dict[str, Any]:
         while True:
-            link = self._linked(min(deadline, time.monotonic() + self._connect_s))
+            link = self._connected(min(deadline, time.monotonic() + self._connect_s))
             try:
                 # an answer to a request that timed out, or the error before a close
                 while self._received(link, 0.0) is not TIMEOUT:
@@ -85,19 +85,19 @@ class ControlClient:
             raise self._over
         return reply
 
-    def _linked(self, deadline: float) -> Connection:
-        """Return the open connection, or a new one as soon as the server answers."""
+    def _connected(self, deadline: float) -> Connection:
+        """Return the open connection, or open a new one, with retries until the deadline."""
         pause, fault, start = FIRST_PAUSE_S, None, time.monotonic()
         while self._link is None:
             if self._over is not None:
                 raise self._over
             left = deadline - time.monotonic()
             if left <= 0:
-                words = (
+                reason = (
                     f"{self.address} could not be reached for {time.monotonic() - start:.1f} "
                     f"s: {reason_of(fault)}"
                 )
-                raise ActorLost(CONTROL_SERVER, words) from fault
+                raise ActorLost(CONTROL_SERVER, reason) from fault
             try:
                 link, welcome = open_connection(
                     self.address,
@@ -117,7 +117,7 @@ class ControlClient:
         if self.welcome and welcome.get("session") != self.welcome.get("session"):
             self._over = LinkRefused(
                 self.address,
-                "another session is served there than the one this client belongs to; "
+                "expected the session of this client, got another one at this address; "
                 "connect again, and load a saved state",
             )
             raise self._over
@@ -139,7 +139,7 @@ def _unwrap(reply: dict[str, Any]) -> Any:
 
 
 def reason_of(fault: BaseException | None) -> str:
-    """Return the first cause of a lost connection."""
+    """Return the text of the first cause of a lost connection."""
     while isinstance(fault, ActorLost) and isinstance(fault.__cause__, (ActorLost, DataStall)):
         fault = fault.__cause__
     return fault.reason if isinstance(fault, ActorLost) else str(fault)

@@ -1,8 +1,8 @@
-"""Steps from a constructor in another process.
+"""Queue of the steps that a constructor in another process sends.
 
 On the same machine the thread of the trainer reads them: no thread is added. Steps that were sent
 stay readable when the constructor dies: descriptors are in the socket, bytes in shared memory. The
-session gives the address of the restarted constructor, which sends the next steps.
+session returns the address of the restarted constructor, which sends the next steps.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection, ope
 
 log = logging.getLogger("overlord")
 
-DIAL_S = 5.0  # for one attempt to connect
+DIAL_S = 5.0  # timeout of one attempt to connect
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
 WORKER_PREFIX = "constructor-worker/"  # only errors of the session have such names
 # the session reports them as lost only if they are not restarted
 NOT_RESTARTED = (WORKER_PREFIX, "planner")
-SHORT_PAUSE_S = 0.2  # between attempts while a constructor is restarted, for about a second
-EARLY_DIAL_S = 0.2  # for an attempt to connect while steps are ready, which it delays
+SHORT_PAUSE_S = 0.2  # between attempts while a constructor restarts, which takes about a second
+EARLY_DIAL_S = 0.2  # timeout of an attempt while steps are ready, which it delays
 SIBLINGS_AFTER_S = 0.5  # wait for a step before other queues of this process are reconnected
 # time without a message before the queue checks whether the constructor was replaced
 CHECK_AFTER_S = 5.0
@@ -54,9 +54,9 @@ class RemoteStepQueue:
     ``address`` the first ``get`` requests it.
 
     One thread may take the steps of several ranks in turn. When their constructor is lost, the
-    first rank without a step blocks, and the others are not called any more. The new constructor
-    would never receive their acks. So a queue that waits also reconnects its ``siblings``, the
-    queues of the same process and session.
+    first rank without a step blocks, and ``get`` of the other ranks is no longer called. The new
+    constructor would never receive their acks. So a queue that waits also reconnects its
+    ``siblings``, the queues of the same process and session.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RemoteStepQueue:
         else:
             self._lost_at, self._fault = now(), DataStall("the session to send its address", 0.0)
 
-    # the client's side
+    # Methods of the client.
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         """Return the next step, or None after the timeout.
@@ -194,10 +194,10 @@ class RemoteStepQueue:
                 self._connection_lost(link, fault)
             return  # other faults appear on the connection, or at the next call
         if address != self.address:
-            self._connection_lost(link, ActorLost(self._name, "another one was started"))
+            self._connection_lost(link, ActorLost(self._name, "the session started another one"))
 
     def ack(self, step: int) -> None:
-        """Send an ack of the step. Without a connection it is sent on reconnection."""
+        """Send an ack of the step; without a connection it is sent on reconnection."""
         self.taken = step
         self._send_ack(step)
 
@@ -229,18 +229,18 @@ class RemoteStepQueue:
         return len(self._steps)
 
     @property
-    def trouble(self) -> str:
+    def connection_problem(self) -> str:
         """Describe the fault of the connection; empty while it works."""
         if self._lost_at is None:
             return ""
         if isinstance(self._fault, DataStall):  # the session describes the remedy
             return self._fault.waiting_for
         return (
-            f"{self._name} at {address_text(self.address)}, whose connection broke "
+            f"{self._name} at {address_text(self.address)}, whose connection was lost "
             f"{self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
         )
 
-    # reading
+    # Reading of messages.
 
     @property
     def _threaded(self) -> bool:
@@ -259,7 +259,7 @@ class RemoteStepQueue:
         """Wait for a message; without a connection, until the next attempt."""
         link = self._link
         if link is None:
-            self._try_again(seconds)
+            self._retry_connection(seconds)
         elif self._threaded:
             with self._changed:
                 if not self._steps and not self._ended and self._link is link:
@@ -284,7 +284,7 @@ class RemoteStepQueue:
             raise
 
     def _read_on(self, link: SocketConnection) -> None:
-        """Read a TCP connection in a thread, so that prefetched steps are in this process."""
+        """Read a TCP connection in a thread, so that prefetched steps arrive in this process."""
         while self._link is link:
             self._read(link, 1.0)
 
@@ -341,7 +341,7 @@ class RemoteStepQueue:
                 else CONTROL_SERVER in fault.waiting_for
             )
         except OverlordError as fault:  # raised after the ready steps
-            log.debug("rank %d: %s", self.rank, fault)
+            log.debug("rank %d: reconnection failed: %s", self.rank, fault)
 
     def move(self, generation: int, after: EncodedState) -> None:
         """Continue in a new generation: the whole session was rewound, with this client."""
@@ -354,11 +354,11 @@ class RemoteStepQueue:
         self.generation, self._next, self._acked_before = generation, after.step, after.step - 1
         self._on_moved(after)
 
-    # the connection
+    # Connection to the constructor.
 
     @property
     def _wanted(self) -> int:
-        """The first step that is not in this process."""
+        """Return the first step that is not in this process."""
         return self._steps[-1][0].step + 1 if self._steps else self._next
 
     @property
@@ -413,13 +413,13 @@ class RemoteStepQueue:
         link.close()
 
     def _log_loss(self, fault: BaseException) -> None:
-        """Log the loss. An orderly close means a rewind, a reshard or the end: level INFO."""
-        level, words = (
+        """Log the loss of the connection; an orderly close by the session has the level INFO."""
+        level, reason = (
             logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
             str(fault),
         )
         if isinstance(fault, ActorLost) and fault.reason.endswith(CLOSES):
-            level, words = (
+            level, reason = (
                 logging.INFO,
                 "connection closed by the session (rewind, reshard or end)",
             )
@@ -429,12 +429,12 @@ class RemoteStepQueue:
             "rank %d: connection to %s lost: %s; retrying for %.0f s",
             self.rank,
             self._name,
-            words,
+            reason,
             self._reconnect_s,
         )
 
-    def _try_again(self, seconds: float) -> None:
-        """Make one attempt to reconnect, when it is due."""
+    def _retry_connection(self, seconds: float) -> None:
+        """Make one attempt to reconnect if it is due, else wait."""
         assert self._lost_at is not None
         # counted from the first attempt: the trainer may have used ready steps for long
         if self._tried_at is None:
@@ -469,7 +469,7 @@ class RemoteStepQueue:
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def _reset_pauses(self) -> None:
-        """Reset the pauses: the connection works again."""
+        """Reset the pauses between attempts, since the connection works."""
         self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
 
     def _give_up(self, gone: float) -> NoReturn:
@@ -493,7 +493,7 @@ class RemoteStepQueue:
 
 
 def _is_replaced(fault: Exception) -> bool:
-    """Whether the session restarts the constructor."""
+    """Return whether the session is restarting the constructor."""
     return isinstance(fault, DataStall) and fault.waiting_for.startswith(WORKER_PREFIX)
 
 
@@ -553,16 +553,18 @@ class LaunchedStepQueue:
         return self._remote
 
     @property
-    def trouble(self) -> str:
+    def connection_problem(self) -> str:
         """Describe the fault of the connection; empty while it works."""
-        return "" if self._remote is None else self._remote.trouble
+        return "" if self._remote is None else self._remote.connection_problem
 
     def ack(self, step: int) -> None:
         if self._remote is not None:
             self._remote.ack(step)
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None:
-        raise OverlordError(f"rank {self._rank} is served by its constructor worker")
+        raise OverlordError(
+            f"rank {self._rank}: expected steps of its constructor worker, got one of this process"
+        )
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         self._over = error

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from overlord.errors import JobError
 
-JOINED = "call torch.distributed.init_process_group() before, or start the processes with torchrun"
+START_GROUP = (
+    "call torch.distributed.init_process_group() before, or start the processes with torchrun"
+)
 
 
 class World(NamedTuple):
-    """Rank and size. ``named``: their origin, for error texts."""
+    """Rank and world size of a process; ``named`` is their origin, for error texts."""
 
     rank: int
     size: int
@@ -29,7 +31,7 @@ def process_groups() -> Any:
 
 
 def world_here(where: str) -> World | None:
-    """Return this process's rank and world size; None for a process that belongs to no world.
+    """Return the rank and world size of this process, or None outside of a process group.
 
     ``where``: the caller, for error texts. The process group comes first: launchers that set no
     ``RANK`` (``mp.spawn``, Lightning) initialise one.
@@ -45,7 +47,7 @@ def world_here(where: str) -> World | None:
             "RANK" if "WORLD_SIZE" in given else "WORLD_SIZE",
         )
         raise JobError(
-            [f"{missing}: expected a whole number next to {name}={value}, got nothing; {JOINED}"],
+            [f"{missing}: expected a whole number with {name}={value}, got nothing; {START_GROUP}"],
             where,
         )
     return None

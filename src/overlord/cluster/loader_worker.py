@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from overlord.cluster.worker import Worker, WorkerConfig
-from overlord.constructor.compact import narrowest
+from overlord.constructor.compact import smallest_id_type
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, popped_by
 from overlord.loader.service import LoaderService
@@ -385,14 +385,18 @@ class LoaderWorker(Worker):
         if sum(map(len, spans)) < JOIN_BELOW * len(spans):
             spans = [np.concatenate(spans)]
         dtype = (
-            narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
+            smallest_id_type(spans)
+            if self._narrow
+            else np.result_type(*(span.dtype for span in spans))
         )
         total = sum(map(len, spans))
         room = self._pool.take(max(1, total * dtype.itemsize))
         values = (
             np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
         )
-        np.concatenate(spans, out=values, casting="unsafe")  # ``narrowest`` has checked the range
+        np.concatenate(
+            spans, out=values, casting="unsafe"
+        )  # ``smallest_id_type`` has checked the range
         ends = np.concatenate([p.offsets for p in pieces])
         # drop the differences between the end of one piece and the start of the next
         lengths = np.delete(

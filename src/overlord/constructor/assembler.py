@@ -1,12 +1,12 @@
-"""The core of a data constructor for one bucket: which steps to build, deliver and release. Pure.
+"""State machine of the constructor of one bucket: which steps to build, deliver and release.
 
 A step is built once for all ranks of the bucket, delivered in step order, and released when every
 rank has acknowledged it. Only a few steps are built ahead of the fastest rank: an expanded step is
 ten times as large as its payload.
 
 All events are idempotent. After a rollback the planner replays steps that this bucket may already
-have. Such a step keeps its state. A step without payload keeps its place, so that no later step
-overtakes it.
+have. Such a step keeps its state. A step without payload keeps its position, so that no later
+step overtakes it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Assembler:
             case Built(step=step):
                 return self._built(step)
             case Attach(rank=rank) if rank in self.ranks:
-                # The window opens at the first step that no rank of the bucket has taken: earlier
-                # steps are gone.
+                # The rank starts at the first step that is still held: earlier steps were released.
                 first = min(self._steps, default=0) - 1
                 self._acked.setdefault(rank, first)
                 self._delivered.setdefault(rank, first)
@@ -109,10 +108,9 @@ class Assembler:
         return [*self._deliver(), *self._release()]
 
     def _drop(self, step: int) -> None:
-        """Drop a step.
+        """Drop a step, or reset it to planned after the end of the job.
 
-        After the end of the job its place stays. The end may be withdrawn, and then no later step
-        may overtake it.
+        The end may be withdrawn, and then no later step may overtake the step.
         """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED
@@ -131,7 +129,7 @@ class Assembler:
         return [*(Release(s, self.bucket) for s in over), *self._deliver()]
 
     def _rollback(self, step: int) -> list[Command]:
-        """Roll back: later steps are planned again. Steps that are here stay.
+        """Roll back to ``step``: later steps will be planned again, and steps held here stay.
 
         An end after ``step`` was caused by a fault, or will be reported again.
         """
@@ -148,8 +146,8 @@ class Assembler:
         """Return whether the payload of this step is missing here."""
         return self._steps.get(step, PLANNED) in (PLANNED, FAILED)
 
-    def failed(self, step: int) -> None:
-        """Mark a step that could not be built.
+    def mark_failed(self, step: int) -> None:
+        """Mark a step that could not be built as failed.
 
         It and later ones are not delivered unless it is planned again.
         """
@@ -157,7 +155,7 @@ class Assembler:
             self._steps[step] = FAILED
 
     def _build(self) -> list[Command]:
-        """Build those of the next steps whose payload is here.
+        """Build those of the next steps whose payload has arrived.
 
         They are a few beyond the last step of the fastest rank, so that a slow rank blocks no
         other. Payload may arrive out of order; the selection of steps does not depend on it.
@@ -174,7 +172,7 @@ class Assembler:
         return commands
 
     def join_build(self, step: int) -> bool:
-        """Return whether to build this bucket's step together with that of another bucket.
+        """Start to build a step together with another bucket, and return whether it was staged.
 
         The ranks of this bucket may not need the step yet.
         """
@@ -207,7 +205,7 @@ class Assembler:
         return commands
 
     def _release(self) -> list[Command]:
-        """Release acknowledged steps. A step that is being built is released afterwards.
+        """Release acknowledged steps; a step that is being built is released when it is built.
 
         A step that was never built here may have nothing to release.
         """
@@ -225,7 +223,7 @@ class Assembler:
         ]
 
     def waiting(self) -> str:
-        """Describe what the next undelivered step waits for; empty if no step is planned."""
+        """Describe the wait of the next undelivered step; empty if no step is planned."""
         for step, status in self._steps.items():
             if status != BUILT and not self._is_over(step):
                 return f"step {step}: {WAITS_FOR[status]}"

@@ -46,10 +46,8 @@ class StepDocuments:
     items: Scattered | None = None
     # int64 [n, 3]: bucket, microbatch, slot of documents excluded from the loss.
     excluded_documents: np.ndarray | None = None
-    excluded_targets: np.ndarray | None = (
-        # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
-        None
-    )
+    # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
+    excluded_targets: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +74,9 @@ class BucketBatch:
     built: tuple[dict[str, np.ndarray], ...] = ()
     # Set if ranks of one constructor get different arrays.
     by_rank: Mapping[int, BucketBatch] = field(default_factory=dict)
-    encoder: BatchArrays | None = (
-        # The images that one rank encodes, and their routes, exchange by exchange
-        # (``planning/images.py``).
-        None
-    )
+    # The images that one rank encodes, and their routes, exchange by exchange
+    # (``planning/images.py``).
+    encoder: BatchArrays | None = None
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
     allocate: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
@@ -206,7 +202,7 @@ def build_with_images(
     compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[BucketBatch], DecodeFailures | None]:
-    """Build as ``build_groups`` does, with the encoder arrays of every rank.
+    """Build the batches of some ranks as ``build_groups`` does, with encoder arrays.
 
     ``members`` are all ranks of the groups. Images of ranks that are not attached are decoded too:
     whether a sample is excluded from the loss must not depend on attached ranks.
@@ -214,7 +210,7 @@ def build_with_images(
     if info.place is not None and any(
         v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
     ):
-        problem = "context parallelism slices microbatches, but rows of images need whole ones"
+        problem = "expected whole microbatches for images, got slices for context parallelism"
         raise PlanError(
             problem, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
         )
@@ -246,13 +242,13 @@ def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
 def _for_view(
     bucket: BucketBatch, view: View, step: int, hooks: Sequence[Hook]
 ) -> tuple[dict[str, np.ndarray], ...]:
-    """Return the microbatches of a hook in the view of a rank."""
+    """Return the microbatches that a hook built, restricted to the view of a rank."""
     try:
         made = tuple(narrow(arrays, view) for arrays in bucket.built)
     except ValueError as e:
         remedy = "pad documents as assembly.default() does, or set Batch(cp_split=...)"
         raise PlanError(
-            f"{hooks[-1].__name__}: its microbatches cannot be sliced for context parallelism: {e}",
+            f"{hooks[-1].__name__}: expected microbatches that can be sliced along cp, got: {e}",
             step,
             remedy,
         ) from None
@@ -314,9 +310,9 @@ def build_buckets(
     allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
 ) -> list[BucketBatch]:
-    """Gather the documents of some buckets and slice their microbatches.
+    """Gather the documents of some buckets and build their microbatches.
 
-    One gather serves all, since small ones cost more.
+    One gather for all buckets costs less than one gather each.
     """
     m = staged.plan.main.n_microbatches
     rows, bounds, place = _rows(staged.plan.main, buckets)

@@ -4,9 +4,9 @@ All other per-token arrays follow from them. Compact microbatches are stored and
 per token instead of 28). The receiver expands one when it is accessed, into memory that is reused
 for the next one. The result is bit-identical to ``pack.build_arrays``.
 
-Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token at 150,
-424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8. ``build_arrays``,
-with the arrays of the last steps still held: 3.8, 3.6, 2.5.
+Measured on one CPU core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token at
+150, 424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8.
+``build_arrays``, with the arrays of the last steps still held: 3.8, 3.6, 2.5.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPE = {
 }
 
 
-def narrowest(pieces: Sequence[np.ndarray]) -> np.dtype:
+def smallest_id_type(pieces: Sequence[np.ndarray]) -> np.dtype:
     """Return the smallest type that holds these ids.
 
     Files often have wider ones than the vocabulary needs.
@@ -110,7 +110,7 @@ def _documents_and_padding(
 def _copy_by_index(
     values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: np.ndarray
 ) -> None:
-    """Copy short documents, some hundred at a time; the values of padding are undefined."""
+    """Copy short documents, a few hundred at a time; the values of padding are undefined."""
     offset = np.cumsum(size) - size
     cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(ids), BLOCK))), len(offset))
     edges = np.append(offset, len(ids))[cuts].tolist()
@@ -123,7 +123,7 @@ def _copy_by_index(
 
 
 def layout_of(batch: Batch) -> CompactLayout:
-    """Return how whole microbatches are expanded."""
+    """Return the layout from which whole microbatches are expanded."""
     padded = batch.layout == "padded"
     return CompactLayout(
         tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
@@ -182,16 +182,16 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as plain arrays: reusable memory stays in this process."""
+        """Pickle the microbatch as plain arrays: reusable memory stays in this process."""
         return dict, (dict(self),)
 
-    def also(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:
+    def with_arrays(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:
         """Return the microbatch with additional arrays."""
         return ExpandedMicrobatch(self._bucket, self._m, self._cut, {**self._arrays, **more})
 
 
 class Expander:
-    """Expands the microbatches of one bucket one by one."""
+    """Expander of the compact microbatches of one bucket, one by one."""
 
     __slots__ = ("_allocate", "_empty", "_layout", "_room", "last")
 
@@ -281,16 +281,16 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    struck = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
+    excluded = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
     if true[-1] != size[-1]:
-        struck = np.concatenate([struck, _padding(true, size)])
+        excluded = np.concatenate([excluded, _padding(true, size)])
     loss_mask.fill(1)
-    labels[struck] = IGNORE
-    loss_mask[struck] = 0
+    labels[excluded] = IGNORE
+    loss_mask[excluded] = 0
 
 
 def _padding(true: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the places of padding after documents."""
+    """Return the positions of padding after documents."""
     ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
     return ranges(ends, size[1:] - ends)
 

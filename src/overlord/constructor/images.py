@@ -1,8 +1,8 @@
 """Inputs of the image encoder of each rank: decoded pixels, and the routes of its outputs.
 
 Decoding an image is a thousand times the work of packing its text. It is therefore done late, by
-the process that builds the step of the encoding rank, on all its cores: decoders release the
-interpreter lock.
+the process that builds the step of the encoding rank, on all its CPU cores: decoders release
+the interpreter lock.
 
 Keys of one exchange of one rank, which encodes n images of P patches in total and receives the rows
 of k images:
@@ -96,12 +96,12 @@ cores = functools.cache(resources.cores)  # read in every step
 
 
 def decode_pool() -> Executor:
-    """Return the only decoding pool of this process.
+    """Return the shared thread pool of this process for decoding.
 
-    A worker builds several steps at a time, on the same cores.
+    A worker builds several steps at a time, on the same CPU cores.
     """
     with _lock:
-        # A fork has the threads of its parent by name only.
+        # A forked process inherits the pool object, but not its threads.
         if (executor := _pools.get(os.getpid())) is None:
             _pools.clear()
             _keep_freed_memory()
@@ -176,11 +176,11 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
             grids[k] = item_grid(items[i])
         except BadImage as fault:  # not a user's file: a loader made it
             raise PlanError(
-                f"expected an item of an image, got none: {fault}", step, "this is a bug: report it"
+                f"expected a valid image item: {fault}", step, "this is a bug: report it"
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             problem = (
-                f"expected images of {form.patch_dim} {form.dtype} a patch, got {dim} "
+                f"expected images of {form.patch_dim} {form.dtype} per patch, got {dim} "
                 f"{np.dtype(dtype)}"
             )
             raise PlanError(problem, step, "this is a bug: report it")
@@ -224,7 +224,7 @@ def _fill_all(
     stopped: Callable[[], bool],
     step: int,
 ) -> list[tuple[int, str]]:
-    """Decode every item into its place, in this thread and in the pool.
+    """Decode every item into its output array, in this thread and in the pool.
 
     Return the failures, by number.
     """
@@ -279,13 +279,13 @@ def _failures(
     assert place is not None
     encoder = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.bounds))[failed]
     own = place.bucket_of(main.axis)[encoder] == e.home[failed, 0]
-    words = {
-        True: "its sample is left out of the loss",
+    outcome = {
+        True: "its sample is excluded from the loss",
         False: "its sample is in the loss, on another replica",
     }
     reasons = tuple(
         f"step {staged.plan.step}, image {int(e.number[row])}: {reason}; pixels are zero, "
-        f"{words[bool(here)]}"
+        f"{outcome[bool(here)]}"
         for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
     )
     return DecodeFailures(staged.plan.step, e.ids[failed], reasons), np.unique(
@@ -302,7 +302,7 @@ def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> 
             places, _document_rows(batch, name, places), strict=True
         ):
             assert 0 <= first <= first + rows <= len(array), (
-                f"document {slot} of microbatch {m} is not there"
+                f"expected document {slot} in microbatch {m}, got none"
             )
             array[first : first + rows] = nothing
         array.flags.writeable = False
@@ -334,9 +334,9 @@ def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> No
 
     ``runs``: int64 [n, 3], with microbatch, first token and number of tokens.
 
-    The label of a token is at its own place (unshifted), or at the place before it. Before the
-    first token of a document there is none to exclude: that place ends another document, or is
-    padding.
+    The label of a token is at its own position (unshifted), or at the position before it. Before
+    the first token of a document there is none to exclude: that position ends another document, or
+    is padding.
     """
     if not len(runs):
         return
@@ -355,7 +355,7 @@ def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> No
 def _document_rows(
     batch: BatchArrays, name: str, places: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the place of documents in an array: first row and number of rows."""
+    """Return the location of documents in an array: first row and number of rows."""
     starts = dict(zip(batch.arrays, batch.starts, strict=True))
     if batch.arrays[name].ndim == 2:
         return [(starts[name][m] + slot, 1) for m, slot in places]
@@ -367,7 +367,7 @@ def _document_rows(
 
 
 def _receive_rows(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return recv_rows and image_token_index of all groups, and where each group of rows begins."""
+    """Return recv_rows and image_token_index of all groups, and the first row of each group."""
     counts = np.diff(e.recv_bounds)
     lens = e.out_lens.astype(np.int64)
     arrival = np.repeat(e.recv_bounds[:-1], counts) + e.recv_perm

@@ -1,4 +1,4 @@
-"""Packs documents into the arrays of microbatches, whole or in slices for context parallelism."""
+"""Pack documents into the arrays of microbatches, whole or in slices for context parallelism."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BatchArrays:
         return made
 
     def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
-        """Return the arrays of some keys."""
+        """Return the batch with only the keys for which ``wanted`` returns true."""
         kept = [wanted(key) for key in self.arrays]
         if all(kept):
             return self
@@ -91,14 +91,16 @@ class BatchArrays:
             if counts != before:  # otherwise this array is of the same kind as the previous one
                 least = min(counts, default=0)
                 if least < ONE:
-                    raise ValueError(f"expected a number of rows of {key!r}, got {least}")
+                    raise ValueError(
+                        f"{key!r}: expected numbers of rows of at least 0, got {least}"
+                    )
                 before, one = counts, least == ONE
                 sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
             if one:
                 single.append(key)
             if sums[-1] != len(array):
                 raise ValueError(
-                    f"{key!r}: expected {sums[-1]} rows, as its microbatches, got {len(array)}"
+                    f"{key!r}: expected the {sums[-1]} rows of its microbatches, got {len(array)}"
                 )
             starts.append(sums)
         return BatchArrays(arrays, starts, frozenset(single))
@@ -109,7 +111,7 @@ class BatchArrays:
 
 
 # ----------------------------------------------------------------------------
-# Runs of documents that context parallelism gives to a rank. Pure.
+# Runs of documents that a rank gets under context parallelism.
 
 
 def pieces(
@@ -153,7 +155,7 @@ def cp_runs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return start and length of the runs of some cp ranks, rank after rank.
 
-    ``bounds``: of the evenly divided units.
+    ``bounds`` are the bounds of the units that are divided evenly.
     """
     pieces = (
         {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
@@ -164,8 +166,8 @@ def cp_runs(
     if (size % pieces).any():
         what = "a document" if split == "zigzag" else "a microbatch"
         raise ValueError(
-            f"{what} of {int(size[size % pieces > 0][0])} tokens does not divide into "
-            f"{pieces} for cp={cp}, cp_split={split!r}"
+            f"expected {what} of a multiple of {pieces} tokens for cp={cp}, cp_split={split!r}, "
+            f"got {int(size[size % pieces > 0][0])}"
         )
     chunk = size // pieces
     if pieces == 1:
@@ -189,7 +191,7 @@ def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 #
 # All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of
 # views of them. The cost per microbatch is a few slices, the cost per token a few vector
-# operations (measured at the end of this text).
+# operations (measured at the end of this comment).
 #
 # Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to
 # ``multiple``, summed):
@@ -216,17 +218,15 @@ def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 # tokens count as its true length (``cu_seqlens == [0, multiple]``). Attention kernels may not
 # accept an empty sequence, or one whose mask is all false.
 #
-# Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token.
+# Measured on one CPU core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token.
 # Documents of 150 tokens: 3.3 (a loop of slice copies over documents: 12). Documents of 2000
 # tokens: 1.8 (the loop: 2.3). If the arrays of the last steps are still held, as prefetch does,
 # it is about 1 more.
 
 IGNORE = -100  # a label without a loss
-BLOCK = (
-    2**15
-    # Tokens gathered at a time: the temporaries stay in the cache. 2**16 is as good; all at once is
-    # a tenth slower.
-)
+# Tokens gathered at a time: the temporaries stay in the cache. 2**16 is as good; all at once is a
+# tenth slower.
+BLOCK = 2**15
 # Mean tokens per document; from here on a slice copy per document is cheaper than gathering by
 # index.
 SLICE_FROM = 500
@@ -340,7 +340,7 @@ def documents(
         if batch.layout == "padded"
         else np.maximum(-(-content // multiple), 1) * multiple
     )
-    assert (content <= size).all(), "a document is longer than the context"
+    assert (content <= size).all(), "expected documents of at most the context, got a longer one"
     return Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
 
 
@@ -351,10 +351,10 @@ def _per_token(
     batch: Batch,
     allocate: Callable[[int], np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """Build the per-token arrays."""
+    """Build the per-token arrays of all documents of the layout."""
     content, size = layout.content, layout.size
     offset = np.cumsum(size) - size
-    # Place of the first token of the document, even if it is not in the run.
+    # Position of the first token of the document, even if it is not in the run.
     origin = offset if layout.base is None else offset - layout.base
     arrays = _allocate(total, allocate)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
@@ -442,8 +442,8 @@ def _with_empty_microbatches(
 
     Also returns the first document of each microbatch, and the number of documents.
     """
-    assert not len(length) or length.min() > 0, "a document without tokens cannot be placed"
-    assert (microbatch[1:] >= microbatch[:-1]).all(), "documents must come sorted by microbatch"
+    assert not len(length) or length.min() > 0, "expected documents with tokens, got an empty one"
+    assert (microbatch[1:] >= microbatch[:-1]).all(), "expected documents sorted by microbatch"
     counts = np.bincount(microbatch, minlength=n_microbatches)
     first = np.zeros(n_microbatches + 1, np.int64)
     np.cumsum(np.maximum(counts, 1), out=first[1:])
@@ -483,7 +483,7 @@ def _fill_by_index(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Fill tokens (undefined in padding) and positions, some hundred short documents at a time."""
+    """Fill tokens (undefined in padding) and positions, a few hundred short documents at a time."""
     cuts = np.append(
         np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset)
     )
@@ -534,7 +534,7 @@ def _fill_targets(
     layout: _Layout,
     convention: str,
 ) -> None:
-    """Fill labels with a (shifted) copy of all tokens, then exclude places without a label."""
+    """Fill labels with a (shifted) copy of all tokens, then exclude positions without a label."""
     tokens, labels, loss_mask = arrays["tokens"], arrays["labels"], arrays["loss_mask"]
     if convention == "shifted":
         # The last label is excluded below: it ends a document, or is padding.
@@ -549,9 +549,9 @@ def _fill_targets(
         labels[:] = tokens
         unlabelled = offset if origin is offset else offset[offset == origin]
     loss_mask.fill(1)
-    for places in (unlabelled, holes):
-        labels[places] = IGNORE
-        loss_mask[places] = 0
+    for positions in (unlabelled, holes):
+        labels[positions] = IGNORE
+        loss_mask[positions] = 0
 
 
 def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -38,7 +38,10 @@ Early = dict[tuple[int, int], StepPayload]  # by recovery and step
 
 
 class PayloadGatherer:
-    """Collects plans and payload, and returns commands for the constructor. Runs on: event loop."""
+    """Gatherer of plans and payload, which returns commands for the constructor.
+
+    Runs on: event loop.
+    """
 
     def __init__(self, constructors: ConstructorService, *, failover: bool = False):
         self._constructors, self._failover = constructors, failover
@@ -46,7 +49,7 @@ class PayloadGatherer:
         self._expected: dict[int, tuple[ConstructorPlan, dict[int, StepPayload]]] = {}
         # By loader worker: payload that arrived before the plan of its step.
         self._early: dict[int, Early] = {}
-        # loader workers that will send nothing more, and the reason
+        # Loader workers that will send no more payload, and the reason.
         self._lost_workers: dict[int, str] = {}
         self._end: int | None = None  # the first step that does not exist
         self._planned = -1
@@ -56,7 +59,7 @@ class PayloadGatherer:
         self._recovery = 0
 
     def plan(self, routed: ConstructorPlan) -> list[Any]:
-        """Add the plan of a step. Some or all of its payload may be here already."""
+        """Add the plan of a step, of which some or all payload may have arrived before."""
         step, recovery = routed.stage.plan.step, routed.generation // STRIDE
         if recovery < self._recovery:
             log.debug(
@@ -107,7 +110,7 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-worker/%d for step %d dropped: no such step is expected",
+                "payload of loader-worker/%d for step %d dropped: too many steps without a plan",
                 payload.origin,
                 step,
             )
@@ -116,7 +119,7 @@ class PayloadGatherer:
         return []
 
     def _is_late(self, step: int, recovery: int) -> bool:
-        """Return whether payload is obsolete.
+        """Return whether payload is obsolete and must be ignored.
 
         It is of an earlier recovery, of a complete step, or of no known step.
         """
@@ -147,9 +150,9 @@ class PayloadGatherer:
         self._early = {origin: early for origin, early in kept.items() if early}
 
     def rollback(self, rollback: Rollback) -> list[Any]:
-        """Roll back: later steps are planned again.
+        """Roll back to a step: later steps will be planned again.
 
-        Complete steps stay, the others arrive again.
+        Complete steps stay; incomplete ones arrive again.
         """
         recovery = rollback.generation // STRIDE
         if recovery <= self._recovery:
@@ -169,7 +172,7 @@ class PayloadGatherer:
         return self._constructors.rollback(rollback)
 
     def lost(self, host: int, reason: str) -> list[Any]:
-        """Record that a loader worker sends nothing more.
+        """Record that a loader worker is lost and sends no more payload.
 
         Steps that wait for it fail unless it is restarted and they arrive again.
         """
@@ -220,15 +223,15 @@ class PayloadGatherer:
     def _fail(self, step: int, error: Exception) -> list[Any]:
         """End the job before this step.
 
-        The planner will confirm it; later steps are no longer awaited.
+        The planner will confirm the end; later steps are no longer awaited.
         """
         self._end_before(step)
-        self._constructors.cannot(step, None, "gathering", error)
+        self._constructors.fail_step(step, None, "gathering", error)
         return []
 
     @property
     def complete_until(self) -> int:
-        """Return the first step that cannot be built with the payload here."""
+        """Return the first step that cannot be built with the payload that has arrived."""
         first = min({*self._expected, *self._replanned}, default=self._planned + 1)
         return first if self._end is None else min(first, self._end)
 
@@ -236,12 +239,12 @@ class PayloadGatherer:
     def wants_plans(self) -> bool:
         """Return whether the next step must be planned again and nothing is in transit.
 
-        Only the planner can tell its reason.
+        Only the planner has the reason.
         """
         return bool(self._replanned) and not self._expected
 
     def waiting(self) -> str:
-        """Describe what the next step waits for; empty if nothing is in transit."""
+        """Describe the wait of the next step; empty if nothing is in transit."""
         for step, (routed, arrived) in sorted(self._expected.items()):
             missing = [
                 self._worker_text(origin) for origin in routed.origins if origin not in arrived
@@ -312,9 +315,9 @@ def check_payload(payload: StepPayload, host: int) -> None:
 def _mismatch(
     routed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
 ) -> str:
-    """Return why payload does not match its plan.
+    """Return the reason why payload does not match its plan, or an empty text.
 
-    Every document must have its planned length, every image must be there.
+    Every document must have its planned length, and every image must have arrived.
     """
     doc = routed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload

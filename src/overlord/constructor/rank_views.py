@@ -1,4 +1,4 @@
-"""The arrays that each rank gets of a bucket: a cp slice, its stage's keys, all, or none. Pure.
+"""The arrays of a bucket that each rank gets: a cp slice, its stage's keys, all, or none.
 
     split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that
                           causal attention costs all ranks the same
@@ -47,7 +47,7 @@ WHOLE = frozenset(
 )
 
 
-# One microbatch
+# Views of one microbatch.
 
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
@@ -66,7 +66,7 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
 
     ``arrays`` is the whole microbatch, or that of a rank that fetches for several, sliced or not.
 
-    A user's own keys (of a ``constructor_do_plan``) go to every stage. Keys with an entry per token
+    Keys that a ``constructor_do_plan`` adds are in every stage. Keys with an entry per token
     are sliced as tokens are.
     """
     kept = {key: array for key, array in arrays.items() if view.has(key)}
@@ -80,7 +80,7 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
         if key in kept and kept[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))
     ]:
         raise ValueError(
-            f"expected {wrong[0]!r} of shape {list(shape)}, got {list(kept[wrong[0]].shape)}"
+            f"{wrong[0]!r}: expected the shape {list(shape)}, got {list(kept[wrong[0]].shape)}"
         )
     if len(shape) == 2:
         columns = _columns(shape[1], view)
@@ -136,7 +136,7 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
     return key not in WHOLE and array.shape[: len(shape)] == shape
 
 
-# All microbatches of a step
+# Views of all microbatches of a step.
 
 
 def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:

@@ -1,4 +1,4 @@
-"""Execute the constructors of a process: payload, built microbatches and deliveries of steps."""
+"""Execution of the constructors of a process: payload, built microbatches and deliveries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("overlord")
 
 
 class RankQueue(Protocol):
-    """Queue of the steps of one client."""
+    """Queue that delivers the steps of one rank to its client."""
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None: ...
     def end(self, error: Exception | None) -> None: ...
@@ -42,7 +42,7 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Executes the constructor commands of some buckets: ``execute(command) -> commands``.
+    """Executes the constructor commands of some buckets.
 
     Results of work are passed to ``run``.
     """
@@ -73,7 +73,7 @@ class ConstructorService:
         )
         # built batches are stored and sent in compact form, and expanded by the receiver
         self._compact = compact
-        # Set when nobody waits for the steps being built.
+        # ``stopped`` is set when no client waits for the steps being built.
         self._on_decode_failures, self.stopped = (spoiled, False)
         self.slabs: Any = BufferPool() if slabs is None else slabs
         self._staged: dict[int, StepDocuments] = {}
@@ -89,7 +89,7 @@ class ConstructorService:
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> list[Any]:
         """Attach the clients of these ranks.
 
-        All of them attach together: a step is not kept for a later one.
+        All ranks attach together: a step is not retained for a rank that attaches later.
         """
         self.mailboxes.update(mailboxes)
         return [
@@ -145,7 +145,7 @@ class ConstructorService:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
     def rollback(self, rollback: Rollback) -> list[Any]:
-        """Roll back: the planner plans later steps again, and steps that are here stay."""
+        """Roll back to a step: later steps will be planned again, and steps held here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(rollback)]
 
     def execute(
@@ -156,7 +156,7 @@ class ConstructorService:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                # Buckets whose ranks lag a little are built together with it. One gather for
+                # Buckets whose ranks are a little behind are built together with it. One gather for
                 # all costs less. Allocations of one size are reused, while those of varying sets of
                 # buckets would not fit.
                 self._build(
@@ -210,8 +210,8 @@ class ConstructorService:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
                 for bucket in buckets:
-                    self.assemblers[bucket].failed(step)
-                self.cannot(step, buckets, "building", error)
+                    self.assemblers[bucket].mark_failed(step)
+                self.fail_step(step, buckets, "building", error)
                 return
             commands: list[Any] = []
             made, spoiled = outcome
@@ -225,13 +225,13 @@ class ConstructorService:
 
         return done
 
-    def cannot(
+    def fail_step(
         self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException
     ) -> None:
-        """Fail a step that cannot be delivered: the job ends before it."""
+        """End the job before a step that cannot be delivered."""
         buckets = list(self.assemblers) if buckets is None else buckets
         if not self.stopped:  # otherwise it was stopped on purpose
-            log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
+            log.error("step %d: %s failed for buckets %s: %s", step, what, _few(buckets), error)
         for bucket in buckets:
             self._release_payload(step, bucket)
         self.failed.add(step)
@@ -247,14 +247,14 @@ class ConstructorService:
     # Status
 
     def waiting(self, rank: int) -> str:
-        """Describe what the rank's next step waits for; empty if no step is planned."""
+        """Describe the wait of the next step of a rank; empty if no step is planned."""
         return self.assemblers[self.bucket_of[rank]].waiting()
 
     def held_bytes(self) -> dict[str, int]:
         return {
             "staged": sum(s.nbytes for s in self._staged.values()),
             "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
-            # the memory of assembled steps, including what is kept for the next ones
+            # the memory of assembled steps, including buffers retained for the next ones
             "slabs": self.slabs.nbytes,
         }
 
@@ -264,3 +264,9 @@ class ConstructorService:
     def check(self) -> None:
         for assembler in self.assemblers.values():
             assembler.check()
+
+
+def _few(buckets: Sequence[int]) -> str:
+    """Return the numbers of buckets as text, at most eight of them."""
+    shown = ", ".join(map(str, buckets[:8]))
+    return shown if len(buckets) <= 8 else f"{shown} and {len(buckets) - 8} more"

@@ -1,6 +1,6 @@
 """Hooks: user functions that replace a step of the planner, the loaders or the constructors.
 
-They are those of the Overlord paper, section 4.2.
+They are the hooks of the Overlord paper, section 4.2.
 
     Job(strategy=ov.plan_raw(fn))             planner: assigns samples, from raw arrays
     session.summary_buffer()                  planner: the samples it has, for experiments
@@ -136,10 +136,10 @@ class Popped:
         )
 
     def chance(self, purpose: str = "") -> np.ndarray:
-        """Return a number from 0 to below 1 for every token of ``tokens.values``.
+        """Return a random number in [0, 1) for every token of ``tokens.values``.
 
         It depends on the job's seed, the sample's id and the token's position, so it is the same in
-        every run. Each purpose has its own numbers.
+        every run. Each purpose has different numbers.
         """
         lengths = self.tokens.lengths
         each = keyed_hash(
@@ -168,7 +168,7 @@ class Assembly:
 
     @property
     def documents(self) -> list[Ragged]:
-        """The tokens of every microbatch: document k of microbatch m is ``documents[m][k]``."""
+        """Return the tokens by microbatch: ``documents[m][k]`` is document k of microbatch m."""
         return [self.gather(rows) for rows in self.rows]
 
     def ids(self, microbatch: int) -> list[SampleId]:
@@ -179,7 +179,7 @@ class Assembly:
         return [dict(microbatch) for microbatch in self.build()]
 
 
-# execution
+# Execution of hooks.
 
 
 def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
@@ -189,7 +189,7 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """Return the step's payload after the loader hooks: document of each sample, and documents."""
+    """Apply the loader hooks; return the document number of each sample, and the documents."""
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
     pieces = []
@@ -207,7 +207,7 @@ def popped_by(
 
 
 def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
-    """Return the result of a loader hook as rows of its own, or raise if it cannot be used."""
+    """Return a compact copy of the result of a loader hook, or raise PlanError if it is invalid."""
     problem = ""
     if not isinstance(result, Ragged) or not all(
         _is_flat_and_whole(array) for array in (result.values, result.offsets)
@@ -229,12 +229,15 @@ def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
     else:
         result = Ragged(result.compact().values, before.offsets)
         if len(result.values) and not 0 <= result.values.min() <= result.values.max() < 2**31:
-            problem = "a token id is below 0 or above 2^31 - 1"
+            problem = (
+                "expected token ids from 0 to 2^31 - 1, got "
+                f"{int(result.values.min())} to {int(result.values.max())}"
+            )
     if problem:
         raise PlanError(
             f"{hook.__name__}: {problem}",
             step,
-            "lengths are planned already; change ids, not their number",
+            "change ids, not their number: lengths are planned before",
         )
     return result
 
@@ -244,19 +247,21 @@ def _is_flat_and_whole(array: Any) -> bool:
 
 
 def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """Return the microbatches of a bucket. Each hook gets the result of the hooks before it."""
+    """Return the microbatches of a bucket; each hook gets the result of the previous one."""
     build = assembly.build
     for hook in hooks:
-        build = _over(hook, replace(assembly, build=build))
+        build = _apply_hook(hook, replace(assembly, build=build))
     return build()
 
 
-def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndarray]]]:
-    return lambda: _contract(hook, hook(assembly, assembly.step), assembly)
+def _apply_hook(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndarray]]]:
+    return lambda: _checked_microbatches(hook, hook(assembly, assembly.step), assembly)
 
 
-def _contract(hook: Hook, result: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """Return the result of a constructor hook, read-only, or raise with the broken rule."""
+def _checked_microbatches(
+    hook: Hook, result: Any, assembly: Assembly
+) -> list[dict[str, np.ndarray]]:
+    """Return the result of a constructor hook, read-only, or raise PlanError if it is invalid."""
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
@@ -267,7 +272,7 @@ def _contract(hook: Hook, result: Any, assembly: Assembly) -> list[dict[str, np.
         problem = f"expected a list of {len(assembly.rows)} microbatches, got {found}"
     else:
         problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(result))
-        problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
+        problem = next((f"microbatch {m}: {text}" for m, text in problems if text), "")
     if problem:
         raise PlanError(
             f"{hook.__name__}, bucket {assembly.bucket}: {problem}",
@@ -282,7 +287,7 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
     if not isinstance(microbatch, Mapping):
         return f"expected a mapping, got {type(microbatch).__name__}"
     if missing := [key for key in wanted if key not in microbatch]:
-        return f"{', '.join(missing)} missing"
+        return f"expected the keys {', '.join(missing)}, got none of them"
     for key, array in microbatch.items():
         if (
             not isinstance(key, str)
@@ -297,14 +302,14 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
             return f"expected {np.dtype(wanted[key])} for {key!r}, got {array.dtype}"
     shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
     if len(set(shapes.values())) > 1:
-        return f"the arrays with an entry per token differ in shape: {shapes}"
+        return f"expected per-token arrays of one shape, got {shapes}"
     return _problem_of_documents(microbatch)
 
 
 def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
     """Return the first problem of the document bounds.
 
-    Kernels and slices read memory by them, so every document must end within the tokens.
+    Kernels and slices access memory by these bounds, so every document must end within the tokens.
     """
     tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
     for key in ("cu_seqlens", "cu_seqlens_padded"):
@@ -316,15 +321,18 @@ def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
             or ends[-1] > tokens
         ):
             return (
-                f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
+                f"{key}: expected bounds of {n} documents, one for each of source_ids, within "
+                f"{tokens} tokens, got {ends.tolist()!s:.80}"
             )
     if microbatch["cu_seqlens_padded"][-1] != tokens:
         return (
-            f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the "
-            f"{tokens} tokens"
+            f"cu_seqlens_padded: expected {tokens} at its end, the number of tokens, got "
+            f"{microbatch['cu_seqlens_padded'][-1]}"
         )
     if (np.diff(microbatch["cu_seqlens"]) > np.diff(microbatch["cu_seqlens_padded"])).any():
-        return "a document of cu_seqlens is longer than with its padding in cu_seqlens_padded"
+        return (
+            "cu_seqlens: expected documents no longer than in cu_seqlens_padded, got a longer one"
+        )
     return (
         ""
         if microbatch["max_seqlen"].shape == ()

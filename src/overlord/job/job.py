@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from overlord import late_binding
-from overlord.checks import cannot_take, did_you_mean, is_int, is_real, one_of
+from overlord.checks import did_you_mean, is_int, is_real, one_of, signature_problem
 from overlord.errors import JobError
 from overlord.job.hooks import Hook
 from overlord.mesh import Batch, Mesh
@@ -144,7 +144,7 @@ class Source:
             )
         if self.epochs is not None and (not is_int(self.epochs) or self.epochs < 1):
             found.append(
-                f"{at}.epochs: expected a whole number of at least 1, or None for ever, "
+                f"{at}.epochs: expected a whole number of at least 1, or None for no limit, "
                 f"got {self.epochs!r}"
             )
         if not isinstance(self.shuffle, bool):
@@ -180,14 +180,14 @@ class Source:
             if getattr(t, "kind", None) != "images" or isinstance(t, type)
         ]
         return [
-            f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; all else goes into transforms"
+            f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; use transforms for it"
             for i, t in wrong
         ]
 
     def _uri_problems(self, at: str) -> list[str]:
         if isinstance(self.uri, (list, tuple)):
             if not self.uri:
-                return [f"{at}.uri: the list of files is empty"]
+                return [f"{at}.uri: expected at least one file, got an empty list"]
             if secret := [
                 problem for p in self.uri if isinstance(p, str) for problem in uri_problems(p)
             ]:
@@ -195,12 +195,12 @@ class Source:
             wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
                 return [
-                    f"{at}.uri: expected a list of paths, got {wrong[0]!r} in it; rows go "
-                    "in by Source.from_dataset"
+                    f"{at}.uri: expected a list of paths, got {wrong[0]!r} in it; use "
+                    "Source.from_dataset for rows"
                 ]
             counts = Counter(str(p) for p in self.uri)
             return [
-                f"{at}.uri: {p} is listed twice; its rows would be read twice"
+                f"{at}.uri: expected every file once, got {p} twice; its rows would be read twice"
                 for p in sorted(counts)
                 if counts[p] > 1
             ]
@@ -325,7 +325,7 @@ class Job:
 
     @property
     def document_multiple(self) -> int:
-        """Number of tokens to a multiple of which every document is padded."""
+        """Return the number of tokens to a multiple of which every document is padded."""
         return self.batch.document_multiple(self.place)
 
     def problems(self) -> list[str]:
@@ -376,16 +376,20 @@ class Job:
             and isinstance(self.batch, Batch)
             and self.batch.tokens is not None
         ):
-            found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
+            found.append(
+                'draw: expected "exact" for a batch in tokens, got "random"; set batch.samples'
+            )
         if not callable(self.strategy) and not isinstance(self.strategy, str):
             found.append(f"strategy: expected a name or a function, got {self.strategy!r}")
         elif callable(self.strategy):
             found += [
-                f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p
+                f"strategy: {p}"
+                for p in [signature_problem(self.strategy, ("buffer", "place"))]
+                if p
             ]
         elif self.strategy not in STRATEGIES:
             found.append(
-                "strategy: unknown strategy "
+                "strategy: expected a known strategy, got "
                 f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
             )
         return (
@@ -401,7 +405,7 @@ class Job:
             return [f"hooks: expected a list, got {self.hooks!r}"]
         wrong = [(i, hook) for i, hook in enumerate(self.hooks) if not isinstance(hook, Hook)]
         known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
-        raw = " (it goes in as strategy=)"
+        raw = " (pass it as strategy=)"
         return [
             f"hooks[{i}]: expected {known}, got "
             f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
@@ -419,19 +423,19 @@ class Job:
         if wrong:
             return wrong
         found = [
-            f"sources: the name {n!r} is used twice"
+            f"sources: expected different names, got {n!r} twice"
             for n in sorted({n for n in self.names if self.names.count(n) > 1})
         ]
         if self.until == "first" and (
             leaves := [s.name for s in self.sources if s.on_lost == "leave"]
         ):
-            why = 'until="first" ends the job where one has no more'
             found.append(
-                f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; "
-                "leave out one of the two"
+                'sources: expected on_lost="fail" with until="first", which ends the job with the '
+                f'first source, got on_lost="leave" for {", ".join(map(repr, leaves[:8]))}'
+                + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
             )
         if self.mixture is None and all(s.weight == 0 for s in self.sources):
-            found.append("sources: all weights are zero, so no sample would ever be drawn")
+            found.append("sources: expected a weight above 0, got only zeros")
         if isinstance(self.mixture, Mapping):
             found += mixture_problems(self.mixture, self.names)
         elif self.mixture is not None and (
@@ -441,7 +445,7 @@ class Job:
                 f"mixture: expected a mapping of weights or a schedule, got {self.mixture!r}"
             )
         elif self.mixture is not None and (
-            problem := cannot_take(self.mixture, ("step", "feedback"))
+            problem := signature_problem(self.mixture, ("step", "feedback"))
         ):
             found.append(f"mixture: {problem}")
         else:
@@ -460,18 +464,18 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                'overflow: "defer" needs a batch in samples; a batch in tokens '
-                "can be made small enough to fit"
+                'overflow: expected "grow" for a batch in tokens, got "defer"; '
+                "set batch.samples, or fewer tokens"
             )
         if self.overflow == "defer" and self.look_ahead != 1:
             found.append(
-                'overflow: "defer" needs look_ahead=1; look-ahead chooses what a step takes already'
+                'overflow: expected "grow" with look_ahead above 1, got "defer"; set look_ahead=1'
             )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
             what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
             found.append(
-                f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no "
-                "choice; set look_ahead, for example to 4"
+                f"look_ahead: expected more than 1 for {what}, which chooses among candidates, "
+                "got 1; set it, for example, to 4"
             )
         if (
             is_int(self.look_ahead)
@@ -480,8 +484,8 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                f"look_ahead: {self.look_ahead} needs a batch in samples; give "
-                "batch.samples, or set look_ahead=1"
+                f"look_ahead: expected 1 for a batch in tokens, got {self.look_ahead}; set "
+                "batch.samples, or look_ahead=1"
             )
         return found
 
@@ -499,12 +503,12 @@ class Job:
         for name in ("patch", "merge", "dtype"):
             values = {getattr(spec, name): source for source, spec in reversed(specs)}
             if len(values) > 1:
-                words = ", ".join(
+                listed = ", ".join(
                     f"{value!r} in {source!r}" for value, source in reversed(values.items())
                 )
                 found.append(
                     f"sources: expected the same {name} for the images of all sources, since "
-                    f"they go to one encoder, got {words}"
+                    f"one encoder processes them, got {listed}"
                 )
         sliced = (
             isinstance(self.place, Mesh)
@@ -512,12 +516,12 @@ class Job:
             and getattr(self.batch, "cp_split", "none") != "none"
         )
         if specs and sliced and isinstance(self.strategy, str):
-            ways = (
+            remedies = (
                 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
             )
             found.append(
-                f"place: cp={self.place.cp} cuts microbatches, and rows of images go into "
-                f"whole ones; use {ways}"
+                f"place: expected whole microbatches for images, got slices of cp={self.place.cp}; "
+                f"use {remedies}"
             )
         return found
 
@@ -532,14 +536,16 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
     known, found = tuple(names), []
     for name, weight in weights.items():
         if name not in known:
-            found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
+            found.append(
+                f"mixture: expected a source of the job, got {name!r}{did_you_mean(name, known)}"
+            )
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
             found.append(
                 f"mixture: the weight of {name!r}: expected a finite number of at least 0, "
                 f"got {weight!r}"
             )
     if not found and not any(weights.values()):
-        found.append("mixture: all weights are zero, so no sample would ever be drawn")
+        found.append("mixture: expected a weight above 0, got only zeros")
     return found
 
 
@@ -551,14 +557,14 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
     named, known = getattr(mixture, "sources", ()), tuple(names)
     listed = named if isinstance(named, (tuple, list)) else ()
     return [
-        f"mixture: unknown source {name!r}{did_you_mean(name, known)}"
+        f"mixture: expected a source of the job, got {name!r}{did_you_mean(name, known)}"
         for name in listed
         if name not in known
     ]
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the field defaults of a class above; YAML contains only fields that differ."""
+    """Return the defaults of the fields of a class by name; MISSING if there is none."""
     return {f.name: f.default if f.default is not MISSING else MISSING for f in fields(cls)}
 
 

@@ -18,14 +18,14 @@ from overlord.planning.schedule.base import Base, Constant, Feedback, is_real
 
 
 def is_schedule(plain: Any) -> bool:
-    """Whether a mapping is a schedule; weights of a source named "schedule" have a number there."""
+    """Return whether a mapping is a schedule; a source named "schedule" has a number there."""
     return isinstance(plain, Mapping) and "schedule" in plain and not is_real(plain["schedule"])
 
 
 def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
     """Return weights as they are, and a schedule from its mapping.
 
-    If a schedule cannot be made, return ``failed`` and add its problems.
+    If a schedule cannot be made, return ``invalid_schedule`` and add its problems.
     """
     if isinstance(plain, list):
         return [read_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(plain)]
@@ -42,19 +42,22 @@ def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
         return given
     kind, known = given.pop("schedule"), factories()
     if not isinstance(kind, str) or kind not in known:
-        problems.append(f"{at}.schedule: unknown{did_you_mean(kind, known)}")
-        return failed
+        problems.append(
+            f"{at}.schedule: expected a known schedule, got {short_repr(kind)}"
+            + did_you_mean(kind, known)
+        )
+        return invalid_schedule
     given, missing = _arguments(known[kind], given, at, problems)
     # A user's factory is called only with valid arguments.
     if len(problems) > before and kind not in BUILT_IN:
-        return failed
+        return invalid_schedule
     made = _made(kind, given | dict.fromkeys(missing), missing, at, problems)
-    return made if len(problems) == before else failed
+    return made if len(problems) == before else invalid_schedule
 
 
-def failed(step: int, feedback: Feedback) -> dict[str, float]:
-    """Replace a schedule that could not be made, so that the rest of the file is still checked."""
-    raise AssertionError("a job with problems is never run")
+def invalid_schedule(step: int, feedback: Feedback) -> dict[str, float]:
+    """Stand in for a schedule that could not be made, so that the rest of the file is checked."""
+    raise AssertionError("expected a valid schedule, got one that could not be made")
 
 
 def _arguments(
@@ -70,9 +73,12 @@ def _arguments(
     unknown = [
         key for key in given if not isinstance(key, str) or (key not in named and not takes_any)
     ]
-    problems += [f"{at}.{key}: unknown{did_you_mean(key, named)}" for key in unknown]
+    problems += [
+        f"{at}.{key}: expected a known argument, got {key!r}{did_you_mean(key, named)}"
+        for key in unknown
+    ]
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
-    problems += [f"{at}.{name}: missing" for name in missing]
+    problems += [f"{at}.{name}: expected a value, got none" for name in missing]
     return {key: value for key, value in given.items() if key not in unknown}, missing
 
 
@@ -89,7 +95,7 @@ def _made(
         ]
     except Exception as fault:  # a registered factory is the user's code
         problems.append(f"{at}: {kind} raised {describe_error(fault)}")
-    return failed
+    return invalid_schedule
 
 
 def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
@@ -109,8 +115,8 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
     if isinstance(mixture, (str, bool, int, float, type(None))):
         return mixture
     problems.append(
-        f"{at}: {short_repr(mixture)} is code; a file can name only what has a name "
-        "(ov.register_schedule)"
+        f"{at}: expected a named schedule, got the code {short_repr(mixture)}; call "
+        "ov.register_schedule"
     )
     return None
 

@@ -19,7 +19,7 @@ import yaml
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job, Source
-from overlord.jobfile.mixture import failed, read_mixture, write_mixture
+from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
@@ -52,9 +52,12 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
             [f"expected a name and a function, got {name!r} and {fn!r}"], "register_function"
         )
     known = _functions.get(name)
-    if known is not None and _place(known) != _place(fn):
+    if known is not None and _qualified_name(known) != _qualified_name(fn):
         raise JobError(
-            [f"name: expected an unused one, got {name!r} of {_place(known)}; choose another"],
+            [
+                f"name: expected an unused name, got {name!r} of {_qualified_name(known)}; "
+                "choose another"
+            ],
             "register_function",
         )
     _functions[name] = fn
@@ -70,7 +73,7 @@ def read_job(path: str | Path) -> Job:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as fault:
-        raise JobError([f"cannot be read: {fault.strerror or fault}"], where) from fault
+        raise JobError([f"could not be read: {fault.strerror or fault}"], where) from fault
     except UnicodeDecodeError as fault:
         problem = (
             f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at "
@@ -85,7 +88,7 @@ def read_job(path: str | Path) -> Job:
 
 
 def _refuse_data(where: str) -> None:
-    """Refuse a data file by its name, before it is read as text."""
+    """Raise JobError for a directory or a data file, by its name, before it is read as text."""
     from overlord.sources.formats import SUFFIXES
 
     if os.path.isdir(where):
@@ -119,7 +122,7 @@ def write_job(job: Job) -> str:
 
 
 class _Reader:
-    """Builds the objects of a job file one by one and collects their problems."""
+    """Builder of the objects of a job file, which collects all their problems."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -142,7 +145,7 @@ class _Reader:
         )
         batch = self._object(Batch, plain["batch"], "batch") if "batch" in plain else None
         sources = self._sources(plain["sources"]) if "sources" in plain else []
-        # Stand-ins for what failed, so that the rules of Job still check the rest.
+        # Stand-ins for invalid parts, so that the rules of Job still check the rest.
         stand_ins = {
             "place": place or ClientPlaceTree(),
             "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
@@ -153,7 +156,8 @@ class _Reader:
         }
         if (
             "mixture" in given
-            and (mixture := read_mixture(given["mixture"], "mixture", self.problems)) is not failed
+            and (mixture := read_mixture(given["mixture"], "mixture", self.problems))
+            is not invalid_schedule
         ):
             given["mixture"] = mixture
         elif "mixture" in given:
@@ -188,7 +192,9 @@ class _Reader:
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
         self.problems += [
-            f"{dot}{key}: unknown{did_you_mean(key, names)}" for key in plain if key not in names
+            f"{dot}{key}: expected a known field, got {key!r}{did_you_mean(key, names)}"
+            for key in plain
+            if key not in names
         ]
         needed = [
             f.name
@@ -196,7 +202,7 @@ class _Reader:
             if f.default is MISSING and f.default_factory is MISSING and f.init
         ]
         missing = [name for name in needed if name not in plain]
-        self.problems += [f"{dot}{name}: missing" for name in missing]
+        self.problems += [f"{dot}{name}: expected a value, got none" for name in missing]
         stand_ins = {name: {"fn": _missing, "placeholder": 0}.get(name, "?") for name in missing}
         return {key: value for key, value in plain.items() if key in names} | stand_ins
 
@@ -218,7 +224,7 @@ class _Reader:
         return made if len(self.problems) == before else None
 
     def _sources(self, plain: Any) -> list[Source]:
-        """Return every source, or a stand-in of its name if it failed.
+        """Return every source, or a stand-in with its name if it is invalid.
 
         Stand-ins let names and mixture still be checked.
         """
@@ -240,7 +246,7 @@ class _Reader:
         before = len(self.problems)
         if isinstance(plain, dict):
             if name is not None and "name" in plain:
-                self.problems.append(f"{at}.name: expected none, got one; the key is the name")
+                self.problems.append(f"{at}.name: expected no name, got one; the key is the name")
             for key in ("transforms", "deferred"):
                 if isinstance(plain.get(key), list):
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
@@ -250,7 +256,7 @@ class _Reader:
                     )
                     given[key] = ()
             if "path" in plain:  # a usual mistake: report it, and check the value as uri
-                self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
+                self.problems.append(f"{at}.path: expected 'uri', got 'path'")
                 plain = {
                     "uri": plain["path"],
                     **{key: value for key, value in plain.items() if key != "path"},
@@ -302,7 +308,10 @@ class _Reader:
             return None
         kind, body = next(iter(plain.items()))
         if kind not in _TRANSFORMS:
-            self.problems.append(f"{at}.{kind}: unknown{did_you_mean(kind, _TRANSFORMS)}")
+            self.problems.append(
+                f"{at}.{kind}: expected a known transform, got {kind!r}"
+                + did_you_mean(kind, _TRANSFORMS)
+            )
             return None
         at = f"{at}.{kind}"
         if kind == "select":
@@ -344,7 +353,9 @@ class _Reader:
         """Convert ``column`` or ``fn`` to ``value``: Python has one argument for both."""
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
-            self.problems.append(f"{at}: expected exactly one of column and fn")
+            self.problems.append(
+                f"{at}: expected column or fn, got {'both' if 'column' in body else 'neither'}"
+            )
             return {**rest, "value": "?"}
         return {
             **rest,
@@ -358,7 +369,7 @@ class _Reader:
             return _functions[name]
         known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
         self.problems.append(
-            f"{at}: no function is registered as {_short_repr(name)} ({known}); {REGISTER}"
+            f"{at}: expected a registered function ({known}), got {_short_repr(name)}; {REGISTER}"
         )
         return _missing
 
@@ -371,7 +382,7 @@ class _Named:
 
 
 def _missing(*_: Any) -> None:
-    """Replace an unknown function, so that the rest of its transform is still checked."""
+    """Stand in for an unknown function, so that the rest of its transform is checked."""
 
 
 def _keyed(problem: str, at: str, name: Any) -> str:
@@ -400,12 +411,12 @@ def _short_repr(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _place(fn: Any) -> str:
+def _qualified_name(fn: Any) -> str:
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
 class _Writer:
-    """Converts a job to plain values; what a file cannot hold becomes a problem."""
+    """Converter of a job to plain values; values that a file cannot hold become problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -430,10 +441,10 @@ class _Writer:
             elif name == "mixture":
                 value = write_mixture(value, "mixture", self.problems)
             elif name == "journal":
-                value = _anywhere(value)
+                value = _absolute(value)
             elif callable(value) or name == "hooks":
                 self.problems.append(
-                    f"{name}: {_short_repr(value)} is code; a file can name only what has a name"
+                    f"{name}: expected a registered name, got the code {_short_repr(value)}"
                 )
             plain[name] = value
         return plain
@@ -443,11 +454,11 @@ class _Writer:
         at = f"sources[{i}]"
         paths = list(source.uri) if isinstance(source.uri, (list, tuple)) else [source.uri]
         if all(isinstance(p, (str, os.PathLike)) for p in paths):
-            text = [_anywhere(os.fspath(p)) for p in paths]
+            text = [_absolute(os.fspath(p)) for p in paths]
             plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
             self.problems.append(
-                f"{at}.uri: {_short_repr(source.uri)} is an object of this program, not files"
+                f"{at}.uri: expected files, got the Python object {_short_repr(source.uri)}"
             )
         if "weight" in plain:
             plain["weight"] = (
@@ -461,7 +472,9 @@ class _Writer:
 
     def _transform(self, t: Any, at: str) -> dict[str, Any]:
         if type(t) not in _TRANSFORMS.values():
-            self.problems.append(f"{at}: {_short_repr(t)} has no name in a job file")
+            self.problems.append(
+                f"{at}: expected a transform of this package, got {_short_repr(t)}"
+            )
             return {}
         if isinstance(t, Select):
             return {"select": list(t.columns)}
@@ -470,7 +483,7 @@ class _Writer:
             for name, value in _changed(t).items()
         }
         if isinstance(t, Tokenize):
-            body["tokenizer"] = _anywhere(str(t.tokenizer))
+            body["tokenizer"] = _absolute(str(t.tokenizer))
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
@@ -485,7 +498,7 @@ class _Writer:
             if _functions[name] is fn:
                 return name
         self.problems.append(
-            f"{at}: the function {_place(fn)} has no name in a job file; call "
+            f"{at}: expected a registered function, got {_qualified_name(fn)}; call "
             "ov.register_function first"
         )
         return "?"
@@ -500,7 +513,7 @@ def _changed(thing: Any) -> dict[str, Any]:
     }
 
 
-def _anywhere(path: str) -> str:
+def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
@@ -520,7 +533,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     self.duplicates.append(
-                        f"{key.value}: given twice, the second time in line "
+                        f"{key.value}: expected it once, got it twice, the second time in line "
                         f"{key.start_mark.line + 1}"
                     )
                 seen.add(key.value)
@@ -528,7 +541,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that ``_Loader`` would read as another type."""
+    """A safe dumper that quotes texts which ``_Loader`` would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -477,7 +477,7 @@ class ObjectStoreStorage:
         return self._ask(name, lambda: self._remote.create(self._path(name), data))
 
     def _read_if_any(self, name: str) -> bytes | None:
-        entry = self._ask(name, lambda: self._remote.look(self._path(name)))
+        entry = self._ask(name, lambda: self._remote.find(self._path(name)))
         if entry is None or entry.file is None:
             return None
         self._files[name] = entry.file

@@ -1,4 +1,4 @@
-"""The core of a source loader: what to read next, how far ahead, and what a plan pops. Pure.
+"""State machine of a source loader: what to read next, how far ahead, and what a plan pops.
 
 There is one per source and shard of its chunks. It visits its chunks window by window and requests
 reads and evaluations from its worker. Rows are not evaluated before they are needed, so start-up
@@ -72,7 +72,7 @@ class Loader:
         self._done = self.failed = False  # failed: something could not be read
         self._must_have = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
-        # Samples announced and not popped; below 0 if a standby owes samples to its primary.
+        # Samples announced and not popped; below 0 if a standby has popped more than it read.
         self.ready = 0
         self.announced = 0  # samples since it was opened
         self.replay_buffer: ReplayBuffer | None = None  # announcements for a rollback, if enabled
@@ -85,7 +85,7 @@ class Loader:
         self._next_group()
 
     def restarted(self, cursor: Cursor, generation: int) -> Loader:
-        """Return a new loader that starts at a cursor and holds nothing."""
+        """Return a new loader that starts at a cursor and holds no samples."""
         return Loader(
             self.number,
             self._order,
@@ -101,7 +101,7 @@ class Loader:
     # Rollback
 
     def enable_replay(self) -> None:
-        """Keep announcements from now on, for a rollback."""
+        """Record announcements from now on, for a rollback."""
         self.replay_buffer = ReplayBuffer(self._order, self._start)
 
     @property
@@ -275,9 +275,9 @@ class Loader:
     def _block(self) -> int:
         """Return the rows of the next block.
 
-        If a draw waits, it is exactly what the draw needs. Otherwise it is rows worth a few
-        milliseconds, since each block costs a round trip. The size affects only what is held ready,
-        never the stream: the samples of a row depend on the row alone.
+        If a draw waits, the block has the rows that the draw needs. Otherwise it has rows for a few
+        milliseconds of work, since each block costs a round trip. The size affects only how many
+        samples are ready, never the stream: the samples of a row depend on the row alone.
         """
         if self.ready < self._must_have:
             return math.ceil((self._must_have - self.ready) / self._samples_per_row)
@@ -301,7 +301,7 @@ class Loader:
 
     @property
     def full(self) -> bool:
-        """Return whether the loader holds as many samples as requested, or all there are."""
+        """Return whether the loader holds all requested samples, or the source is exhausted."""
         return self._done or not self._needs_work()
 
     def was_short(self, samples: int) -> bool:
@@ -313,7 +313,7 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the loader, for tests and users.
+        """Return the position and the activity of the loader, for status queries and tests.
 
         Samples are not part of it: they are read again from the cursor.
         """

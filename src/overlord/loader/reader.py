@@ -1,6 +1,7 @@
-"""The input and output of a loader: reads windows of chunks, runs transforms, measures their cost.
+"""Reader of a loader: reads windows of chunks, runs transforms and measures their cost.
 
-A reader executes one command at a time, which the core guarantees, so it needs no locks.
+A reader executes one command at a time. Its lock protects the identity of a read, which another
+thread may give up.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from overlord.transforms.base import Block, RowIds, StagedRows
 # Blocks of evaluated rows: selection from a window, merging of several tables, and lost tokens.
 
 
-def long_of(
+def long_documents(
     key: np.ndarray,
     file: np.ndarray,
     row: np.ndarray,
@@ -56,9 +57,9 @@ def long_of(
     lost: np.ndarray,
     after: Cursor | None,
 ) -> LongDocuments | None:
-    """Return the documents ``at``, which lost tokens, without the cursor's document.
+    """Return the documents at the positions ``at``, which lost tokens.
 
-    The loss of that document was counted with its sample.
+    The cursor's document is excluded: its loss was counted with its sample.
     """
     documents = LongDocuments(key[at], file[at], row[at], lost)
     if after is None:
@@ -68,7 +69,8 @@ def long_of(
     )
 
 
-def all_bad(n: int, reason: str) -> Block:
+def failed_block(n: int, reason: str) -> Block:
+    """Return a block in which all n rows are bad."""
     none = np.zeros(0, np.int64)
     empty = Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64))
     return Block(
@@ -80,17 +82,16 @@ def all_bad(n: int, reason: str) -> Block:
     )
 
 
-def merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
+def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
     """Merge blocks of separate tables, in the order of their rows."""
     full = [(rows, b) for rows, b in blocks if len(b.index)]
     bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
     at = np.concatenate([rows[b.long] for rows, b in blocks])
-    long = {
-        "long": np.sort(at),
-        "lost": np.concatenate([b.lost for _, b in blocks])[np.argsort(at)],
-    }
+    long, lost = np.sort(at), np.concatenate([b.lost for _, b in blocks])[np.argsort(at)]
     if not full:
-        return Block(**{**_fields(blocks[0][1]), "bad": bad, **long})
+        return replace(
+            blocks[0][1], bad=bad, image_bytes_in=0, image_bytes_out=0, long=long, lost=lost
+        )
     index = np.concatenate([rows[b.index] for rows, b in full])
     order = np.argsort(index, kind="stable")
     content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
@@ -105,23 +106,13 @@ def merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
         bad=bad,
         image_bytes_in=sum(b.image_bytes_in for _, b in full),
         image_bytes_out=sum(b.image_bytes_out for _, b in full),
-        **long,
+        long=long,
+        lost=lost,
     )
 
 
-def _fields(block: Block) -> dict[str, Any]:
-    return {
-        "index": block.index,
-        "part": block.part,
-        "tokens": block.tokens,
-        "meta": block.meta,
-        "bad": block.bad,
-        "items": block.items,
-    }
-
-
 def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
-    """Return selected rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
+    """Return selected rows of a table; consecutive rows (unshuffled sources) are a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
     return table.take(arrow_of(at))
@@ -172,7 +163,7 @@ class _Window:
 
 @dataclass(slots=True)
 class ReaderStats:
-    """Cost of reading and transforming a source so far: the P of the paper's (P, T, M)."""
+    """Cost of reading and transforming a source so far: the P of (P, T, M) in the paper."""
 
     read_s: float = 0.0
     # Seconds of transforms of whole slices, which run when a window is opened and are not reading.
@@ -239,7 +230,7 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Executes Read and Evaluate commands.
+    """Executes the Read and Evaluate commands of one loader.
 
     Evaluation returns the payload of a block with its metadata.
     """
@@ -252,7 +243,7 @@ class SourceReader:
     _code: RunningUserCode | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # Identity of the read in progress. The result of a read with another ticket is dropped.
+    # Identity of the read in progress; the result of a read with another one is dropped.
     _read_id: object = None
 
     # Status queries of other threads while a read is in progress.
@@ -276,7 +267,7 @@ class SourceReader:
 
     @property
     def many(self) -> bool:
-        """Return whether reads wait for responses of storage rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a CPU core."""
         return bool(getattr(self.chunks, "is_remote", False))
 
     @property
@@ -299,7 +290,9 @@ class SourceReader:
         )
         try:
             yield
-        except DataStall as stall:  # a transform process was given up; it has no names of files
+        except (
+            DataStall
+        ) as stall:  # from a transform process, which does not know the names of files
             raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None
@@ -331,7 +324,7 @@ class SourceReader:
     def read(self, command: Read) -> WindowReady:
         start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
-            ticket = self._read_id = object()
+            read_id = self._read_id = object()
         staged = np.zeros(2)
         try:
             window, over = self._open(command, staged)
@@ -339,11 +332,14 @@ class SourceReader:
             raise
         except Exception as error:  # an unexpected error must name its source
             raise SourceError(
-                self.order.name, f"reading failed: {describe_error(error)}"
+                self.order.name, f"could not be read: {describe_error(error)}"
             ) from error
         with self._lock:
-            if self._read_id is not ticket:
-                raise StorageError(self.order.name, "a read that was given up has ended")
+            if self._read_id is not read_id:
+                raise StorageError(
+                    self.order.name,
+                    "expected a read in time, got the result of one that was given up",
+                )
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
         self.stats.windows += 1
@@ -396,7 +392,7 @@ class SourceReader:
     def _ordered(
         self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return key, file, row and place of the rows at or after the cursor, in stream order."""
+        """Return key, file, row and table position of rows from the cursor on, in stream order."""
         if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
@@ -414,7 +410,7 @@ class SourceReader:
         return key[order], file[order], row[order], at[order]
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
-        """Read a slice. Storage errors name the file themselves; user code needs a label."""
+        """Read a slice; user code is labelled, since only storage errors name their file."""
         if not (code := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
         with self._running(
@@ -447,7 +443,7 @@ class SourceReader:
     ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
         """Run the slice stage.
 
-        Return the remaining raw rows (future samples, or failures) and the place of each.
+        Return the raw rows that were not filtered out, and the table position or failure of each.
         """
         bad = dict(raw.bad)
         if not bad:
@@ -470,7 +466,7 @@ class SourceReader:
 
     def evaluate(self, command: Evaluate) -> tuple[BlockReady, Content]:
         window = self._window
-        assert window is not None, "evaluate before read"
+        assert window is not None, "expected an open window, got evaluate() before read()"
         start, busy = time.perf_counter(), core_s(self.stages)
         a, b = window.position, min(window.position + command.rows, len(window.key))
         window.position = b
@@ -478,12 +474,8 @@ class SourceReader:
         good = np.flatnonzero(at >= 0)
         with self._running(row):
             block = self._row_stage(window.tables, at[good])
-        index, part, content, meta = (
-            block.index,
-            block.part,
-            Content(block.tokens, block.items),
-            dict(block.meta),
-        )
+        index, part = block.index, block.part
+        content, meta = Content(block.tokens, block.items), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(
                 ~_already_drawn(file[good][index], row[good][index], part, window.after)
@@ -499,7 +491,7 @@ class SourceReader:
         if len(block.long):
             samples = replace(
                 samples,
-                long=long_of(
+                long=long_documents(
                     key, file, row, good[block.long], block.lost, window.after if a == 0 else None
                 ),
             )
@@ -533,10 +525,10 @@ class SourceReader:
             try:
                 block = self.stages.row_stage(rows_of(table, at[mine] - first))
             except TransformError as error:
-                block = all_bad(len(mine), str(error))
+                block = failed_block(len(mine), str(error))
             blocks.append((mine, block))
             first += table.num_rows
-        return blocks[0][1] if len(blocks) == 1 else merged(blocks)
+        return blocks[0][1] if len(blocks) == 1 else merge_blocks(blocks)
 
     def _sample_block(
         self,

@@ -1,4 +1,4 @@
-"""The samples of a loader in stream order: their order, their buffer, and their replay. Pure."""
+"""Samples of a loader: their stream order, their buffer, and their replay after a rollback."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from overlord.sample import Content, cut_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOrder:
-    """All parameters of the order of one source's rows before filters."""
+    """Parameters that determine the order of the rows of one source, before filters."""
 
     name: str
     n_chunks: int
     seed: int
     shuffle: bool
     shuffle_chunks: int
-    # Read once per group, and a source of many chunks has many groups. Two epochs are cached, since
+    # Cached orders of chunks by epoch: each is read once per group. Two epochs are cached, since
     # loaders may be in different ones.
     _orders: dict[int, np.ndarray] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -81,9 +81,7 @@ class SourceOrder:
 
 
 # ----------------------------------------------------------------------------
-# The samples a loader holds, in stream order.
-#
-# Popping returns views from the front; popped samples can be retained.
+# Buffer of the samples that a loader holds, in stream order.
 
 
 class SampleBuffer:
@@ -175,17 +173,17 @@ class SampleBuffer:
 
 
 # ----------------------------------------------------------------------------
-# Retain announcements of a loader, to repeat them from any unacknowledged place. Pure.
+# Replay of the announcements of a loader from any position that is not acknowledged.
 #
 # After a rollback in memory a loader must announce exactly what a loader opened at the same
-# cursor would announce. They are the window of the cursor without samples before it, but with all
-# rows that filters dropped in it, and everything after it.
+# cursor would announce. These announcements cover the window of the cursor and all later ones.
+# Samples before the cursor are excluded; rows that filters dropped in its window are included.
 
 # Retained announcements without a sample. A loader whose rows are all dropped by a filter never has
 # one acknowledged, and would retain them forever. A rollback further back reads the files again.
 MAX_EMPTY = 1024
 
-Place = tuple[int, int, int, int, int, int, int]  # epoch, group, window, key, file, row, part
+Position = tuple[int, int, int, int, int, int, int]  # epoch, group, window, key, file, row, part
 END = 2**64  # above any key: the end of a window
 
 
@@ -206,12 +204,12 @@ class ReplayCursor:
         )
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         c = self.cursor
         return c.epoch, c.group, c.window, self.key, c.file, c.row, c.part
 
     def adapt(self, announcement: Announce) -> Announce | None:
-        """Return what a loader opened at the cursor would announce instead, or None."""
+        """Return the announcement that a loader opened at the cursor would make, or None."""
         c, at = self.cursor, (announcement.epoch, announcement.group, announcement.window)
         here = (c.epoch, c.group, c.window)
         if at > here:
@@ -271,7 +269,7 @@ class ReplayCursor:
 
 
 class ReplayBuffer:
-    """Announcements of a loader in order. Samples are counted from its opening."""
+    """Announcements of a loader in order, for a replay; samples are counted from its opening."""
 
     def __init__(self, order: SourceOrder, since: Cursor):
         self._order = order
@@ -281,7 +279,7 @@ class ReplayBuffer:
         # announcements.
         self._dropped = 0
         self._empty = 0  # announcements without a sample
-        self._earliest = ReplayCursor.of(since, order).place  # nothing before it is known
+        self._earliest = ReplayCursor.of(since, order).position  # nothing before it is known
         # The last announcement of a group, if it was dropped although it may be needed.
         self._last_of_group: Announce | None = None
         self.released = 0  # samples that will not be needed again
@@ -331,7 +329,7 @@ class ReplayBuffer:
         self._last_of_group = announcement if announcement.last else None
 
     def replay_from(self, start: ReplayCursor) -> tuple[int, list[Announce]] | None:
-        """Return the number of samples before a place, and the announcements that follow it.
+        """Return the number of samples before the cursor, and the announcements that follow it.
 
         Returns None if the buffer does not reach back that far.
         """
@@ -353,10 +351,10 @@ class ReplayBuffer:
                 found = SampleBlock.empty(0) if adapted.found is None else adapted.found
                 adapted = replace(adapted, found=replace(found, dropped=found.dropped + dropped))
             repeated.append(adapted)
-        # A standby may lag the released samples.
+        # A standby may not have announced all released samples yet.
         return (
             None
-            if start.place < self._earliest or before < min(self.released, announced)
+            if start.position < self._earliest or before < min(self.released, announced)
             else (before, repeated)
         )
 

@@ -1,4 +1,4 @@
-"""Execute the loaders of a process: logical loaders, their readers and their samples."""
+"""Execution of the loaders of a process: their state machines, readers and samples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from overlord.process.resources import pss_bytes
 from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
 
-# Steps: visiting all loaders at every step costs more than retaining samples a little longer.
-RELEASED_TOGETHER = 4
+# Steps between two releases: a visit of all loaders costs more than retaining samples longer.
+STEPS_PER_RELEASE = 4
 NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
 @dataclass(slots=True, eq=False)
 class ReaderQueue:
-    """Serializes the work of a reader.
+    """Queue that serializes the work of a reader.
 
     A restarted loader waits for work that its predecessor started.
     """
@@ -56,12 +56,12 @@ class LoaderSlot:
 
     @property
     def activity(self) -> str:
-        """Describe the activity: a slow read or user code, else the state of the loader."""
+        """Describe a slow read or running user code, else the state of the loader."""
         return getattr(self.reader, "activity", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
-        """Return all bytes that the loader holds."""
+        """Return the bytes of all samples and raw rows that the loader holds."""
         return self.buffer.nbytes + self.buffer.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
@@ -77,8 +77,8 @@ class LoaderSlot:
             self.popped.append((step, self.loader.front))
         return pieces, commands
 
-    def acked(self, step: int) -> None:
-        """Release samples popped up to this step."""
+    def release_acked(self, step: int) -> None:
+        """Release the samples that were popped up to this step, which all ranks acknowledged."""
         front = -1
         while self.popped and self.popped[0][0] <= step:
             front = self.popped.popleft()[1]
@@ -87,7 +87,7 @@ class LoaderSlot:
             self.sync_buffer()
 
     def rollback(self, opening: LoaderStart, step: int) -> list[Any] | None:
-        """Roll back to the position after a step; None if the replay buffer does not reach so far.
+        """Roll back to the position after a step; None if the replay buffer starts after it.
 
         A standby that failed to read reads again when it takes over: the failure was not announced,
         and may be long ago.
@@ -121,7 +121,7 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Executes loader commands: ``execute(command) -> commands``.
+    """Executes the commands of the loaders of a process.
 
     Results of work are passed to ``run``. With ``keeps`` it can roll back over unacknowledged
     steps. Without it nothing is retained.
@@ -133,7 +133,7 @@ class LoaderService:
         self._executor, self._run, self._keeps = executor, run, keeps
         self.generation, self._step = 0, -1  # of the last Rollback: its generation and step
         # The last steps acknowledged by all ranks, and released.
-        self._acked, self._released = (-1, -RELEASED_TOGETHER)
+        self._acked, self._released = (-1, -STEPS_PER_RELEASE)
         self.slots: dict[int, LoaderSlot] = {}  # by number of the loader, ascending
         self.held = NOTHING  # samples that look-ahead skipped
         self._held_by = np.zeros(0, np.int64)  # the loader that read each of them
@@ -174,18 +174,18 @@ class LoaderService:
         Samples are released a few steps at a time.
         """
         self._acked = max(step, self._acked)
-        if self._acked >= self._released + RELEASED_TOGETHER:
+        if self._acked >= self._released + STEPS_PER_RELEASE:
             self._release()
 
     def _release(self) -> None:
         self._released = self._acked
         for slot in self.slots.values():
-            slot.acked(self._acked)
+            slot.release_acked(self._acked)
 
     def rollback(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Roll the named loaders back to a step.
 
-        A loader whose replay buffer does not reach back that far is reopened. Idempotent. Returns
+        A loader whose replay buffer does not reach back that far is reopened. Idempotent. Return
         their announcements and commands.
         """
         if rollback.generation < self.generation:
@@ -277,7 +277,7 @@ class LoaderService:
         if slot is None:  # the loader was moved while the command was in transit
             return ()
         if not isinstance(command, Refill) and command.generation != slot.loader.life:
-            return ()  # requested by a loader that has restarted since
+            return ()  # requested before the loader was restarted
         match command:
             case Refill():
                 return slot.loader.handle(command)
@@ -302,7 +302,7 @@ class LoaderService:
         def go() -> None:
             queue.in_use = True
             self._executor.submit(
-                name, work, self._read_done(slot), size=size, urgent=urgent, waits=waits
+                name, work, self._work_done(slot), size=size, urgent=urgent, waits=waits
             )
 
         if queue.in_use:
@@ -310,7 +310,7 @@ class LoaderService:
         else:
             go()
 
-    def _read_done(self, slot: LoaderSlot) -> Done:
+    def _work_done(self, slot: LoaderSlot) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
             slot.queue.in_use = False
             if (pending := slot.queue.pending) is not None:
@@ -364,7 +364,7 @@ class LoaderService:
         return pieces, commands
 
     def busy(self) -> list[str]:
-        """Return descriptions of active loaders."""
+        """Return a description of each loader that is working."""
         every = (
             (f"loader/{h.reader.order.name}/{number}", h.activity)
             for number, h in self.slots.items()
@@ -386,7 +386,7 @@ class LoaderService:
         }
 
     def work(self) -> list[LoaderWork]:
-        """Return the work and read latency of each loader, in short.
+        """Return the work and the read latency of each loader.
 
         The autoscaler polls it often, so it is cheap.
         """
@@ -397,7 +397,7 @@ class LoaderService:
         ]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return activity and cost of each loader, as plain values."""
+        """Return the activity and the cost of each loader, as plain values."""
         return [
             {
                 "loader": number,

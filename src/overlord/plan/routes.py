@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.hashing import by_key, in_documents, number_inside
+from overlord.hashing import in_documents, order_by_key, position_in_key
 from overlord.plan.plan import Assignment, LoadingPlan
 
 
@@ -160,8 +160,8 @@ class Routes:
                 )
         # The rows that a rank sends to another must be exactly the rows that the other expects from
         # it.
-        as_sent = self.received[by_key(self.encoder[self.received], w)]
-        as_sent = as_sent[by_key(self.slot[as_sent], self.n_slots)]
+        as_sent = self.received[order_by_key(self.encoder[self.received], w)]
+        as_sent = as_sent[order_by_key(self.slot[as_sent], self.n_slots)]
         if not np.array_equal(as_sent, self.sent):
             raise PlanError(
                 f"routes of {self.module!r}: a sender and its receiver disagree about the "
@@ -192,10 +192,10 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
     )
     owner, microbatch = owners[b.bucket[at]], b.microbatch[at]
     placed = _placed(a, b, owners)
-    by_encoder = placed[by_key(encoder[placed], w)]
-    received = by_encoder[by_key(owner[by_encoder], w)]
+    by_encoder = placed[order_by_key(encoder[placed], w)]
+    received = by_encoder[order_by_key(owner[by_encoder], w)]
     sent, received, wanted = (
-        order[by_key(a.microbatch[order], a.n_microbatches)]
+        order[order_by_key(a.microbatch[order], a.n_microbatches)]
         for order in (by_encoder, received, placed)
     )
     kept = a.n_microbatches == b.n_microbatches and bool((a.microbatch == microbatch).all())
@@ -207,7 +207,7 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
         encoder=encoder,
         owner=owner,
         slot=a.microbatch,
-        number=number_inside(a.sample, len(plan)),
+        number=position_in_key(a.sample, len(plan)),
         out=a.out,
         microbatch=microbatch,
         doc=b.slot[at],

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from overlord.checks import cannot_take
+from overlord.checks import signature_problem
 from overlord.errors import PlanError
 from overlord.planning.draw import Drawer, Drawn
 from overlord.planning.schedule import Schedule, Weights, by_source
@@ -45,7 +45,7 @@ def draw_by_hand(
             f"samples), got {look_ahead!r}",
             buffer.step,
         )
-    if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):
+    if callable(schedule) and (problem := signature_problem(schedule, ("step", "feedback"))):
         raise PlanError(f"mix: {problem}", buffer.step)
     scheduled = schedule(buffer.step, {}) if callable(schedule) else schedule
     weights = by_source(scheduled, buffer.names)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.checks import cannot_take
+from overlord.checks import signature_problem
 from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.mesh import Mesh
@@ -57,7 +57,7 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
 def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
     """Return the checked scores of the strategy's own function for the candidates."""
     problem = (
-        cannot_take(prefer, ("candidates", "place"))
+        signature_problem(prefer, ("candidates", "place"))
         if callable(prefer)
         else f"expected a function, got {type(prefer).__name__}"
     )

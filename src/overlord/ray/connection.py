@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.import_path import FirstHere
+from overlord.import_path import FirstEntryPath
 from overlord.process.resources import system_pool
 from overlord.ray.auth import (
     MODE,
@@ -82,7 +82,7 @@ class RayConnection:
             "namespace": "overlord",
         }
         settings["job_config"] = config = ray.job_config.JobConfig()
-        config._py_driver_sys_path = FirstHere()
+        config._py_driver_sys_path = FirstEntryPath()
         try:
             disabled = authentication_disabled()
             self._set({MODE: "token"})

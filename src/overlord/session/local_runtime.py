@@ -276,7 +276,7 @@ class LocalRuntime:
     def _pop_done(self, stage: PlannedStep) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
-                self.building.cannot(stage.plan.step, None, "popping", error)
+                self.building.fail_step(stage.plan.step, None, "popping", error)
             else:
                 self.run(self.building.staged(outcome, StepInfo.of(stage)))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.client.client import Client
 from overlord.client.connect import connect
-from overlord.client.world import JOINED, World, world_here
+from overlord.client.world import START_GROUP, World, world_here
 from overlord.errors import ActorLost, DataStall, JobError
 from overlord.job.job import Job
 from overlord.session.launch import launch
@@ -104,7 +104,7 @@ def checked_world(job: Job) -> World | None:
             [
                 "place: expected one rank, since this process has neither a process "
                 f"group nor RANK and WORLD_SIZE, got {place.world_size} in "
-                f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), "
+                f"{place}; {START_GROUP}. For all ranks in one process: overlord.launch(job), "
                 "then session.client(rank)"
             ],
             "join",
@@ -332,7 +332,7 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
         return dist.distributed_c10d._get_default_store()
     start = time.monotonic()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise JobError([f"{', '.join(missing)}: expected a value, got none; {JOINED}"], "join")
+        raise JobError([f"{', '.join(missing)}: expected a value, got none; {START_GROUP}"], "join")
     try:
         store, _, _ = next(
             dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))

@@ -33,7 +33,7 @@ from overlord.sources.index import (
     IndexSpec,
     RemovedSource,
     build_indexes,
-    build_some,
+    build_resumed_indexes,
     default_cache_dir,
 )
 from overlord.sources.retry import StorageStats
@@ -110,7 +110,7 @@ class PreparedJob:
             )
             for s in job.sources
         ]
-        self.indexes = build_some(
+        self.indexes = build_resumed_indexes(
             [
                 IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
                 for s, p in zip(job.sources, self.pipelines, strict=True)
@@ -254,7 +254,7 @@ class PreparedJob:
             if index.access.remote:
                 mine["store"] = stats.metrics()
             if index.access.fs is not None:
-                mine["storage"] = stats.trouble()
+                mine["storage"] = stats.problem_metrics()
             if any(t.kind == "images" for t in pipeline.transforms):
                 mine["images"] = {"bytes_in": 0, "bytes_out": 0}
         return found

@@ -100,7 +100,7 @@ def _fetched(uri: str) -> bytes:
     from overlord.sources.object_store import RemoteStore
 
     remote, path = RemoteStore.of(uri)
-    entry = remote.look(path)
+    entry = remote.find(path)
     if entry is None or entry.file is None:
         raise FileNotFoundError(path)
     return (

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 MAGIC = b"ARROW1"
-END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
-_REMEDY = "the file is cut short or not an Arrow IPC file; write it again or leave it out"
+_REMEDY = "rewrite the file or exclude it: it is truncated or not an Arrow IPC file"
 
 
 class Arrow:
@@ -79,7 +79,7 @@ class Arrow:
             yield cols.no_rows(options, skip)
             return
         at, n, step = 0, 0, options.slice_rows
-        # Pieces of the current slice; a text stands for one lost row.
+        # Pieces of the current slice; a text is the reason for one lost row.
         held: list[pa.RecordBatch | str] = []
         with ExitStack() as stack:
             for item in _batches(_open(files, file, stack), files, file, options):
@@ -132,7 +132,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
         reader = _with_column_names(pa.ipc.open_stream(source, options=_OPTIONS))
         return OpenArrowFile(
             reader,
-            start > 0 or tail != END_MARK,
+            start > 0 or tail != END_OF_STREAM,
             _partial_reader(files, source, start, file.size, reader.schema),
         )
     except BROKEN as error:
@@ -146,9 +146,9 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
 
 
 def _with_column_names(reader: Any) -> Any:
-    """Return the reader after decoding the names of its columns.
+    """Return the reader after decoding the names of its columns, which may be invalid.
 
-    No later step detects broken names.
+    No later step detects invalid names.
     """
     [f.name for f in reader.schema]
     return reader
@@ -197,10 +197,10 @@ def _batches(
         if is_storage_fault(error):
             raise
         files.check_readable(file)  # raises if the storage is at fault
-        yield f"the Arrow data is broken: {_first_line(error)}"
+        yield f"expected valid Arrow data, got: {_first_line(error)}"
         return
     if file_reader.truncated:
-        yield "the Arrow data ends without its end mark: the file is cut short"
+        yield "expected the end-of-stream marker of Arrow, got the end of the file: it is truncated"
     elif not rows:
         yield NO_ROWS
 

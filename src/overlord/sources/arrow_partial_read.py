@@ -1,4 +1,4 @@
-"""Reads selected rows of Arrow record batches with plain reads.
+"""Reader of selected rows of Arrow record batches, by plain reads.
 
 Arrow reads a batch whole or from a memory-mapped file. A mapped page that cannot be read kills the
 process, for example after the file was truncated or its mount failed. This module decodes a batch
@@ -21,14 +21,14 @@ import pyarrow.types as pt
 from overlord.sources.base import short_read
 
 SMALL = 2**17  # bodies up to this many bytes are read at once
-TYPICAL_META = 2**12  # metadata of most messages are shorter, so one read is enough
+TYPICAL_META = 2**12  # the metadata of most messages is shorter, so one read is enough
 MAX_META = 2**26  # limit of an allocation whose size comes from the file
 BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
 ReadRange = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) -> these bytes
 
 
 class UnsupportedLayout(Exception):
-    """Rows of a rarely used type, or offsets that are invalid."""
+    """Raised for rows of a type that is not read row by row, and for invalid offsets."""
 
 
 class Feed:
@@ -56,7 +56,10 @@ class Feed:
         prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
-            raise ValueError(f"expected {end} bytes of metadata at byte {start}, got {left}")
+            raise ValueError(
+                f"expected at most {min(MAX_META, left)} bytes of metadata at byte {start}, "
+                f"got {end}"
+            )
         self.meta = (
             head[:end]
             if end <= len(head)
@@ -83,13 +86,13 @@ class Feed:
         return self.blank.slice(0, n)
 
     @contextmanager
-    def filled(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Fill ranges (offset, length) of the blank memory with body bytes, inside a context."""
-        places = list(places)
-        for at, n in places:
+    def filled(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Hold body bytes in ranges (offset, length) of the blank memory, within this context."""
+        ranges = list(ranges)
+        for at, n in ranges:
             self._pages[at : at + n] = self.fetch(self.body + at, n)
         yield
-        for at, n in places:
+        for at, n in ranges:
             self._pages[at : at + n] = bytes(n)
 
     def fetch(self, at: int, n: int) -> bytes:
@@ -290,9 +293,9 @@ def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
 
 
 def end_offsets(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
-    """Yield the place of the first and last offset of a column and of its nested arrays.
+    """Yield the location of the first and last offset of a column and of its nested arrays.
 
-    A place is (buffer, offset in the buffer, bytes).
+    A location is (buffer, offset in the buffer, bytes).
     """
     kind = array.type
     if pt.is_struct(kind):

@@ -42,7 +42,7 @@ TEXTS = ("text", "content", "raw_content", "body", "txt")
 
 
 def text_columns(schema: Mapping[str, str]) -> list[str]:
-    """Return columns whose type may hold text, common names first."""
+    """Return the columns whose type may hold text, common names first."""
     flat = {
         name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")
     }
@@ -58,12 +58,12 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
     """Return the error for a file that lacks columns named by transforms."""
     wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
     remedy = (
-        tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
+        tokenize_hint(missing, schema) or "name a column that every file has, or rewrite the file"
     )
     return BadFile(f"{wanted}, got {', '.join(schema) or 'none'}", remedy)
 
 
-def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
+def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     """Suggest Tokenize if token ids are missing and there is text; otherwise return ""."""
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
@@ -100,8 +100,9 @@ def is_storage_fault(error: BaseException) -> bool:
 
 
 def short_read(missing: int) -> StorageUnreachable:
+    """Return the error for a read that ended before the end of the file."""
     return StorageUnreachable(
-        f"a read ended {missing} bytes before the end of the file",
+        f"expected {missing} more bytes of the file, got the end of the data",
         "check the disk or the mount",
         "short read",
     )
@@ -169,12 +170,12 @@ class Format(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Endings of the names of its files."""
+        """Return the endings of the format's file names."""
         ...
 
     @property
     def indexed(self) -> bool:
-        """True if listing chunks opens the file, so that the result is worth caching."""
+        """Return whether listing chunks opens the file, so that the result is worth caching."""
         ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
@@ -204,7 +205,7 @@ class Format(Protocol):
         ``slice_rows`` raw rows. At least one slice is returned, and the final one has ``last`` set.
         A ``skip`` past the end returns one empty slice. Unreadable rows are listed in ``bad``.
         Raises BadFile if the file cannot be used and OSError if it cannot be read: only bytes
-        decide about quarantine, never a failing disk.
+        lead to quarantine, never a failing disk.
         """
         ...
 
@@ -255,17 +256,15 @@ def concat_chunks(parts: Sequence[Chunks]) -> Chunks:
 
 # ----------------------------------------------------------------------------
 # A thread-safe cache, bounded by number of items and by bytes.
-#
-# The least recently used item is evicted first.
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """A cache that calls ``on_evict`` for evicted and cleared values, not for taken ones.
+    """Least-recently-used cache that passes evicted and cleared values to ``on_evict``.
 
-    ``on_evict`` is called outside the lock.
+    Values removed by ``take`` are not passed. ``on_evict`` is called outside the lock.
     """
 
     def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):

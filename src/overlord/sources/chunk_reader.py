@@ -53,7 +53,7 @@ class OpenChunk:
 
 
 class OpenChunkCache:
-    """Open chunks of all sources of a process, bounded by number and by the bytes they hold."""
+    """Cache of the open chunks of a process, bounded by their number and by the bytes they hold."""
 
     def __init__(self, max_open: int = 1024, max_bytes: int = 2**29):
         self._chunks: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._evicted)
@@ -111,12 +111,12 @@ class OpenChunkCache:
 
 
 OPEN_CHUNKS = OpenChunkCache()
-STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it responds"
+STALLED = "check the disk or the mount; no data is skipped: resume when it responds"
 _READERS = count()
 
 
 class ChunkReader:
-    """Reads slices of the chunks of one source.
+    """Reader of slices of the chunks of one source.
 
     Runs on: any thread. Two threads that read the same chunk get correct slices, but slowly.
     """
@@ -202,13 +202,13 @@ class ChunkReader:
 
     @property
     def user_code(self) -> str:
-        """Return the class of the user's dataset that gives the rows, or an empty text."""
+        """Return the class name of the user's dataset that yields the rows, or an empty text."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
 
     @property
     def is_remote(self) -> bool:
-        """Return whether reads wait for responses of storage rather than for a core."""
+        """Return whether reads wait for responses of storage rather than for a CPU core."""
         return self._files.remote
 
     @property
@@ -233,11 +233,11 @@ class ChunkReader:
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
         """Return counters of storage problems: retries, errors by kind, waits, failed reads."""
-        return self.stats.trouble() if self.may_wait else None
+        return self.stats.problem_metrics() if self.may_wait else None
 
     @property
     def open_bytes(self) -> int:
-        """Return the bytes that its cached open chunks hold."""
+        """Return the bytes that the cached open chunks of this reader hold."""
         return self._cache.bytes_of(self._id)
 
     def activity(self) -> str:
@@ -265,8 +265,8 @@ class ChunkReader:
         )
         if seconds < limit:
             return None
-        problem = f"a read has not ended for {seconds:.1f} s" + (
-            f"; before it: {attempt.failures[-1].text}" if attempt.failures else ""
+        problem = f"expected a read to end within {limit:.0f} s, got no end for {seconds:.1f} s" + (
+            f" (previous attempt: {attempt.failures[-1].text})" if attempt.failures else ""
         )
         self.stats.count_failure("stalled")
         self.stats.count_given_up()
@@ -296,7 +296,7 @@ class ChunkReader:
             return SourceError(self.index.source, error.problem, file.path, error.remedy)
         return SourceError(
             self.index.source,
-            f"cannot be read: {scrub(str(error))}",
+            f"could not be read: {scrub(str(error))}",
             file.path,
-            "check the disk or store; data is never skipped for it",
+            "check the disk or the store; no data is skipped",
         )

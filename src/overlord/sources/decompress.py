@@ -58,7 +58,7 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
                 out = unpacker.decompress(data, BLOCK)
             except zlib.error as error:
                 yield from _salvage(before, data)
-                raise BrokenStream(f"the gzip data is corrupt: {error}") from error
+                raise BrokenStream(f"expected valid gzip data, got: {error}") from error
             if out:
                 yield out
             data = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
@@ -66,7 +66,9 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
         while out := unpacker.decompress(b"", BLOCK):
             yield out
         if not unpacker.eof:
-            raise BrokenStream("the gzip data ends early: the file is cut short")
+            raise BrokenStream(
+                "expected the end of the gzip data, got the end of the file: it is truncated"
+            )
 
 
 def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
@@ -99,18 +101,20 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
                 try:
                     out = unpacker.decompress(data)
                 except zstandard.ZstdError as error:
-                    raise BrokenStream(f"the zstd data is corrupt: {error}") from error
+                    raise BrokenStream(f"expected valid zstd data, got: {error}") from error
                 if out:
                     yield out
                 data = unpacker.unused_data if unpacker.eof else b""
     if inside and not unpacker.eof:
-        raise BrokenStream("the zstd data ends early: the file is cut short")
+        raise BrokenStream(
+            "expected the end of the zstd data, got the end of the file: it is truncated"
+        )
 
 
 def split_lines(
     pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool
 ) -> Iterator[TextLine]:
-    """Yield lines that start in [start, stop), blank ones included.
+    """Yield the lines that start in [start, stop), blank ones included.
 
     ``pieces`` begin at ``start``, or one byte before if ``partial``. With ``partial`` the text up
     to the first line break belongs to the previous line and is dropped. A line of more than
@@ -151,7 +155,6 @@ def split_lines(
 
 def _line(at: int, held: list[bytes], size: int, limit: int) -> TextLine:
     if size > limit:
-        return TextLine(
-            at, b"", f"the line has more than {limit} bytes, the source's max_sample_bytes"
-        )
+        problem = f"expected a line of at most max_sample_bytes={limit} bytes, got a longer one"
+        return TextLine(at, b"", problem)
     return TextLine(at, held[0] if len(held) == 1 else b"".join(held))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, StorageUnreachable, short_read
 from overlord.sources.object_store import ListedObject, RemoteStore
-from overlord.sources.retry import UNDER_RUN, StorageStats, check_same_file, retry_briefly
+from overlord.sources.retry import RESTORE_FILE, StorageStats, check_same_file, retry_briefly
 from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, masked_uri, scrub, uri_problems
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Run:
 
 
 class RangeFile:
-    """File object for ``pyarrow.PythonFile``. Not thread-safe."""
+    """File object for ``pyarrow.PythonFile`` that reads ahead in several runs. Not thread-safe."""
 
     closed = False
 
@@ -181,7 +181,7 @@ class Files:
         """
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
-            raise SourceError(source, "the list of files is empty")
+            raise SourceError(source, "expected at least one file, got an empty list")
         files: list[File] = []
         accesses: list[Files] = []
         for name in names:
@@ -240,8 +240,8 @@ class Files:
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
             raise StorageUnreachable(
-                "the file is gone since the source was indexed",
-                "put it back, or start a new run without it",
+                "the file disappeared after the source was indexed",
+                "restore it, or start a new run without it",
                 "gone",
             )
         if info.size != file.size:
@@ -249,7 +249,7 @@ class Files:
                 f"the file changed since the source was indexed: expected {file.size} bytes, "
                 f"got {info.size}"
             )
-            raise StorageUnreachable(problem, UNDER_RUN, "changed")
+            raise StorageUnreachable(problem, RESTORE_FILE, "changed")
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
@@ -277,7 +277,7 @@ class Files:
             # One request less per source.
             if isinstance(self.fs, RemoteStore) and _is_glob(rest, is_uri):
                 return self._glob(rest, name, source, is_uri)
-            entry = self._look(rest)
+            entry = self._find(rest)
             if entry is None and not _is_glob(rest, is_uri):
                 raise SourceError(
                     source, "no such file or directory", name, self._suggestion(rest, name, is_uri)
@@ -288,12 +288,12 @@ class Files:
         except (BadFile, StorageUnreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
         except UnicodeDecodeError as error:  # pyarrow lists a whole directory or nothing
-            problem = f"expected names of files that are UTF-8, got {error.object!r}"
+            problem = f"expected file names in UTF-8, got {error.object!r}"
             raise SourceError(
-                source, problem, name, "rename that file, or move it elsewhere"
+                source, problem, name, "rename the file, or move it elsewhere"
             ) from error
         except (OSError, re.error) as error:
-            raise SourceError(source, f"cannot be listed: {scrub(str(error))}", name) from error
+            raise SourceError(source, f"could not be listed: {scrub(str(error))}", name) from error
 
     def _directory(
         self, path: str, name: str, source: str, suffixes: tuple[str, ...]
@@ -311,10 +311,10 @@ class Files:
         _refuse_special_files(entries, source)
         files = [e.file for e in entries if e.file]
         if not files:
-            wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
+            wanted = f" with the suffix {', '.join(suffixes)}" if suffixes else ""
             raise SourceError(
                 source,
-                f"the directory holds no file{wanted}",
+                f"expected a file{wanted} in the directory, got none",
                 name,
                 "names that start with '_' or '.' are ignored",
             )
@@ -341,13 +341,15 @@ class Files:
                 if names
                 else f"{base} is empty or does not exist"
             )
-            raise SourceError(source, "the pattern matches no file", name, holds)
+            raise SourceError(
+                source, "expected a pattern that matches files, got no match", name, holds
+            )
         return matching
 
     def _suggestion(self, path: str, name: str, is_uri: bool) -> str:
-        """Return what exists instead of a missing file.
+        """Return a hint for a missing file: the closest name, or a name of the folder.
 
-        Usually its name is misspelled, or the folder is wrong.
+        Usually the name is misspelled, or the folder is wrong.
         """
         folder, _, missing = path.rstrip("/").rpartition("/")
         names = sorted(
@@ -362,20 +364,22 @@ class Files:
         start = (
             ""
             if is_uri or os.path.isabs(os.path.expanduser(name))
-            else "; relative paths start at the working directory"
+            else "; a relative path starts at the working directory"
         )
         return holds + start
 
-    def _look(self, path: str) -> ListedObject | None:
+    def _find(self, path: str) -> ListedObject | None:
         assert self.fs is not None
         if isinstance(self.fs, RemoteStore):
-            return self.fs.look(path)
+            return self.fs.find(path)
         fs = self.fs
         info = retry_briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
             raise BadFile(f"expected a file or a directory, got {SPECIAL}")
         if info.type.name == "NotFound" and self.local and os.path.islink(path):
-            raise BadFile(f"expected a file or a directory, got {DANGLING}", "fix it")
+            raise BadFile(
+                f"expected a file or a directory, got {DANGLING}", "restore the target of the link"
+            )
         return None if info.type.name == "NotFound" else _entry(info)
 
     def _list(self, base: str, recursive: bool) -> list[ListedObject]:
@@ -400,10 +404,10 @@ class Files:
 def _full_reads(
     handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]
 ) -> pa.NativeFile:
-    """Open a file of a client library (HDFS) that may return fewer bytes than requested.
+    """Return a handle whose reads are complete, for client libraries (HDFS) with short reads.
 
-    A decoder would take a short read for the end of the file. The kernel never returns fewer bytes
-    before the end.
+    A decoder would mistake a short read for the end of the file. The kernel never returns fewer
+    bytes before the end.
     """
     import pyarrow as pa
 
@@ -428,11 +432,15 @@ def _access_to(name: str, source: str) -> tuple[Files, str]:
         return Files(remote, False), path
     known = f"known schemes: {', '.join(KNOWN)}"
     if scheme not in KNOWN:
-        raise SourceError(source, f"unknown scheme {scheme!r}", masked_uri(name), known)
+        raise SourceError(
+            source, f"expected a known URI scheme, got {scheme!r}", masked_uri(name), known
+        )
     try:
         return _filesystem(name)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
-        raise SourceError(source, f"not a usable URI: {scrub(str(error))}", name, known) from error
+        raise SourceError(
+            source, f"could not be opened as a URI: {scrub(str(error))}", name, known
+        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -480,9 +488,8 @@ def _walk(
             if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
                 continue  # hidden files are not read
             raise BadFile(
-                f"{path} is a link back to a directory that it lies in: the files there "
-                "would be read twice",
-                "remove the link",
+                f"expected no link cycle, got {path}, a link to a directory that contains it",
+                "remove the link: its files would be read twice",
             )
         entries = listed(path)
         known = {e.path.rpartition("/")[2] for e in entries}
@@ -500,7 +507,7 @@ def _walk(
 
 
 def _refuse_special_files(entries: Sequence[ListedObject], source: str) -> None:
-    """Refuse data that cannot be read: a dangling link is a file whose disk is missing."""
+    """Raise SourceError for names that are not readable files, such as dangling links."""
     special = sorted((e.path, e.special) for e in entries if e.special)
     if special:
         more = f"; and {len(special) - 1} more like it" if len(special) > 1 else ""
@@ -508,7 +515,7 @@ def _refuse_special_files(entries: Sequence[ListedObject], source: str) -> None:
             source,
             f"expected a file, got {special[0][1]}{more}",
             special[0][0],
-            "fix it, or leave it out of what is listed",
+            "replace it by a file, or exclude it from the listing",
         )
 
 
@@ -540,7 +547,7 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
 
 
 def _refuse_duplicates(files: Sequence[File], source: str, local: bool) -> None:
-    """Refuse a file with two names: it would be read twice.
+    """Raise SourceError for a file with two names, which would be read twice.
 
     Links to it share size and time, so inodes are compared only for files that share both.
     """
@@ -559,8 +566,8 @@ def _refuse_duplicates(files: Sequence[File], source: str, local: bool) -> None:
         shown = "; ".join(twice[:3]) + (f" and {len(twice) - 3} more" if len(twice) > 3 else "")
         raise SourceError(
             source,
-            f"the same file is listed twice: {shown}",
-            remedy="its rows would be read twice; list it once",
+            f"expected every file once, got duplicates: {shown}",
+            remedy="list each file once: its rows would be read twice",
         )
 
 

@@ -30,7 +30,7 @@ def format_named(name: str, source: str) -> Format:
     if format is None:
         raise SourceError(
             source,
-            f"unknown format {name!r}",
+            f"expected a known format, got {name!r}",
             remedy=f"known formats: {', '.join(sorted(FORMATS))}",
         )
     return format
@@ -48,8 +48,8 @@ def format_of(files: Sequence[File], source: str) -> Format:
     if "" in first:
         raise SourceError(
             source,
-            f"the format of {first['']} is not known by its name",
-            remedy=f"give format=; {known_formats()}",
+            f"expected a file name with a known suffix, got {first['']}",
+            remedy=f"set format=; {known_formats()}",
         )
     if len(first) > 1:
         shown = ", ".join(f"{name} ({path})" for name, path in sorted(first.items()))

@@ -54,9 +54,8 @@ log = logging.getLogger("overlord")
 
 T = TypeVar("T")
 R = TypeVar("R")
-# Called with a source, the path a thread starts to wait for, and the number of deadlines it may
-# take.
-At = Callable[[str, str, int], None]
+# Called when a thread starts to wait: (source, path, number of deadlines that the wait may take).
+OnWait = Callable[[str, str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +67,14 @@ class Wait:
 
 
 class SerialMap:
-    """Map in the calling thread, for work that waits for nothing.
+    """Map in the calling thread, for work that never waits for storage.
 
     Starting threads would take longer.
     """
 
     def map(
         self,
-        work: Callable[[T, At], R],
+        work: Callable[[T, OnWait], R],
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
@@ -94,7 +93,7 @@ class ParallelMap:
 
     def map(
         self,
-        work: Callable[[T, At], R],
+        work: Callable[[T, OnWait], R],
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
@@ -151,12 +150,14 @@ class ParallelMap:
         if seconds > limit * oldest.deadlines + TIMEOUTS.slack_s:
             raise StorageError(
                 oldest.source,
-                f"no answer for {seconds:.0f} s",
+                f"expected an answer of storage, got none for {seconds:.0f} s",
                 oldest.path,
-                "the disk or the mount hangs: check it",
+                "check the disk or the mount: it hangs",
             )
         if seconds > warn_after:
-            log.warning("source %r, %s: no answer for %.0f s", oldest.source, oldest.path, seconds)
+            log.warning(
+                "source %r, %s: waiting for storage for %.0f s", oldest.source, oldest.path, seconds
+            )
             return warn_after * 2
         return warn_after
 
@@ -227,7 +228,7 @@ _DECODER = msgspec.msgpack.Decoder(_CacheEntry)
 
 @dataclass(slots=True)
 class _Work:
-    """One source while its index is being built."""
+    """State of one source while its index is being built."""
 
     spec: IndexSpec
     format: Format
@@ -289,39 +290,39 @@ def build_indexes(
 
 @dataclass(frozen=True, slots=True)
 class RemovedSource:
-    """A source that was removed from a resumed job. It is not read, so its files may be missing."""
+    """A source that was removed from a resumed job; its files may be missing or changed."""
 
     fingerprint: str
     chunks: int  # the least number of chunks it had
 
 
-def build_some(
-    specs: Sequence[IndexSpec], left: Mapping[str, RemovedSource], **how: Any
+def build_resumed_indexes(
+    specs: Sequence[IndexSpec], removed: Mapping[str, RemovedSource], **options: Any
 ) -> list[Index]:
-    """Build indexes if some sources were removed from the job.
+    """Build the indexes of a resumed job from which sources were removed.
 
     A removed source that is missing or changed gets an index without files.
     """
     built = {
         index.source: index
-        for index in build_indexes([s for s in specs if s.name not in left], **how)
+        for index in build_indexes([s for s in specs if s.name not in removed], **options)
     }
     for spec in specs:
-        if (gone := left.get(spec.name)) is None:
+        if (saved := removed.get(spec.name)) is None:
             continue
         try:
-            [index] = build_indexes([spec], **how)
-            problem = "" if index.fingerprint == gone.fingerprint else "its files changed"
+            [index] = build_indexes([spec], **options)
+            problem = "" if index.fingerprint == saved.fingerprint else "its files changed"
         except SourceError as error:
             problem = str(error)
         if problem:
             log.warning(
-                "source %r was removed from the job and is not needed; it cannot be read: %s",
+                "removed source %r could not be indexed; the job does not need it: %s",
                 spec.name,
                 problem,
             )
-            chunks = concat_chunks([no_rows_chunk()] * gone.chunks)
-            index = Index(spec.name, "jsonl", (), chunks, None, gone.fingerprint, Files(None))
+            chunks = concat_chunks([no_rows_chunk()] * saved.chunks)
+            index = Index(spec.name, "jsonl", (), chunks, None, saved.fingerprint, Files(None))
         built[spec.name] = index
     return [built[spec.name] for spec in specs]
 
@@ -368,7 +369,7 @@ def is_python_object(path: Any) -> bool:
     return isinstance(path, Factory) or (hasattr(path, "__getitem__") and hasattr(path, "__len__"))
 
 
-def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
+def _start(spec: IndexSpec, cache: Path | None, at: OnWait) -> _Work | SourceError:
     """List a source, choose its format and load its cache entry.
 
     Errors are returned: all sources are examined before any error is raised.
@@ -431,7 +432,7 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
+def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> _Work:
     """Read the chunks of a few files.
 
     A bad file is recorded, so that all bad files are reported together.
@@ -451,8 +452,8 @@ def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
             work.problems.append(
                 (
                     file.path,
-                    f"cannot be read: {scrub(str(error))}",
-                    "check that the file is there and may be read",
+                    f"could not be read: {scrub(str(error))}",
+                    "check that the file exists and is readable",
                 )
             )
     return work
@@ -470,9 +471,9 @@ def _finish(work: _Work) -> Index | SourceError:
         where = work.spec.path if isinstance(work.spec.path, str) else ""
         return SourceError(
             name,
-            f"none of its {len(work.files)} files has any row",
+            f"expected files with rows, got {len(work.files)} files without any",
             where,
-            "leave the source out, or give it data",
+            "remove the source, or add data to it",
         )
     return Index(
         name,

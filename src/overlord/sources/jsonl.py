@@ -46,7 +46,9 @@ class Jsonl:
         if not file.size:
             return no_rows_chunk()
         if _suffix(file.path) == ".zst" and find_spec("zstandard") is None:
-            raise BadFile("reading .zst needs the package zstandard", pip_install("zstd"))
+            raise BadFile(
+                "expected the package zstandard to read .zst files, got none", pip_install("zstd")
+            )
         if _suffix(file.path) in _UNPACK:
             return make_chunks([(0, -1, 0, -1, file.size)])
         starts = range(0, file.size, options.chunk_bytes)
@@ -169,15 +171,15 @@ def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return (
-            f"bytes that are not UTF-8: 0x{error.object[error.start]:02x} at byte "
+            f"expected UTF-8, got 0x{error.object[error.start]:02x} at byte "
             f"{error.start} of the line"
         )
     if isinstance(error, RecursionError):
-        return "broken JSON: nested too deeply"
+        return "expected valid JSON, got one that is nested too deeply"
     text = str(error)
     if text.startswith("Expected `object`"):
         return f"expected a JSON object on the line, got {text.rpartition('got ')[2]}"
-    return f"broken JSON: {text.removeprefix('JSON is malformed: ')}"
+    return f"expected valid JSON, got: {text.removeprefix('JSON is malformed: ')}"
 
 
 def _suffix(path: str) -> str:

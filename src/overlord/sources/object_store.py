@@ -64,7 +64,10 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStore:
-    """One bucket. Holds no client and no credentials, so it may be pickled, printed and stored."""
+    """One bucket of an object store.
+
+    It holds no client and no credentials, so it may be pickled, printed and stored.
+    """
 
     root: str  # scheme://bucket
     region: str = ""
@@ -85,8 +88,8 @@ class RemoteStore:
         root = f"{scheme.lower()}://{bucket}"
         return RemoteStore(root, *options_of(query)), f"{root}/{key}".rstrip("/")
 
-    def look(self, path: str) -> ListedObject | None:
-        """Return the object or prefix of that name, or None."""
+    def find(self, path: str) -> ListedObject | None:
+        """Return the object or the prefix with this name, or None."""
         if path == self.root:
             return ListedObject(path, None)
         client, key = self._client(), self._key(path)
@@ -100,7 +103,10 @@ class RemoteStore:
         return ListedObject(path, None) if self.list(path, recursive=False) else None
 
     def list(self, base: str, recursive: bool) -> list[ListedObject]:
-        """Return everything under a prefix, or its next level. Folder markers are not objects."""
+        """Return all objects under a prefix, or the objects and prefixes of its next level.
+
+        Folder markers are not objects.
+        """
         client, prefix = self._client(), self._key(base) or None
 
         def everything() -> tuple[Sequence[Any], Sequence[str]]:
@@ -133,7 +139,7 @@ class RemoteStore:
         )
 
     def read(self, file: File, start: int, stop: int) -> memoryview:
-        """Return exactly these bytes of exactly this version of the object."""
+        """Return the bytes from ``start`` to ``stop`` of the indexed version of the object."""
         return self._read(self._client(), file, start, stop)
 
     def create(self, path: str, data: bytes) -> bool:
@@ -254,7 +260,9 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
         from obstore.store import from_url
     except ImportError:
         raise StorageUnreachable(
-            "reading object stores needs the package obstore", pip_install("store"), "not installed"
+            "expected the package obstore to read object stores, got none",
+            pip_install("store"),
+            "not installed",
         ) from None
     _check_endpoints(root)
     config: dict[str, Any] = {"region": region} if region else {}
@@ -281,7 +289,7 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
 def _check_endpoints(root: str) -> None:
     """Reject invalid endpoints.
 
-    The library accepts them and panics at the first request, which no program can handle.
+    The library accepts them and panics at the first request, which cannot be handled.
     """
     names = (
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
@@ -290,8 +298,8 @@ def _check_endpoints(root: str) -> None:
         # The value may contain a secret, so the error does not repeat it.
         if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(given):
             problem = (
-                f"{name}: expected http://host:port or https://host, got one without http://, "
-                "without a host, or with a space in it"
+                f"{name}: expected http://host:port or https://host, got a value without "
+                "http://, without a host, or with a space"
             )
             raise StorageUnreachable(problem, "fix the environment variable", "setup")
 
@@ -313,7 +321,7 @@ def _profile(root: str) -> dict[str, Any]:
 
         return {"credential_provider": Boto3CredentialProvider()}
     except ImportError:
-        problem = "AWS_PROFILE is set, and profiles are read by the package boto3"
+        problem = "AWS_PROFILE: expected the package boto3 to read profiles, got none"
     except Exception as error:
         problem, remedy = (
             f"AWS_PROFILE: {scrub(str(error))}",

@@ -4,7 +4,7 @@ A footer is not trusted. ``parquet_footer.py`` reads row groups and columns from
 gets the footer to decode data, where it reports errors instead of aborting. Do not call getters of
 ``FileMetaData.row_group(...)`` here: on a hostile footer they end the process.
 
-A row group is read in one of two ways, chosen by its size alone so that every machine reads alike:
+A row group is read in one of two ways. Its size alone decides, so every machine reads it equally:
 
 - small: read whole once and return slices as views; the loader copies the rows it keeps. An open
   iterator holds 2 to 3 times a small row group.
@@ -55,10 +55,10 @@ PAGE = 2**20  # size that writers aim at for one page
 _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
 _TAIL = 2**16  # bytes of the first read from the end; most footers are shorter
 _MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
-_REMEDY = "the file is cut short or not a Parquet file; write it again or leave it out"
+_REMEDY = "rewrite the file or exclude it: it is truncated or not a Parquet file"
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
 
-_DECRYPT = "write the file again without encryption, or select columns that are not encrypted"
+_DECRYPT = "rewrite the file without encryption, or select columns that are not encrypted"
 _COLUMN_BYTES = 200  # approximate size of one column of one row group in a ParquetLayout
 
 
@@ -94,8 +94,7 @@ class Parquet:
             c for c in layout.encrypted if options.columns is None or c in options.columns
         ]:
             raise BadFile(
-                "expected columns that can be read, got encrypted ones: "
-                f"{', '.join(map(repr, hidden))}",
+                f"expected readable columns, got encrypted ones: {', '.join(map(repr, hidden))}",
                 _DECRYPT,
             )
         if not layout.rows:
@@ -152,7 +151,7 @@ class Parquet:
                 # Raises if the storage is at fault.
                 files.check_readable(file, *_byte_range(files, file, group))
                 if retried:
-                    reason = f"row group {group} is corrupt: {_first_line(error)}"
+                    reason = f"row group {group}: expected valid data, got: {_first_line(error)}"
                     break
                 retried = True  # the storage may have been at fault for a moment
                 tables = _slices(
@@ -173,7 +172,9 @@ class Parquet:
 def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
     table = next(tables, None)
     if table is None or table.num_rows != want:
-        raise ValueError(f"expected {want} rows here, got {0 if table is None else table.num_rows}")
+        raise ValueError(
+            f"expected {want} rows in the slice, got {0 if table is None else table.num_rows}"
+        )
     return table
 
 
@@ -208,7 +209,7 @@ def _slices(
         except _BROKEN as error:
             if is_storage_fault(error):
                 raise
-            # the other way may still return the rows before the broken page
+            # decoding slice by slice may still return the rows before the broken page
         else:
             if whole.num_rows <= step:
                 yield whole
@@ -280,8 +281,8 @@ def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], Parquet
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
     if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
         problem = (
-            "the footer can be read in two ways: {} rows, {} row groups and {} columns, or "
-            "{}, {} and {}"
+            "expected one reading of the footer, got two: {} rows, {} row groups and {} columns "
+            "by pyarrow, {}, {} and {} by this package"
         )
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
     _cached(file, metadata, None if files.local else layout)
@@ -307,16 +308,15 @@ def _footer_bytes(files: Files, file: File) -> bytes:
         tail = _bytes_at(handle, max(0, file.size - _TAIL), file.size)
         if (mark := tail[-4:]) == _ENCRYPTED_MARK:
             raise BadFile(
-                "expected a footer that can be read, got an encrypted one",
-                "write the file again without encryption",
+                "expected a readable footer, got an encrypted one",
+                "rewrite the file without encryption",
             )
         if mark != _MARK:
-            raise BadFile(f"expected the mark PAR1 at the end, got {mark!r}", _REMEDY)
+            raise BadFile(f"expected the magic bytes PAR1 at the end, got {mark!r}", _REMEDY)
         size = int.from_bytes(tail[-8:-4], "little")
         if size > file.size - 8:
             raise BadFile(
-                f"the footer cannot be read: expected {size} bytes of it, got a file of "
-                f"{file.size}",
+                f"expected a footer of at most {file.size - 8} bytes, got a length of {size}",
                 _REMEDY,
             )
         if size + 8 > len(tail):
@@ -340,7 +340,7 @@ def _metadata(footer: bytes) -> Any:
             # Invalid names or types fail here and not later.
             [f.name for f in metadata.schema.to_arrow_schema()]
     except _BROKEN as error:
-        raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
+        raise BadFile(f"expected a valid footer, got: {_first_line(error)}", _REMEDY) from error
     return metadata
 
 

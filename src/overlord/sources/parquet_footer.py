@@ -23,7 +23,7 @@ class BrokenFooter(ValueError):
 
 @dataclass(slots=True)
 class Column:
-    """One column of a row group: the place and size of its bytes."""
+    """One column of a row group: the location and the sizes of its bytes."""
 
     uncompressed: int
     compressed: int
@@ -67,15 +67,20 @@ def parse(footer: bytes) -> ParquetLayout:
         if at > len(footer):
             raise IndexError
     except IndexError:
-        raise BrokenFooter("the footer ends too early") from None
+        raise BrokenFooter(
+            f"expected a complete footer, got one that ends after {len(footer)} bytes"
+        ) from None
     if 2 not in fields or 3 not in fields or 4 not in fields:
-        raise BrokenFooter("the footer lacks its schema, its number of rows or its row groups")
+        raise BrokenFooter(
+            "expected a schema, a number of rows and row groups in the footer (fields 2, 3 and 4), "
+            f"got the fields {sorted(fields)}"
+        )
     layout = ParquetLayout(fields[3], _leaves(fields[2]))
     layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(fields[4])]
     if sum(g.rows for g in layout.groups) != layout.rows:
         rows = sum(g.rows for g in layout.groups)
         raise BrokenFooter(
-            f"the footer contradicts itself: {layout.rows} rows, but its row groups have {rows}"
+            f"expected {layout.rows} rows in the row groups of the footer, got {rows}"
         )
     return layout
 
@@ -86,7 +91,7 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
     Elements are in depth-first order; the first is the root.
     """
     if not elements:
-        raise BrokenFooter("the footer has an empty schema")
+        raise BrokenFooter("expected a schema in the footer, got an empty one")
     leaves: list[str] = []
     left, at = [elements[0].get(5, 0)], 1  # remaining children per level
     name = ""
@@ -96,15 +101,17 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
             continue
         left[-1] -= 1
         if at >= len(elements):
-            raise BrokenFooter("the schema in the footer ends too early")
+            raise BrokenFooter(
+                f"expected more elements in the schema of the footer, got only {len(elements)}"
+            )
         element, at = elements[at], at + 1
         if len(left) == 1:
             name = element.get(4, b"").decode(errors="replace")
         children = element.get(5, 0)
         if children < 0 or len(left) > MAX_DEPTH:
             raise BrokenFooter(
-                f"the schema in the footer has an element with {children} children at "
-                f"level {len(left)}"
+                f"expected at most {MAX_DEPTH} levels and no negative number of children in the "
+                f"schema of the footer, got {children} children at level {len(left)}"
             )
         if children:
             left.append(children)
@@ -112,8 +119,7 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
             leaves.append(name)
     if at != len(elements):
         raise BrokenFooter(
-            f"the schema in the footer has {len(elements)} elements, of which {at} belong "
-            "to its root"
+            f"expected {at} elements in the schema of the footer, got {len(elements)}"
         )
     return leaves
 
@@ -122,11 +128,10 @@ def _group(fields: dict[int, Any], leaves: int, number: int) -> RowGroup:
     columns = [_column(c) for c in fields.get(1, ())]
     rows, nbytes = fields.get(3, -1), fields.get(2, -1)
     if len(columns) != leaves or rows < 0 or nbytes < 0:
-        problem = (
-            f"row group {number} has {len(columns)} of {leaves} columns, {rows} rows and "
-            f"{nbytes} bytes"
+        raise BrokenFooter(
+            f"row group {number} of the footer: expected {leaves} columns and sizes of at least 0, "
+            f"got {len(columns)} columns, {rows} rows and {nbytes} bytes"
         )
-        raise BrokenFooter(f"the footer contradicts itself: {problem}")
     return RowGroup(rows, nbytes, columns)
 
 
@@ -188,7 +193,9 @@ def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, An
 
 def _structs(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[list[dict[int, Any]], int]:
     if data[at] & 15 != _STRUCT:
-        raise BrokenFooter("the footer has a list of values where a list of structs belongs")
+        raise BrokenFooter(
+            f"expected a list of structs in the footer, got a list of type {data[at] & 15}"
+        )
     size, at = _size(data, at)
     structs = []
     for _ in range(size):
@@ -209,7 +216,7 @@ def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
     if kind <= 2:  # a boolean is in the header of its field
         return at
     if depth > MAX_DEPTH:
-        raise BrokenFooter(f"the footer is nested more than {MAX_DEPTH} levels deep")
+        raise BrokenFooter(f"expected at most {MAX_DEPTH} levels in the footer, got more")
     if kind == _STRUCT:
         return _skip_struct(data, at, depth + 1)
     if kind in (_LIST, _SET):
@@ -220,7 +227,7 @@ def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
         return _skip_map(data, at, depth + 1)
     if kind in _FIXED:
         return at + _FIXED[kind]
-    raise BrokenFooter(f"the footer has a value of the unknown type {kind}")
+    raise BrokenFooter(f"expected a known type in the footer, got type {kind}")
 
 
 def _skip_struct(data: bytes, at: int, depth: int) -> int:
@@ -277,7 +284,8 @@ def _size(data: bytes, at: int) -> tuple[int, int]:
 def _check_size(data: bytes, at: int, size: int) -> None:
     if size > len(data) - at:  # every element takes at least one byte
         raise BrokenFooter(
-            f"the footer has a list of {size} elements in {max(0, len(data) - at)} bytes"
+            f"expected at most {max(0, len(data) - at)} elements in the rest of the footer, "
+            f"got a list of {size}"
         )
 
 
@@ -288,7 +296,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (data[at] & 127) << shift
         shift += 7
         if shift > 70:
-            raise BrokenFooter("the footer has a number of more than 64 bits")
+            raise BrokenFooter(
+                "expected numbers of at most 64 bits in the footer, got a longer one"
+            )
     return value, at + 1
 
 

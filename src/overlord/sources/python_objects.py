@@ -29,7 +29,7 @@ CHUNK_SLICES = 16  # slices per chunk of a map-style dataset
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``fn(shard)`` returns a fresh iterator of dicts that yields the same rows in every call.
+    """Replayable rows: ``fn(shard)`` returns a new iterator over the same dicts in every call.
 
     With one shard ``fn()`` may take no argument. Give a ``fingerprint`` that changes when the rows
     change. Without one a resumed job cannot detect changed rows.
@@ -49,8 +49,8 @@ class Factory:
             problems.append(f"shards: expected a whole number of at least 1, got {self.shards!r}")
         elif not problems and self.shards > 1 and not _takes_shard(self.fn):
             problems.append(
-                "fn: expected a function of a shard's number, since there are "
-                f"{self.shards} shards; this one takes no argument"
+                f"fn: expected a function of a shard's number for {self.shards} shards, got one "
+                "without an argument"
             )
         if problems:
             raise JobError(problems, "factory")
@@ -61,7 +61,7 @@ class Factory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Rows in a list or tuple; as a ``uri`` a list would be a list of files."""
+    """Map-style dataset of the rows of a list or tuple; a bare list names files."""
 
     rows: list[Any] | tuple[Any, ...]
 
@@ -75,7 +75,7 @@ class Listed:
 def as_dataset(name: str, dataset: Any) -> Any:
     """Return a dataset in the form that a source stores.
 
-    Refuse any other object, with the alternatives.
+    Raises JobError, which names the alternatives, for any other object.
     """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)
@@ -86,7 +86,7 @@ def as_dataset(name: str, dataset: Any) -> Any:
         f"from_dataset: expected an object with __len__ and __getitem__ by number, got {dataset!r}"
     )
     raise JobError(
-        [f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"],
+        [f"{problem}; use Source.from_factory for an iterable, Source(name, uri) for files"],
         f"source {name!r}",
     )
 
@@ -128,11 +128,8 @@ class DatasetFormat:
     ) -> Iterator[RawSlice]:
         start, stop, step = int(chunks.start[i]), int(chunks.stop[i]), options.slice_rows
         if len(files.held) != file.size:
-            problem = (
-                f"the dataset had {file.size} rows when it was indexed, now it has "
-                f"{len(files.held)}"
-            )
-            raise BadFile(problem, "it must not change under a run")
+            problem = f"expected the {file.size} indexed rows of the dataset, got {len(files.held)}"
+            raise BadFile(problem, "do not change the dataset during a run")
         first = start + skip * step
         if first >= stop:
             yield cols.slice_of(stop, 0, cols.empty(0, options.columns), [], True)
@@ -187,7 +184,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
             n += 1
     except Exception as error:
         problem = f"the factory raised at row {n} of shard {shard}: {describe_error(error)}"
-        raise BadFile(problem, "catch it in the factory, row by row") from error
+        raise BadFile(problem, "catch the exception in the factory, row by row") from error
 
 
 def _item(dataset: Any, k: int) -> Any:

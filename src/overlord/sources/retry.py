@@ -36,8 +36,7 @@ UNLIMITED = 10**9  # attempts: only the deadline ends them
 # Attempts for failures that a faulty proxy causes once and a wrong configuration always.
 FEW_ATTEMPTS = 3
 _BUSY = (
-    "the store is busy, down or cannot be reached; no data is skipped for it: resume when it "
-    "responds"
+    "check the store: it is busy, down or unreachable; no data is skipped: resume when it responds"
 )
 
 
@@ -69,7 +68,7 @@ def thread_cpu_s(thread: int) -> float:
     """Return the CPU seconds of a thread.
 
     They distinguish a hanging read from one that decompresses a large file. If the system does not
-    tell, every read counts as hanging.
+    report them, every read counts as hanging.
     """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:
@@ -135,19 +134,19 @@ class StorageStats:
             return 0.0
         return max(0.0, seconds - self.clock.cpu_s(attempt.thread) + attempt.cpu_s)
 
-    def count_request(self, again: bool) -> None:
+    def count_request(self, is_retry: bool) -> None:
         with self._lock:
             self.requests += 1
-            self.retries += again
+            self.retries += is_retry
 
     def add_bytes(self, nbytes: int) -> None:
         with self._lock:
             self.bytes += nbytes
 
-    def count_failure(self, kind: str, put_off: bool = False) -> None:
+    def count_failure(self, kind: str, postponed: bool = False) -> None:
         with self._lock:
             self.errors[kind] += 1
-            self.retries += put_off
+            self.retries += postponed
 
     def count_given_up(self) -> None:
         with self._lock:
@@ -168,7 +167,7 @@ class StorageStats:
                 "errors": dict(self.errors),
             }
 
-    def trouble(self) -> dict[str, Any]:
+    def problem_metrics(self) -> dict[str, Any]:
         """Return the counters of storage problems.
 
         ``waited_s`` includes operations in progress.
@@ -201,7 +200,7 @@ def retry_call(
     failures = attempt.failures
     try:
         while True:
-            stats.count_request(again=bool(failures))
+            stats.count_request(is_retry=bool(failures))
             failure: Failure | None
             try:
                 result = call()
@@ -219,7 +218,7 @@ def retry_call(
             # Outside of the except clause: the library's error may quote a signed request, so it
             # must not be chained.
             failures.append(failure)
-            stats.count_failure(failure.kind, put_off=stats.no_wait)
+            stats.count_failure(failure.kind, postponed=stats.no_wait)
             if stats.no_wait:
                 raise WouldBlock
             pause = min(
@@ -239,7 +238,7 @@ def retry_call(
 
 
 def attempts_text(failures: Sequence[Failure], took_s: float) -> str:
-    return f" after {len(failures)} tries in {took_s:.1f} s" if len(failures) > 1 else ""
+    return f" after {len(failures)} attempts in {took_s:.1f} s" if len(failures) > 1 else ""
 
 
 def kinds_text(failures: Sequence[Failure]) -> str:
@@ -280,13 +279,13 @@ def _where(stats: StorageStats, path: str) -> str:
 DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}
 MOUNTS = Path("/proc/self/mountinfo")
 
-UNDER_RUN = (
-    "training data must not change under a run; put the file back with its time (cp -p, "
+RESTORE_FILE = (
+    "training data must not change during a run; restore the file with its time (cp -p, "
     "rsync -a), or start a new run"
 )
-_RESTORE = "put it back, or start a new run without it"
-_PERMISSION = "let the user that runs the job read it"
-_DISK = "check the disk or the mount; no data is skipped for it: resume when it responds"
+_RESTORE = "restore it, or start a new run without it"
+_PERMISSION = "grant read permission to the user that runs the job"
+_DISK = "check the disk or the mount; no data is skipped: resume when it responds"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _DENIED = (errno.EACCES, errno.EPERM)
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
@@ -314,7 +313,7 @@ def file_system_kind(device: int, mounts: str) -> str:
 def check_same_file(file: File) -> os.stat_result:
     """Raise unless the file is the indexed one.
 
-    Its inode does not count: a restored copy has another one.
+    The inode is ignored: a restored copy has another one.
     """
     try:
         status = os.stat(file.path)
@@ -324,7 +323,7 @@ def check_same_file(file: File) -> os.stat_result:
         what = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise StorageUnreachable(
             f"the file changed since the source was indexed: expected a file, got {what}",
-            UNDER_RUN,
+            RESTORE_FILE,
             "changed",
         )
     if status.st_size != file.size or not _same_time(file.mtime_ns, status.st_mtime_ns):
@@ -333,7 +332,7 @@ def check_same_file(file: File) -> os.stat_result:
             f"bytes of {_time_text(status.st_mtime_ns)}"
         )
         raise StorageUnreachable(
-            f"the file changed since the source was indexed: {difference}", UNDER_RUN, "changed"
+            f"the file changed since the source was indexed: {difference}", RESTORE_FILE, "changed"
         )
     return status
 
@@ -362,11 +361,12 @@ def classify_file_error(error: Exception) -> Failure | None:
         return None
     text = os.strerror(error.errno)
     if error.errno in _GONE:
-        return Failure("gone", f"the file is gone since the source was indexed ({text})", _RESTORE)
+        problem = f"the file disappeared after the source was indexed ({text})"
+        return Failure("gone", problem, _RESTORE)
     if error.errno in _DENIED:
         return Failure("denied", f"the file is no longer readable ({text})", _PERMISSION)
     return Failure(
-        errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK
+        errno.errorcode.get(error.errno, str(error.errno)), f"could not be read: {text}", _DISK
     )
 
 
@@ -399,12 +399,12 @@ def file_give_up_error(
 
 
 # ----------------------------------------------------------------------------
-# Classification of errors of object stores: transient or permanent, and their remedies.
+# Classify errors of object stores as transient or permanent, with remedies.
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _KIND = re.compile(r"\bkind: (\w+)")
-_PASSING = {
+_TRANSIENT_CODES = {
     "RequestTimeout",
     "SlowDown",
     "Throttling",
@@ -416,14 +416,14 @@ _PASSING = {
 }
 _SHOWN = 300  # characters of a library's text
 
-_UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
+_RESTORE_OBJECT = "training data must not change during a run; restore it, or start a new run"
 _KEYS = (
     "check the keys and their permissions; they come from the environment (AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, ...)"
 )
 _RANGES = (
-    "something between here and the store does not serve ranges of objects; read from the "
-    "store itself"
+    "a proxy between this machine and the store does not serve byte ranges; connect to the "
+    "store directly"
 )
 
 
@@ -438,7 +438,7 @@ class WrongResponse(Exception):
 def classify_store_error(error: Exception) -> Failure:
     """Classify an error of the library by its text, since it has few classes."""
     if isinstance(error, WrongResponse):
-        return _wrong(error)
+        return _classify_response(error)
     text, shown = str(error), _first_line(str(error))
     status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
     if isinstance(error, StorageUnreachable):
@@ -452,14 +452,14 @@ def classify_store_error(error: Exception) -> Failure:
     if "BadScheme" in text:
         return Failure(
             "setup",
-            "the endpoint is plain http, which is not allowed",
+            "expected an https endpoint, got plain http",
             "set AWS_ALLOW_HTTP=true to allow it",
             1,
         )
     if "169.254.16" in text or "metadata.google" in text:
         return Failure(
             "denied",
-            "the environment has no keys, and this machine has no role that gives some",
+            "expected keys in the environment or a role of this machine, got neither",
             _KEYS,
             FEW_ATTEMPTS,
         )
@@ -470,12 +470,12 @@ def classify_store_error(error: Exception) -> Failure:
             f"{status[1]} {(status[2] or '').strip()}{f', {code}' if code else ''}",
         )
     if isinstance(error, FileNotFoundError):
-        return Failure("gone", shown, _UNDER_RUN, 1)
+        return Failure("gone", shown, _RESTORE_OBJECT, 1)
     kinds = _KIND.findall(text)
     if "Timeout" in kinds or "TimedOut" in text:
-        return Failure("timeout", "no byte received for too long")
+        return Failure("timeout", "no byte was received within the read timeout")
     if "IncompleteBody" in text or "UnexpectedEof" in kinds:
-        return Failure("short body", "the response ended early")
+        return Failure("short body", "expected the whole body of the response, got a part of it")
     if {"Interrupted", "Connect"} & set(kinds):
         return Failure("connection", shown)
     return Failure(type(error).__name__, shown, tries=FEW_ATTEMPTS)
@@ -495,34 +495,34 @@ def classify_mid_run(error: Exception) -> Failure:
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:
-    if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
+    if status in (408, 429) or (status >= 500 and status != 501) or code in _TRANSIENT_CODES:
         return Failure(str(status), shown)
     if status == 404:
         return Failure(
             "gone",
             shown,
-            "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN,
+            "check the name of the bucket" if code == "NoSuchBucket" else _RESTORE_OBJECT,
             1,
         )
     if status in (412, 416):  # no read goes past the end in the index
-        return Failure("changed", shown, _UNDER_RUN, 1)
+        return Failure("changed", shown, _RESTORE_OBJECT, 1)
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
         return Failure("denied", shown, _KEYS, 1)
     if 300 <= status < 400:
         return Failure(
             "setup",
             shown,
-            "the bucket lies in another region: set AWS_REGION, or ?region= in the URI",
+            "set AWS_REGION, or ?region= in the URI: the bucket is in another region",
             1,
         )
     return Failure(
-        str(status), shown, "the store refuses the request; check endpoint, bucket and region", 1
+        str(status), shown, "check endpoint, bucket and region: the store refuses the request", 1
     )
 
 
-def _wrong(error: WrongResponse) -> Failure:
+def _classify_response(error: WrongResponse) -> Failure:
     if error.kind == "changed":
-        return Failure("changed", error.problem, _UNDER_RUN, 1)
+        return Failure("changed", error.problem, _RESTORE_OBJECT, 1)
     if error.kind == "other range":
         return Failure(error.kind, error.problem, _RANGES, FEW_ATTEMPTS)
     return Failure(error.kind, error.problem)
@@ -535,7 +535,7 @@ def store_give_up_error(
     last, tried = failures[-1], attempts_text(failures, took_s)
     if last.kind == "gone":
         return StorageUnreachable(
-            f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
+            f"the object does not exist ({last.text}){tried}", last.remedy, last.kind
         )
     if last.kind == "changed":
         return StorageUnreachable(

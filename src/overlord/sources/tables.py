@@ -23,7 +23,7 @@ from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions, check_refused
 
 
 def numpy_of(array: pa.Array) -> np.ndarray:
-    """Return a view of the numbers of an array. Arrow converts arrays with nulls or other types."""
+    """Return a view of the numbers of an array; Arrow converts arrays with nulls or other types."""
     kind, n = array.type, len(array)
     if array.null_count or not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind)):
         converted: np.ndarray = array.to_numpy(zero_copy_only=False)
@@ -61,7 +61,7 @@ def arrow_of(values: np.ndarray) -> pa.Array:
 # stores each value by itself, as msgpack, in a column of type ``MIXED``.
 
 MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-# Levels of nesting; beyond, the result would depend on the remaining stack of the caller.
+# Levels of nesting; with more, the result would depend on the remaining stack of the caller.
 MAX_DEPTH = 100
 BadValues = dict[int, str]  # row -> reason
 
@@ -71,10 +71,10 @@ _SHOWN = 60  # characters of a value in a reason
 
 
 class MixedScalar(pa.ExtensionScalar):  # type: ignore[misc]
-    """One value of a mixed column; ``to_pylist`` of arrays and tables calls it."""
+    """One value of a mixed column, decoded by ``as_py``."""
 
     def as_py(self, **_: Any) -> Any:
-        """Return the Python value."""
+        """Return the Python value; ``to_pylist`` of arrays and tables calls this method."""
         return None if self.value is None else _decode(self.value.as_py())
 
 
@@ -163,7 +163,7 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], BadValue
 
 
 def short_text(value: Any) -> str:
-    """Return a value as text for a reason, shortened."""
+    """Return the text of a value for an error, shortened to ``_SHOWN`` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -235,7 +235,7 @@ def _kind(cls: type) -> str | type:
     return next((name for name, types in families if issubclass(cls, types)), cls)
 
 
-# Values stored by themselves
+# Encode single values of a mixed column as msgpack.
 
 
 def _encode(value: Any) -> bytes:
@@ -245,17 +245,17 @@ def _encode(value: Any) -> bytes:
 def _to_msgpack(value: Any, depth: int) -> Any:
     """Return the value in types that msgpack distinguishes. Raises one of ``MISFIT``."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting")
+        raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, got more")
     kind = type(value)
     if kind is int and not -(2**63) <= value < 2**64:
-        raise ValueError("expected a whole number of 64 bits")
+        raise ValueError("expected a whole number of at most 64 bits, got a larger one")
     if kind in _SCALARS:
         return value
     if kind in (list, tuple):
         return [_to_msgpack(v, depth + 1) for v in value]
     if kind is dict:
         if not all(type(k) is str for k in value):
-            raise TypeError("expected texts as the keys of an object")
+            raise TypeError("expected keys of an object as text, got keys of another type")
         return {k: _to_msgpack(v, depth + 1) for k, v in value.items()}
     return _converted(value, depth)
 
@@ -386,7 +386,7 @@ def without_invalid_rows(
 
 
 def drop_rows(table: pa.Table, rows: list[int]) -> pa.Table:
-    """Return the other rows as views of the runs between.
+    """Return the table without ``rows``, as views of the rows between them.
 
     ``take`` would follow the offsets of the removed rows and crash.
     """
@@ -402,7 +402,7 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
                 view.slice(i, 1).select([name]).validate(full=True)
             except pa.ArrowInvalid as error:
                 reason = (
-                    "bytes that are not UTF-8"
+                    "expected UTF-8, got other bytes"
                     if "UTF8" in str(error)
                     else str(error).rpartition("Invalid: ")[2]
                 )
@@ -422,7 +422,7 @@ def _has_text(kind: pa.DataType) -> bool:
 
 
 def too_large(size: int, limit: int) -> str:
-    return f"the row has {size} bytes, the source's max_sample_bytes is {limit}"
+    return f"expected a row of at most max_sample_bytes={limit} bytes, got {size}"
 
 
 def compact(table: pa.Table) -> pa.Table:

@@ -40,7 +40,7 @@ class Member(NamedTuple):
 
 
 class BrokenTar(Exception):
-    """The archive is invalid from ``offset`` on, or ends before its end mark."""
+    """The archive is invalid from ``offset`` on, or ends before its end-of-archive block."""
 
     def __init__(self, offset: int, problem: str):
         super().__init__(offset, problem)
@@ -48,7 +48,7 @@ class BrokenTar(Exception):
 
 
 class TarCursor:
-    """Reads front to back in large pieces and skips without reading.
+    """Reader of a tar file, front to back in large pieces; skipped members are not read.
 
     A store prefers few, long reads.
     """
@@ -80,9 +80,11 @@ def members(cursor: TarCursor) -> Iterator[Member]:
         if block == _ZEROS:
             return
         if len(block) < BLOCK_SIZE:
-            where = "inside a header" if block else "without its end mark"
+            wanted = "a complete header" if block else "the end-of-archive block"
             raise BrokenTar(
-                first, f"the tar file ends {where} at byte {at + len(block)}: it is cut short"
+                first,
+                f"expected {wanted} of the tar file at byte {at}, got the end of the file: it is "
+                "truncated",
             )
         _check(block, first)
         kind, size = block[156:157], _size(block, pax, first)
@@ -92,15 +94,15 @@ def members(cursor: TarCursor) -> Iterator[Member]:
         if following > data and data + size > cursor.size:
             raise BrokenTar(
                 first,
-                f"the tar file ends inside a member at byte {cursor.size}, expected "
-                f"{data + size}: it is cut short",
+                f"expected a member up to byte {data + size} of the tar file, got the end of the "
+                f"file at byte {cursor.size}: it is truncated",
             )
         if kind in (b"x", b"X", b"L", b"K", b"g"):
             if size > MAX_HEADER:
                 raise BrokenTar(
                     first,
-                    f"an extended header of {size} bytes at byte {at}; at most "
-                    f"{MAX_HEADER} are accepted",
+                    f"expected an extended tar header of at most {MAX_HEADER} bytes at byte {at}, "
+                    f"got {size}",
                 )
             body = cursor.read(data, size)
             if kind in (b"x", b"X"):
@@ -131,7 +133,7 @@ def _member(
     elif any(key.startswith("GNU.sparse") for key in pax):
         problem = "is a sparse file"
     elif name.startswith("/") or ".." in name.split("/"):
-        problem = problem or "has a name that leads outside"
+        problem = problem or "has a name outside the archive"
     return Member(name, *place, problem)
 
 
@@ -143,7 +145,7 @@ def _short_name(block: bytes) -> bytes:
 
 
 def _check(block: bytes, first: int) -> None:
-    """Verify the checksum of a header, with the checksum field taken as blanks.
+    """Verify the checksum of a header; the checksum field itself counts as blanks.
 
     Some old writers sum signed bytes.
     """
@@ -154,7 +156,7 @@ def _check(block: bytes, first: int) -> None:
     body = block[:148] + block[156:]
     unsigned = 256 + sum(body)
     if wanted != unsigned and wanted != unsigned - 256 * sum(b > 127 for b in body):
-        raise BrokenTar(first, "a broken tar header: its checksum is wrong")
+        raise BrokenTar(first, f"expected the checksum {unsigned} in a tar header, got {wanted}")
 
 
 def _size(block: bytes, pax: dict[str, bytes], first: int) -> int:
@@ -169,7 +171,8 @@ def _size(block: bytes, pax: dict[str, bytes], first: int) -> int:
     except ValueError:
         size = -1
     if size < 0:
-        raise BrokenTar(first, "a broken tar header: its size makes no sense")
+        given = pax.get("size", field)
+        raise BrokenTar(first, f"expected a size in a tar header, got {given[:20]!r}")
     return size
 
 
@@ -188,7 +191,10 @@ def _pax(body: bytes, first: int) -> dict[str, bytes]:
             or body[end - 1 : end] != b"\n"
             or b"=" not in record
         ):
-            raise BrokenTar(first, "a broken pax header")
+            got = body[at : at + 20]
+            raise BrokenTar(
+                first, f"expected a record '<length> <key>=<value>' in a pax header, got {got!r}"
+            )
         key, _, value = record.partition(b"=")
         records[key.decode(errors="replace")] = value
         at = end

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Timeouts:
     """Durations in seconds. Tests replace the instance in the module that reads it."""
 
-    # One read or listing with all its retries: long enough for a bad minute of a store, shorter
+    # One read or listing with all its retries: long enough for a short outage of a store, shorter
     # than the timeout of a collective.
     deadline_s: float = 120.0
     first_pause_s: float = 0.1  # pause after the first failure; doubled after each further one

@@ -127,13 +127,13 @@ def _add(
     elif member.name.lower().endswith(REFUSED):
         group.refuse(f"member {member.name!r} is a pickle, which could run code")
     elif extension in group.values:
-        group.refuse(f"member {member.name!r} is there twice")
+        group.refuse(f"member {member.name!r} occurs twice")
     # All members count: the size check must not depend on the requested columns.
     group.size += member.size
     if group.size > options.max_sample_bytes:
         group.refuse(
-            f"the sample has more than {options.max_sample_bytes} bytes, the source's "
-            "max_sample_bytes"
+            f"expected a sample of at most max_sample_bytes={options.max_sample_bytes} bytes, "
+            "got a larger one"
         )
     if (
         load

@@ -30,7 +30,7 @@ RESERVED_META = ("tokens", "bytes")  # every sample has these
 
 
 class Transform(Protocol):
-    """One step of a pipeline. ``user_code``: the result of a row may depend on its batch."""
+    """One step of a pipeline; with ``user_code`` the result of a row may depend on its batch."""
 
     kind: ClassVar[str]
 
@@ -93,7 +93,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
-    """Token ids that are already in a column of lists, of any integer type."""
+    """Use token ids from a column of lists, of any integer type."""
 
     column: str = "tokens"
     kind: ClassVar[str] = "tokens"
@@ -112,9 +112,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Map:
-    """A function over a slice, ``fn(columns) -> columns``; with ``rows``, ``fn(row) -> row``.
+    """Apply a function to a slice, ``fn(columns) -> columns``, or with ``rows`` to each row.
 
-    With ``rows`` and ``rng`` it is ``fn(row, rng) -> row``.
+    With ``rows`` it is ``fn(row) -> row``, with ``rows`` and ``rng`` ``fn(row, rng) -> row``.
 
     The result of ``fn`` replaces the columns. ``holds_lock``: ``fn`` is slow pure Python, so the
     source should be transformed in a separate process. ``fn`` must then be a function of a module.
@@ -130,7 +130,7 @@ class Map:
     def __post_init__(self) -> None:
         problems = function_problems(self.fn) + flag_problems(self, "rows", "rng", "holds_lock")
         if self.rng is True and self.rows is not True:
-            problems.append("rng: a random Map works row by row; add rows=True")
+            problems.append("rng: expected rows=True, got False; a random Map runs row by row")
         refuse("Map", problems)
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Map:
 class Filter:
     """Keep the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) returns True.
 
-    Count the others.
+    The others are counted.
     """
 
     fn: Callable[..., Any]
@@ -165,7 +165,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Select:
-    """Keep only these columns. Before a Map or Filter, only these are read from the file."""
+    """Keep only these columns; before a Map or Filter, only they are read from the file."""
 
     columns: tuple[str, ...]
     kind: ClassVar[str] = "select"
@@ -176,12 +176,11 @@ class Select:
         object.__setattr__(self, "columns", columns)
         problems = [p for i, c in enumerate(columns) for p in column_problems(f"columns[{i}]", c)]
         if not columns:
-            problems.append("columns: expected at least one")
+            problems.append("columns: expected at least one name, got none")
         if not problems and len(set(columns)) < len(columns):
             problems.append(
-                "columns: "
-                f"{', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named "
-                "twice"
+                "columns: expected different names, got these twice: "
+                f"{', '.join(sorted({c for c in columns if columns.count(c) > 1}))}"
             )
         refuse("Select", problems)
 
@@ -194,7 +193,7 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample for strategies, next to ``tokens`` and ``bytes``.
+    """A number per sample for strategies, in addition to ``tokens`` and ``bytes``.
 
     It is a column, or a function of the columns.
 
@@ -214,11 +213,11 @@ class Meta:
     def __post_init__(self) -> None:
         problems = column_problems("name", self.name) + flag_problems(self, "rows", "holds_lock")
         if self.name in RESERVED_META:
-            problems.append(f"name: every sample has {self.name!r} already; choose another")
+            problems.append(f"name: expected a new name, got {self.name!r}, which every sample has")
         if not callable(self.value) and column_problems("value", self.value):
             problems.append(f"value: expected a column's name or a function, got {self.value!r}")
         if isinstance(self.value, str) and (self.rows or self.holds_lock):
-            problems.append("rows, holds_lock: only for a function")
+            problems.append("rows, holds_lock: expected them only with a function, got a column")
         refuse("Meta", problems)
 
     @property

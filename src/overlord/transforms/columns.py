@@ -18,11 +18,9 @@ import pyarrow.types as pt
 from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 
-EXACT = (
-    2**53
-    # Metadata of many rows and sources share one array, maybe of float64, which rounds larger whole
-    # numbers.
-)
+# Metadata of many rows and sources share one array, maybe of float64, which rounds larger whole
+# numbers.
+EXACT = 2**53
 # Ids are delivered as int64 and indexed as int32 by most kernels; no real vocabulary comes near.
 ID_LIMIT = 2**31
 _TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
@@ -110,9 +108,9 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
 
 
 def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
-    """Give a column the type that its values have without those of other rows.
+    """Return the table with the column rebuilt from its values, so that only they decide its type.
 
-    ``bad`` rows become null.
+    The values of ``bad`` rows become null.
     """
     values = [None if bad and i in bad else v for i, v in enumerate(table.column(name).to_pylist())]
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
@@ -121,7 +119,7 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
 def _each_type(
     array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
 ) -> tuple[list[Any], np.ndarray, Bad]:
-    """Read a mixed column type by type.
+    """Read a mixed column, one group of rows for each type.
 
     Returns the results of ``read``, the position of each row in their concatenation, and the
     rejected rows.
@@ -211,7 +209,7 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
 
 
 def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
-    """Return negative ids and ids of 2**31 and more.
+    """Return the positions of negative ids and of ids of 2**31 and more, with a reason.
 
     One pass over the bits: a negative number is a large unsigned one.
     """
@@ -269,7 +267,7 @@ def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
     try:
         return (raw or b"").decode()
     except UnicodeDecodeError as fault:
-        bad[i] = f"{name} is not UTF-8: {fault.reason} at byte {fault.start}"
+        bad[i] = f"{name}: expected UTF-8, got {fault.reason} at byte {fault.start}"
         return ""
 
 
@@ -327,9 +325,9 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     faults = [(null_rows(flat), "holds a null")]
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
-    values, widened = plain_numbers(numpy_of(flat), "", {})
+    values, invalid = plain_numbers(numpy_of(flat), "", {})
     faults.append(
-        (np.array(sorted(widened), np.int64), "holds a number that is not finite, or too large")
+        (np.array(sorted(invalid), np.int64), "holds a number that is not finite, or too large")
     )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
     _add_faults(bad, name, offsets, faults)
@@ -341,7 +339,7 @@ def meta_column(column: Column) -> pa.Array:
 
 
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
-    """Return the metadata of samples by their row.
+    """Return a metadata column for samples, given the row and the part of each sample.
 
     The pieces of a split sample share its number; its items stay with the first piece.
     """
@@ -353,7 +351,7 @@ def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Co
 
 
 def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
-    """Return rows in which a list does not have one number per item of another."""
+    """Return the rows in which list ``name`` has another length than list ``items``."""
     one, other = (table.column(HIDDEN + n) for n in (name, items))
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
@@ -361,7 +359,7 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
         numpy_of(pc.list_value_length(_one_array(c))).astype(np.int64) for c in (one, other)
     )
     return {
-        int(i): f"{name} has {counts[i]} numbers for {expected[i]} items of {items}"
+        int(i): f"{name}: expected {expected[i]} numbers, one per item of {items}, got {counts[i]}"
         for i in np.flatnonzero(counts != expected)
     }
 

@@ -38,14 +38,15 @@ try:
     )
 except ImportError as fault:
     raise TransformError(
-        "", "Images", f"the package {fault.name} is not installed", pip_install("image")
+        "",
+        "Images",
+        f"expected the package {fault.name} to decode images, got none",
+        pip_install("image"),
     ) from fault
 
-_OPEN: dict[
-    str, Any
-    # Each format by its name: ``Image.open`` tries formats one by one, and warns of large images by
-    # a global setting.
-] = {
+# Each format by its name: ``Image.open`` tries formats one by one, and warns of large images by a
+# global setting.
+_OPEN: dict[str, Any] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
@@ -93,7 +94,8 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
         raise
     except Exception as fault:  # decoders raise any exception on a broken file
         raise BadImage(
-            f"the {image_header.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}"
+            f"expected a {image_header.format} that can be decoded, got "
+            f"{type(fault).__name__}: {fault!s:.200}"
         ) from fault
     return np.asarray(resized)
 
@@ -111,7 +113,7 @@ def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) ->
 
 
 def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
-    """Return the factor by which a JPEG is decoded smaller.
+    """Return the factor by which a JPEG is reduced while it is decoded.
 
     It follows from the item, so it is the same everywhere.
     """
@@ -134,8 +136,8 @@ def _pixels(data: np.ndarray, image_header: ImageHeader, scale: int) -> tuple[An
         image = _pillow(data, image_header)
     if image.size != (-(-width // scale), -(-height // scale)):
         raise BadImage(
-            f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header "
-            f"says {width} x {height}"
+            f"expected an image of {width} x {height} pixels, as in its header, got "
+            f"{image.size[0]} x {image.size[1]} at 1/{scale} of its size"
         )
     return image, scale
 
@@ -161,7 +163,7 @@ def _jpeg(data: np.ndarray, image_header: ImageHeader, scale: int) -> np.ndarray
 
 
 class _TruncatedFlag:
-    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
+    """Value for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
 
     In other threads it has the original value.
 
@@ -187,8 +189,9 @@ def _pillow(data: np.ndarray, image_header: ImageHeader) -> Any:
         image = _OPEN[image_header.format](BytesIO(data.data))
         if image.size != image_header.stored:
             raise BadImage(
-                f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its "
-                f"header says {image_header.stored}"
+                "expected an image of {} x {} pixels, as in its header, got {} x {}".format(
+                    *image_header.stored, *image.size
+                )
             )
         image.load()
     finally:

@@ -22,7 +22,7 @@ EXIF_BYTES = 2**16  # bytes that are searched for the orientation
 
 
 class BadImage(ValueError):
-    """Bytes that cannot be used as an image. The reason is a sentence for the quarantine."""
+    """Bytes that cannot be used as an image; ``reason`` is the text for the quarantine."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -34,7 +34,7 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits of the cost of an image.
+    """Upper limits of the size and the decoding cost of an image.
 
     The largest real photographs have about 100 million pixels.
     """
@@ -92,7 +92,8 @@ def header(data: Any, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
     view = memoryview(data).cast("B")
     if len(view) > limits.max_file_bytes:
         raise BadImage(
-            f"the file has {len(view)} bytes, more than max_file_bytes={limits.max_file_bytes}"
+            f"expected a file of at most max_file_bytes={limits.max_file_bytes} bytes, got "
+            f"{len(view)}"
         )
     start = bytes(view[:16])
     try:
@@ -109,7 +110,9 @@ def header(data: Any, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
                 f"expected a JPEG, PNG, WebP or GIF file, got {_describe_bytes(view, start)}"
             )
     except (struct.error, IndexError):  # read past the end
-        raise BadImage("the file is cut short inside its header") from None
+        raise BadImage(
+            f"expected a complete image header, got a file truncated after {len(view)} bytes"
+        ) from None
     _check_limits(parsed, limits)
     return parsed
 
@@ -117,20 +120,20 @@ def header(data: Any, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
 def _check_limits(parsed: ImageHeader, limits: ImageLimits) -> None:
     width, height = parsed.width, parsed.height
     if not width or not height:
-        raise BadImage(f"the image has no pixels ({width} x {height})")
+        raise BadImage(f"expected an image with pixels, got {width} x {height}")
     if width * height > limits.max_pixels_in:
         raise BadImage(
-            f"{width} x {height} pixels are more than max_pixels_in={limits.max_pixels_in}"
+            f"expected at most max_pixels_in={limits.max_pixels_in} pixels, got {width} x {height}"
         )
     if parsed.decoded_bytes > limits.max_decoded_bytes:
         raise BadImage(
-            f"decoding takes about {parsed.decoded_bytes} bytes, more than "
-            f"max_decoded_bytes={limits.max_decoded_bytes}"
+            f"expected decoding to need at most max_decoded_bytes={limits.max_decoded_bytes}, got "
+            f"about {parsed.decoded_bytes} bytes"
         )
     if max(width, height) > limits.max_aspect * min(width, height):
         raise BadImage(
-            f"{width} x {height} pixels: one side is more than "
-            f"max_aspect={limits.max_aspect:g} times the other"
+            f"expected sides with a ratio of at most max_aspect={limits.max_aspect:g}, got "
+            f"{width} x {height} pixels"
         )
 
 
@@ -148,7 +151,7 @@ _KINDS = (
 
 
 def _describe_bytes(view: memoryview, start: bytes) -> str:
-    """Describe the bytes, so that a reason in the quarantine is more specific than "garbage"."""
+    """Describe the start of a file of an unknown format, for the reason in the quarantine."""
     if not start:
         return "no bytes"
     if start[4:8] == b"ftyp":
@@ -188,10 +191,10 @@ def _jpeg(view: memoryview) -> ImageHeader:
         if marker in _ALONE:
             continue
         if marker == 0xD9 or marker == 0xD8:
-            raise BadImage("a JPEG that ends before its image")
+            raise BadImage("expected an image in the JPEG, got its end")
         size = view[at] << 8 | view[at + 1]
         if size < 2:
-            raise BadImage("a JPEG segment of an impossible size")
+            raise BadImage(f"expected a JPEG segment of at least 2 bytes, got {size}")
         if marker in _SOF or marker in _OTHER_SOF:
             frame = frame or _jpeg_frame(view, at, marker)
         elif marker == 0xE1 and not orientation and bytes(view[at + 2 : at + 8]) == b"Exif\0\0":
@@ -199,32 +202,31 @@ def _jpeg(view: memoryview) -> ImageHeader:
         elif marker == 0xDA:
             return _jpeg_header(view, at, frame, orientation or 1)
         at += size
-    raise BadImage(f"a JPEG of more than {MAX_SEGMENTS} segments before its image")
+    raise BadImage(f"expected at most {MAX_SEGMENTS} segments before the image of a JPEG, got more")
 
 
 def _marker(view: memoryview, at: int) -> tuple[int, int]:
     """Return the next marker and the offset of its segment."""
     if view[at] != 0xFF:
-        raise BadImage(f"a JPEG without a marker at byte {at}")
+        raise BadImage(f"expected a JPEG marker at byte {at}, got 0x{view[at]:02x}")
     for i in range(at + 1, at + 1 + MAX_FILL):
         if view[i] != 0xFF:
             return view[i], i + 1
-    raise BadImage(f"a JPEG with nothing but fill bytes at byte {at}")
+    raise BadImage(f"expected a JPEG marker at byte {at}, got more than {MAX_FILL} fill bytes")
 
 
 def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, int]:
     if marker in _OTHER_SOF:
         raise BadImage(
-            f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and "
-            "progressive ones are read"
+            f"expected a baseline, sequential or progressive JPEG, got a {_OTHER_SOF[marker]} one"
         )
     bits, height, width, channels = struct.unpack_from(">BHHB", view, at + 2)
     if bits != 8:
-        raise BadImage(f"a JPEG with {bits} bits a channel; 8 are read")
+        raise BadImage(f"expected a JPEG with 8 bits per channel, got {bits}")
     if channels not in _JPEG_MODES:
-        raise BadImage(f"a JPEG with {channels} channels; 1, 3 and 4 are read")
+        raise BadImage(f"expected a JPEG with 1, 3 or 4 channels, got {channels}")
     if not height:
-        raise BadImage("a JPEG without a height before its image")
+        raise BadImage("expected the height of the JPEG before its image, got 0")
     return marker, width, height, channels
 
 
@@ -232,28 +234,28 @@ def _jpeg_header(
     view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int
 ) -> ImageHeader:
     if frame is None:
-        raise BadImage("a JPEG whose image begins before its size")
+        raise BadImage("expected the size of the JPEG before its image, got the image first")
     marker, width, height, channels = frame
     raw = None
     # Most files end with their image; some have more data after it.
     if view[-2] != 0xFF or view[-1] != 0xD9:
         raw = bytes(view[at:])
         if b"\xff\xd9" not in raw:
-            raise BadImage("a JPEG that is cut short: its end mark is missing")
+            raise BadImage(
+                "expected the end-of-image marker of the JPEG, got the end of a truncated file"
+            )
     scans = 1
-    if (
-        marker == 0xC2
-        # Inside the coded pixels 0xFF never precedes 0xDA, so counting these pairs counts scans.
-    ):
+    # Inside the coded pixels 0xFF never precedes 0xDA, so counting these pairs counts scans.
+    if marker == 0xC2:
         scans = 1 + (raw or bytes(view[at:])).count(b"\xff\xda")
         if scans > MAX_SCANS:
-            raise BadImage(f"a progressive JPEG of {scans} scans; at most {MAX_SCANS} are decoded")
+            raise BadImage(f"expected a progressive JPEG of at most {MAX_SCANS} scans, got {scans}")
     upright = (height, width) if orientation >= 5 else (width, height)
     return ImageHeader(*upright, _JPEG_MODES[channels], "JPEG", 1, 8, orientation, scans)
 
 
 def orientation_of(tiff: bytes) -> int:
-    """Return EXIF's orientation, 1 to 8; 1 if it cannot be read."""
+    """Return the EXIF orientation, 1 to 8, or 1 if it cannot be read."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
@@ -288,38 +290,44 @@ def _png(view: memoryview) -> ImageHeader:
         ">I4sIIBBBBB", view, 8
     )
     if size != 13 or name != b"IHDR":
-        raise BadImage("a PNG that does not begin with its header")
+        raise BadImage(f"expected a PNG that begins with IHDR, got {name!r} of {size} bytes")
     mode, depths = _PNG_MODES.get(colour, ("", ()))
     if bits not in depths or packing or filtering or interlace > 1:
-        raise BadImage(f"a PNG of an impossible kind: {bits} bits of colour type {colour}")
+        raise BadImage(
+            "expected a PNG of a valid kind, got "
+            f"{bits} bits of colour type {colour}, compression {packing}, filter {filtering} and "
+            f"interlace {interlace}"
+        )
     frames, orientation = _png_chunks(view)
     upright = (height, width) if orientation >= 5 else (width, height)
     return ImageHeader(*upright, mode, "PNG", frames, bits, orientation, 7 if interlace else 1)
 
 
 def _png_chunks(view: memoryview) -> tuple[int, int]:
-    """Return frames and orientation from all chunks.
+    """Return the number of frames and the orientation, after reading all chunks.
 
-    Truncation shows only at the end of the file.
+    Only the end of the file shows whether it is truncated.
     """
     at, frames, orientation, pixels = 33, 1, 1, False
     unpack, total = struct.Struct(">I4s").unpack_from, len(view)
     for _ in range(MAX_SEGMENTS):
         if at + 8 > total:
-            raise BadImage("a PNG that is cut short: its end is missing")
+            raise BadImage(
+                "expected the chunk IEND of the PNG, got the end of the file: it is truncated"
+            )
         size, name = unpack(view, at)
         if name == b"IDAT":
             pixels = True
         elif name == b"IEND":
             if not pixels:
-                raise BadImage("a PNG without pixels")
+                raise BadImage("expected a chunk IDAT in the PNG, got none")
             return frames, orientation
         elif name == b"acTL" and not pixels:
             frames = max(1, struct.unpack_from(">I", view, at + 8)[0])
         elif name == b"eXIf":
             orientation = orientation_of(bytes(view[at + 8 : at + 8 + min(size, EXIF_BYTES)]))
         at += size + 12
-    raise BadImage(f"a PNG of more than {MAX_SEGMENTS} chunks")
+    raise BadImage(f"expected a PNG of at most {MAX_SEGMENTS} chunks, got more")
 
 
 # WebP
@@ -328,7 +336,7 @@ def _png_chunks(view: memoryview) -> tuple[int, int]:
 def _webp(view: memoryview) -> ImageHeader:
     end = 8 + struct.unpack_from("<I", view, 4)[0]
     if end > len(view):
-        raise BadImage(f"a WebP that is cut short: expected {end} bytes, got {len(view)}")
+        raise BadImage(f"expected a WebP of {end} bytes, got {len(view)}: it is truncated")
     size_and_mode, frames, orientation, pictures, at = None, 1, 1, 0, 12
     for _ in range(MAX_SEGMENTS):
         if at + 8 > end:
@@ -336,7 +344,9 @@ def _webp(view: memoryview) -> ImageHeader:
         name, size = struct.unpack_from("<4sI", view, at)
         name, at = bytes(name), at + 8
         if at + size > end:
-            raise BadImage("a WebP that is cut short inside a chunk")
+            raise BadImage(
+                f"expected a WebP chunk of {size} bytes, got {end - at}: it is truncated"
+            )
         if size_and_mode is None:
             size_and_mode = _webp_size(view, at, name)
         pictures += name in (b"VP8 ", b"VP8L", b"ANMF")
@@ -347,7 +357,7 @@ def _webp(view: memoryview) -> ImageHeader:
             orientation = orientation_of(exif.removeprefix(b"Exif\0\0"))
         at += size + (size & 1)
     if size_and_mode is None or not pictures:
-        raise BadImage("a WebP without pixels")
+        raise BadImage("expected a chunk with pixels in the WebP, got none")
     width, height, mode = size_and_mode
     upright = (height, width) if orientation >= 5 else (width, height)
     return ImageHeader(*upright, mode, "WEBP", frames, 8, orientation)
@@ -357,13 +367,19 @@ def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
     """Return width, height and mode from the first chunk."""
     if name == b"VP8 ":
         if bytes(view[at + 3 : at + 6]) != b"\x9d\x01\x2a":
-            raise BadImage("a WebP whose image does not begin with a key frame")
+            raise BadImage(
+                "expected a key frame at the start of the WebP image, got "
+                f"{bytes(view[at + 3 : at + 6])!r}"
+            )
         width, height = struct.unpack_from("<HH", view, at + 6)
         return width & 0x3FFF, height & 0x3FFF, "RGB"
     if name == b"VP8L":
-        mark, bits = struct.unpack_from("<BI", view, at)
-        if mark != 0x2F:
-            raise BadImage("a WebP whose lossless image does not begin with its mark")
+        signature, bits = struct.unpack_from("<BI", view, at)
+        if signature != 0x2F:
+            raise BadImage(
+                "expected the signature 0x2f at the start of the lossless WebP image, got "
+                f"0x{signature:02x}"
+            )
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, "RGBA" if bits >> 28 & 1 else "RGB"
     if name == b"VP8X":
         flags, low_w, high_w, low_h, high_h = struct.unpack_from("<B3xHBHB", view, at)
@@ -372,14 +388,14 @@ def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
             (high_h << 16 | low_h) + 1,
             "RGBA" if flags & 0x10 else "RGB",
         )
-    raise BadImage(f"a WebP that begins with a chunk {name!r}")
+    raise BadImage(f"expected a WebP that begins with VP8, VP8L or VP8X, got the chunk {name!r}")
 
 
 # GIF
 
 
 def _gif(view: memoryview) -> ImageHeader:
-    """Return the header, with the size of the screen or of the first picture if it is larger."""
+    """Return the header of a GIF; its size covers the screen and the first picture."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     pictures = blocks = 0
@@ -396,16 +412,16 @@ def _gif(view: memoryview) -> ImageHeader:
             )
         elif kind == 0x21:
             at, blocks = _blocks(view, at + 2, blocks)
-        elif kind == 0x3B or (kind < 0 and pictures):  # many files lack the end mark
+        elif kind == 0x3B or (kind < 0 and pictures):  # many files lack the trailer
             break
         else:
             raise BadImage(
-                "a GIF that is cut short"
+                f"expected a picture in the GIF, got the end of a truncated file at byte {at}"
                 if kind < 0
-                else f"a GIF with an unknown block at byte {at}"
+                else f"expected a known GIF block at byte {at}, got 0x{kind:02x}"
             )
     if not pictures:
-        raise BadImage("a GIF without a picture")
+        raise BadImage("expected a picture in the GIF, got none")
     return ImageHeader(width, height, "P", "GIF", pictures)
 
 
@@ -413,8 +429,11 @@ def _blocks(view: memoryview, at: int, count: int) -> tuple[int, int]:
     """Return the offset after a run of data blocks, and the number of blocks read so far."""
     while count < 4 * MAX_SEGMENTS:
         if at >= len(view):
-            raise BadImage("a GIF that is cut short")
+            raise BadImage(
+                f"expected a data block of the GIF at byte {at}, got the end of the file: "
+                "it is truncated"
+            )
         if not view[at]:
             return at + 1, count
         at, count = at + 1 + view[at], count + 1
-    raise BadImage(f"a GIF of more than {4 * MAX_SEGMENTS} blocks")
+    raise BadImage(f"expected a GIF of at most {4 * MAX_SEGMENTS} blocks, got more")

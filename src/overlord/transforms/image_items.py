@@ -1,4 +1,4 @@
-"""The byte format of an image on its way to an encoder, and the pixels made from it.
+"""The byte format of an image item, and the pixels made from it.
 
 An *item* is a prefix of 96 bytes (the parameters: grid, crop, mean, ...), followed by the stored
 file or by ready pixels. The pixels are a pure function of the item, so every process that makes
@@ -23,11 +23,9 @@ PREFIX_BYTES = 96
 ENCODED, READY = 0, 1  # format of the bytes after the prefix
 DTYPES = ("uint8", "float16", "float32")
 CHANNELS = 3
-MAX_TOKENS = (
-    2**16
-    # Tokens of an image, far above the limit of any encoder: buffers for pixels are sized by what
-    # an item claims.
-)
+# Tokens of an image, far above the limit of any encoder: the size in an item determines the size
+# of the buffers for its pixels.
+MAX_TOKENS = 2**16
 
 _MAGIC, _VERSION = b"OVIM", 1
 _PREFIX = struct.Struct("<4sBBBBHBB3I4I3d3d2I")
@@ -84,13 +82,13 @@ class Prefix:
 def read_prefix(item: np.ndarray) -> Prefix:
     """Parse and validate the prefix of an item: the item may come from another process."""
     if len(item) < PREFIX_BYTES:
-        raise BadImage(f"an item of {len(item)} bytes is shorter than its prefix of {PREFIX_BYTES}")
+        raise BadImage(f"expected an image item of at least {PREFIX_BYTES} bytes, got {len(item)}")
     magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(
         item.data
     )
     if magic != _MAGIC or version != _VERSION:
         raise BadImage(
-            f"expected an item of version {_VERSION}, got {magic!r} of version {version}"
+            f"expected an image item of version {_VERSION}, got {magic!r} of version {version}"
         )
     grid, box, mean, std, size = (
         tuple(rest[a:b]) for a, b in ((0, 3), (3, 7), (7, 10), (10, 13), (13, 15))
@@ -103,20 +101,25 @@ def read_prefix(item: np.ndarray) -> Prefix:
         or not merge
     ):
         raise BadImage(
-            f"an item of an unknown form: {form}, {channels} channels, type {code}, patch "
-            f"{patch}, merge {merge}"
+            f"expected an image item of a known form, got form {form}, {channels} channels, "
+            f"type {code}, patch {patch}, merge {merge}"
         )
     if (
         grid[0] != 1
         or not all(side and side % merge == 0 for side in grid[1:])
         or grid[1] * grid[2] > MAX_TOKENS * merge * merge
     ):
-        raise BadImage(f"an item with an impossible grid {grid} (merge {merge})")
+        raise BadImage(
+            f"expected an image grid of one frame, multiples of merge={merge} and at most "
+            f"{MAX_TOKENS} tokens, got {grid}"
+        )
     x, y, w, h = box
     if not w or not h or x + w > size[0] or y + h > size[1]:
-        raise BadImage(f"an item whose crop {box} is not inside its image of {size[0]} x {size[1]}")
+        raise BadImage(
+            f"expected a crop inside the image of {size[0]} x {size[1]} pixels, got {box}"
+        )
     if not all(abs(v) < 1e9 for v in mean + std) or not all(abs(v) > 1e-9 for v in std):
-        raise BadImage("an item whose mean or std is out of range")
+        raise BadImage(f"expected a mean and a std in range, got {mean} and {std}")
     return Prefix(
         form=form,
         patch=patch,
@@ -133,7 +136,7 @@ def read_prefix(item: np.ndarray) -> Prefix:
 
 
 def item_grid(item: np.ndarray) -> tuple[int, int, int]:
-    """Return (t, h, w) in patches."""
+    """Return the grid of an item: (t, h, w) in patches."""
     return read_prefix(item).grid
 
 
@@ -155,8 +158,8 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
     if prefix.form == READY:
         if len(item) != PREFIX_BYTES + prefix.nbytes:
             raise BadImage(
-                f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, "
-                f"not {prefix.nbytes}"
+                f"expected {prefix.nbytes} bytes of pixels in the image item, got "
+                f"{len(item) - PREFIX_BYTES}"
             )
         np.copyto(out, item[PREFIX_BYTES:].view(prefix.dtype).reshape(prefix.shape))
         return
@@ -198,7 +201,7 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
     if prefix.dtype == "uint8":
         np.copyto(out.reshape(squares.shape), squares)
         return
-    # Bytes are moved before conversion: a quarter of the size of floats.
+    # Bytes are reordered before conversion: they have a quarter of the size of floats.
     planes = np.ascontiguousarray(squares).reshape(gh * gw, CHANNELS, p * p)
     scale, shift = _affine(prefix)
     into: Any = out.reshape(planes.shape)

@@ -45,9 +45,9 @@ IMAGE_TYPES = "images (binary, struct<bytes, path>, or lists of these)"
 
 
 def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """Return the one Images of a source.
+    """Return the one Images transform of a source, or None.
 
-    It processes finished ids, so no later transform may change them.
+    It inserts tokens into finished ids, so no later transform may change them.
     """
     specs = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
     if not specs:
@@ -57,7 +57,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
         raise TransformError(
             source,
             repr(specs[1][1]),
-            "a source has one Images",
+            f"expected one Images in a source, got {len(specs)}",
             "name all the columns in it: column=(...)",
         )
     later = [t for t in transforms[at:] if t.user_code or t.kind in ("tokenize", "tokens")]
@@ -66,7 +66,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
         raise TransformError(
             source,
             repr(images),
-            f"expected Images after all of these, got {later[0]!r} after it",
+            f"expected Images after the transforms that make ids, got {later[0]!r} after it",
             remedy,
         )
     for package in ("PIL", "simplejpeg"):
@@ -74,7 +74,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
             raise TransformError(
                 source,
                 repr(images),
-                f"the package {package} is not installed",
+                f"expected the package {package} to decode images, got none",
                 pip_install("image"),
             )
     return images
@@ -111,8 +111,8 @@ def check_images(table: pa.Table, name: str) -> None:
         inner = inner.field(at).type
     if pt.is_string(inner) or pt.is_large_string(inner):
         raise Unfit(
-            f"column {name!r}: expected images as bytes, got text; a path or base64 is "
-            "not followed: a Map can convert it to bytes"
+            f"column {name!r}: expected images as bytes, got text; convert a path or "
+            "base64 to bytes with a Map"
         )
     if not (pt.is_binary(inner) or pt.is_large_binary(inner) or pt.is_null(inner)):
         raise Unfit(f"column {name!r}: expected {IMAGE_TYPES}, got {kind}")
@@ -177,8 +177,7 @@ def _collect(
                 if (path := held[at][int(i)].as_py()) is not None:
                     bad.setdefault(
                         int(row[i]),
-                        f"{name} holds only the path {path!r:.80} of an image; its bytes "
-                        "must be in the column",
+                        f"{name}: expected the bytes of an image, got only its path {path!r:.80}",
                     )
         return _collect(data, row, name, files, bad)
     return _binaries(array, row, files)
@@ -197,7 +196,7 @@ def _binaries(array: pa.Array, row: np.ndarray, files: list[np.ndarray]) -> np.n
 
 
 def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
-    """Read the header of every image of the table. A row is bad because of its first bad image."""
+    """Plan every image of the table from its header; a row is bad at its first bad image."""
     row, files, bad = read_images(table, spec.columns)
     limits, prefixes = spec.limits, list[Prefix]()
     counts = np.bincount(row, minlength=table.num_rows)
@@ -208,7 +207,7 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
         else None
     )
     for i in np.flatnonzero(counts > spec.max_images).tolist():
-        bad.setdefault(i, f"{counts[i]} images are more than max_images={spec.max_images}")
+        bad.setdefault(i, f"expected at most max_images={spec.max_images} images, got {counts[i]}")
     kept: list[int] = []
     for k, (i, file) in enumerate(zip(row.tolist(), files, strict=True)):
         if i in bad:
@@ -243,9 +242,10 @@ def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> 
     # Only the first piece has items: a placeholder in a later piece would refer to no image.
     if on_long == "split":
         for k in np.flatnonzero(offset + out > context):
-            end = f"an image ends at token {offset[k] + out[k]}, after the first piece of {context}"
             late.setdefault(
-                int(images.row[k]), f"{end}; on_long='split' keeps images in the first piece"
+                int(images.row[k]),
+                f"on_long='split': expected all images in the first piece of {context} tokens, got "
+                f"one that ends at token {offset[k] + out[k]}",
             )
     patches = np.fromiter((p.shape[0] for p in images.prefix), np.int64, len(images.prefix))
     # An image whose tokens are all truncated is not encoded.
@@ -265,7 +265,7 @@ def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
     where = np.flatnonzero(ids.values == marker)
     marks = np.bincount(np.searchsorted(ids.offsets, where, side="right") - 1, minlength=len(ids))
     return {
-        int(i): f"{counts[i]} images and {marks[i]} markers (token {marker})"
+        int(i): f"expected {counts[i]} markers (token {marker}), one per image, got {marks[i]}"
         for i in np.flatnonzero(marks != counts)
     }
 
@@ -315,7 +315,7 @@ def with_placeholders(
 
 @dataclass(slots=True)
 class ImageTotals:
-    """Totals of the images of a source: rows, bytes of files, bytes of pixels."""
+    """Running totals of the images of a source: rows, bytes of files, bytes of pixels."""
 
     source: str
     files: int = 0
@@ -337,7 +337,7 @@ class ImageTotals:
         if self.rows >= WARN_ROWS and not self.files and not self.warned:
             self.warned = True
             log.warning(
-                "source %r: none of its first %d rows has an image in %r; in tar shards "
+                "source %r: found no image in the first %d rows, column %r; in tar shards "
                 "a column is the extension of members ('jpg'), "
                 "'images' for all of them, or a pattern",
                 self.source,
@@ -349,7 +349,7 @@ class ImageTotals:
 def add_items(
     block: Block, frame: RowFrame, chosen: Column, spec: Images, totals: ImageTotals
 ) -> None:
-    """Add the images of the samples to the block. ``chosen``: their numbers.
+    """Add the images with the numbers ``chosen`` to the block.
 
     The metadata ``bytes`` counts files, never pixels: it must not depend on where pixels are made.
     """

@@ -23,7 +23,7 @@ AT = ("start", "marker", "end")
 PLACES = ("auto", "loader", "constructor")
 ANIMATED = ("first", "quarantine")
 META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images.py
-# Of CLIP, as most encoders use.
+# Mean and standard deviation of CLIP, which most encoders use.
 MEAN, STD = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 RANDOM_NUMBERS = 5  # random numbers per image: two sides, two places, mirrored or not
 LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
@@ -31,7 +31,7 @@ LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Images:
-    """Images in one column or several.
+    """Convert images of one or several columns to tokens and pixels.
 
     Each becomes ``placeholder`` tokens in its document and pixels for the encoder. ``place``
     selects the process that makes pixels: the loader, the constructor after planning, or
@@ -115,7 +115,7 @@ class Images:
                     f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
-            problems.append('marker: needs at="marker"')
+            problems.append(f'marker: expected at="marker" with it, got at={self.at!r}')
         problems += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
             problems.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")
@@ -140,7 +140,9 @@ class Images:
                 ]
             many = math.prod(self.size) > MAX_TOKENS * side * side
             return (
-                [f"size: {self.size} makes more than {MAX_TOKENS} tokens an image"] if many else []
+                [f"size: expected at most {MAX_TOKENS} tokens per image, got more with {self.size}"]
+                if many
+                else []
             )
         if self.max_pixels < max(side * side, self.min_pixels):
             return [
@@ -150,7 +152,10 @@ class Images:
         return (
             []
             if self.max_pixels <= MAX_TOKENS * side * side
-            else [f"max_pixels: {self.max_pixels} make more than {MAX_TOKENS} tokens an image"]
+            else [
+                f"max_pixels: expected at most {MAX_TOKENS} tokens per image "
+                f"({MAX_TOKENS * side * side} pixels), got {self.max_pixels}"
+            ]
         )
 
     @property
@@ -193,12 +198,12 @@ class Images:
     def plan(
         self, image_header: ImageHeader, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS
     ) -> Prefix:
-        """Plan an image.
+        """Return the parameters of the pixels of an image, from its header.
 
         ``random``: its row of ``random_numbers``, if the specification uses randomness.
         """
         if image_header.frames > 1 and self.animated == "quarantine":
-            raise BadImage(f"an animated {image_header.format}")
+            raise BadImage(f"expected a still image, got an animated {image_header.format}")
         box = self._box(image_header.width, image_header.height, random)
         height, width = self.size or fit(
             box[3],
@@ -254,9 +259,9 @@ def fit(
     """Return (height, width) to which an image is resized.
 
     Both are multiples of ``factor``, their product is within the bounds, and the shape is kept as
-    well as possible. All arithmetic is in whole numbers, so that every machine decides alike. Each
-    side is rounded to the nearest multiple. If that is too much, both shrink by the same ratio and
-    are rounded down. If it is too little, both grow and are rounded up. The upper bound always
+    well as possible. All arithmetic is in whole numbers, so that every machine gets the same size.
+    Each side is rounded to the nearest multiple. If that is too much, both shrink by the same ratio
+    and are rounded down. If it is too little, both grow and are rounded up. The upper bound always
     holds, the lower one unless the upper one forbids it.
     """
     rows, columns = _nearest(height, factor), _nearest(width, factor)

@@ -20,9 +20,9 @@ class Pieces:
 
 
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
-    """Return the reason of quarantine of each row that exceeds the context."""
+    """Return the rows that exceed the context, with the reason for the quarantine."""
     return {
-        int(i): f"{lengths[i]} tokens are more than the context of {context}"
+        int(i): f"expected at most context={context} tokens, got {lengths[i]}"
         for i in np.flatnonzero(lengths > context)
     }
 

@@ -91,7 +91,7 @@ from overlord.transforms.user_functions import (
 
 
 class Pipeline:
-    """The transforms of one source, validated and ready.
+    """The validated transforms of one source, with their tokenizers loaded.
 
     Pickled as its arguments; tokenizers are loaded once per process.
     """
@@ -115,8 +115,8 @@ class Pipeline:
             raise TransformError(
                 source,
                 "Meta",
-                f"the name {twice[0]!r} is used twice",
-                "metadata needs names of its own",
+                f"expected different names of metadata, got {twice[0]!r} twice",
+                "rename one of them",
             )
         self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
         self._needs = self._row_stage_needs()
@@ -250,12 +250,12 @@ class Pipeline:
     def _trimmed_block(
         self, frame: RowFrame, tokens: Ragged, lengths: np.ndarray, bad: Bad
     ) -> Block:
-        """Make a block if rows have to be removed, truncated or split."""
+        """Make a block of which rows have to be removed, truncated or split."""
         for i in np.flatnonzero(lengths == 0):
-            bad.setdefault(int(i), "no tokens")
+            bad.setdefault(int(i), "expected at least one token, got none")
         if self.on_long == "quarantine":
             bad = too_long(lengths, self.context) | bad
-        keep = frame.report(bad)
+        keep = frame.record_bad(bad)
         lost = lost_tokens(lengths[keep], self.context, self.on_long)
         rows, lost = keep[lost > 0], lost[lost > 0]
         if self.on_long == "drop":
@@ -285,7 +285,7 @@ class Pipeline:
         return block
 
     def _row_stage_needs(self) -> list[tuple[Transform | None, str, Check]]:
-        """Return the columns that the row stage reads: transform, column, check of its type."""
+        """Return (transform, column, check of its type) for columns that the row stage reads."""
         rest = self.transforms[self._row_stage_start :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
@@ -487,7 +487,7 @@ def _encode_each(frame: RowFrame, texts: list[str], encoder: Encoder) -> Ragged:
         except BaseException as fault:
             if not _is_row_fault(fault):
                 raise
-            bad[i] = f"cannot be tokenized: {error_text(fault)}"
+            bad[i] = f"could not be tokenized: {error_text(fault)}"
     frame.drop(bad)
     return Ragged.concat(parts)
 

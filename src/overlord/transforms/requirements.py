@@ -10,7 +10,7 @@ from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 
 # ----------------------------------------------------------------------------
-# The columns that the transforms of a source need, and combinations that can never work.
+# Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
 IDS = "tokens"  # the column of the ids, whatever its name in the file
 NO_IDS = (
@@ -19,7 +19,7 @@ NO_IDS = (
 
 
 def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...] | None:
-    """Return raw columns in order of first use, or None if user code sees all columns."""
+    """Return the columns to read in order of first use, or None if user code gets all columns."""
     needed: dict[str, None] = {}
     made = False  # ids exist, by Tokenize or Tokens
     known: set[str] | None = None  # all existing columns, once a Select has named them
@@ -32,7 +32,7 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
             raise TransformError(
                 source,
                 repr(t),
-                f"column {lost[0]!r} does not get past an earlier Select",
+                f"expected the column {lost[0]!r}, got an earlier Select that drops it",
                 f"add {lost[0]!r} to that Select",
             )
         if isinstance(t, (Tokenize, Tokens)):
@@ -40,7 +40,7 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
                 raise TransformError(
                     source,
                     repr(t),
-                    "an earlier Tokenize or Tokens has made the ids already",
+                    "expected one Tokenize or Tokens, got another one before it",
                     "keep one of them",
                 )
             made, known = True, None if known is None else known | {IDS}
@@ -50,7 +50,9 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
             everything = everything or (known is None and not mapped)
             mapped, known = (True, None) if isinstance(t, Map) else (mapped, known)
     if not made and known is not None and IDS not in known:
-        raise TransformError(source, "transforms", "nothing makes token ids", NO_IDS)
+        raise TransformError(
+            source, "transforms", "expected a transform that makes token ids, got none", NO_IDS
+        )
     if not made and known is None and not mapped:
         needed |= {IDS: None}
     return None if everything else tuple(needed)
@@ -67,9 +69,9 @@ def used_columns(t: Transform) -> tuple[str, ...]:
 
 
 def describes(name: str, items: str) -> bool:
-    """Return whether a list holds a number per item of another.
+    """Return whether list ``name`` must have one number per item of list ``items``.
 
-    ``image_tokens`` and ``image_offset`` do for ``image_patches``.
+    ``image_tokens`` and ``image_offset`` have one for each item of ``image_patches``.
     """
     stem, _, what = name.rpartition("_")
     return (
@@ -102,7 +104,7 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
         ):
             problem, remedy = (
                 f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet",
-                "leave it out",
+                "remove it from the Select",
             )
             raise TransformError(source, repr(t), problem, remedy)
     if any(isinstance(t, (Tokenize, Map, Select)) for t in transforms):
@@ -114,7 +116,7 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
 def check_map(
     source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]
 ) -> None:
-    """Refuse a mask among the columns that the ``Map`` at a position returned.
+    """Raise TransformError for a mask among the columns that the ``Map`` at a position returned.
 
     It is accepted if a later transform replaces or drops it.
     """

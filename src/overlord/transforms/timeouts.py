@@ -10,9 +10,8 @@ class Timeouts:
     """Durations in seconds. Tests replace the instance in the module that reads it."""
 
     batch_s: float = 300.0  # one batch of user code, and the start of the process
-    close_s: float = (
-        0.5  # a child that exits later is killed: Ctrl-C must end a program in a second
-    )
+    # A child that exits later is killed: Ctrl-C must end a program within a second.
+    close_s: float = 0.5
 
 
 TIMEOUTS = Timeouts()

@@ -1,7 +1,4 @@
-"""Tokenization by Hugging Face tokenizers, in batches.
-
-The interpreter lock is released meanwhile.
-"""
+"""Tokenization by Hugging Face tokenizers, in batches that release the interpreter lock."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ TEXTS_PER_BATCH = 32
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokenize:
-    """Text of one column to token ids in the smallest type that holds the vocabulary.
+    """Convert the text of a column to token ids in the smallest type that holds the vocabulary.
 
     ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, are added before and
     after every text. Padding and truncation in the file are ignored: the ids of a row must not
@@ -53,7 +50,7 @@ class Tokenize:
                 f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             )
         else:
-            # Equal however the path was given.
+            # Equal paths give equal specifications, as text or as Path.
             object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))
         for name in ("bos", "eos"):
             token = getattr(self, name)
@@ -146,7 +143,9 @@ def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) ->
     All processes of a job use one vocabulary.
     """
     if encoder.content != wanted:
-        problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
+        problem = (
+            f"expected the tokenizer file {spec.tokenizer} as at launch, got one with other content"
+        )
         raise TransformError(
             source, "Tokenize", problem, "restore the file of the launch, or launch the job again"
         )
@@ -160,9 +159,9 @@ def _content(path: str, source: str) -> tuple[str, bytes | None]:
             return known[1], None
         content = Path(path).read_bytes()
     except OSError as fault:
-        problem = f"cannot read the tokenizer file {path}: {fault.strerror or fault}"
+        problem = f"could not read the tokenizer file {path}: {fault.strerror or fault}"
         raise TransformError(
-            source, "Tokenize", problem, "give the path of a tokenizer.json"
+            source, "Tokenize", problem, "set the path of a tokenizer.json"
         ) from fault
     _digests[path] = (stamp, digest(content))
     return _digests[path][1], content
@@ -190,17 +189,17 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
         from tokenizers import Tokenizer
     except ImportError as fault:
         raise TransformError(
-            source, "Tokenize", "the package tokenizers is not installed", pip_install("text")
+            source, "Tokenize", "expected the package tokenizers, got none", pip_install("text")
         ) from fault
     try:
         dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as fault:  # tokenizers raises plain Exception
         raise TransformError(
-            source, "Tokenize", f"{path} is not a tokenizer.json: {fault}"
+            source, "Tokenize", f"expected a tokenizer.json, got {path}: {fault}"
         ) from fault
     if dropout:
-        problem = f"{path} asks for a dropout of {dropout}, which gives other ids at every run"
+        problem = f"expected no dropout in {path}, got {dropout}: ids would differ in every run"
         raise TransformError(source, "Tokenize", problem, "set model.dropout to null in the file")
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -218,7 +217,7 @@ def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | N
         raise TransformError(
             source,
             "Tokenize",
-            f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}",
-            "or give its id",
+            f"{name}: expected a token of {spec.tokenizer}, got {token!r}",
+            "use a token of the vocabulary, or an id",
         )
     return token_id

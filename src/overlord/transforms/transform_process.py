@@ -1,6 +1,6 @@
-"""Run transforms in a separate process.
+"""Run the transforms of a source in a separate process.
 
-It serves sources whose transforms hold the interpreter lock, or with ``workers="processes"``.
+It is used for sources whose transforms hold the interpreter lock, or with ``workers="processes"``.
 
 Code is sent once, at spawn. Afterwards only data is sent: a small JSON header, then Arrow IPC for
 tables and raw buffers for arrays. Nothing is unpickled on either side, so a message can never
@@ -34,7 +34,7 @@ from overlord.transforms.timeouts import TIMEOUTS
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Message from parent to child; the table follows, in the slice stage after the row numbers."""
+    """Message from parent to child; row numbers (slice stage only) and the table follow it."""
 
     stage: str
     epoch: int = 0
@@ -63,13 +63,13 @@ class _Child:
 
 
 class _CpuSeconds(local):
-    """CPU seconds per thread."""
+    """CPU seconds that the child used for each thread of the parent."""
 
     seconds = 0.0
 
 
 class TransformWorker:
-    """Runs the stages of a pipeline in a child process.
+    """Executes the stages of a pipeline in a child process.
 
     Runs on: any thread, one batch at a time.
     """
@@ -95,9 +95,9 @@ class TransformWorker:
         return self._pipeline.has_slice_stage
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transforms that may be running.
+        """Return the transforms that may be running, and no row.
 
-        The child reports its position only after a whole stage.
+        The child reports no position during a stage.
         """
         return f"{self._transforms_text()}, in process {self.pid},", -1
 
@@ -172,7 +172,7 @@ class TransformWorker:
     def _call(self, call: Call, parts: list[Any]) -> tuple[Reply, list[str], dict[str, Any]]:
         with self._lock:
             if self._child is None:
-                raise ActorLost(self.name, "it was closed, or lost earlier")
+                raise ActorLost(self.name, "the transform process was closed or lost earlier")
             try:
                 _send(self._child.pipe, call, parts)
             except BlockingIOError:
@@ -200,17 +200,16 @@ class TransformWorker:
         return reply, [name for name, _ in reply.arrays], out
 
     def _stalled(self, stage: str) -> NoReturn:
-        """Kill the child, whose pipe is in the middle of a message, and raise DataStall."""
+        """Kill the child, whose pipe holds a partial message, and raise DataStall."""
         self._end_child(wait_s=0.0)
         raise DataStall(
-            f"{self.name}, {stage} stage, to get through {self._transforms_text()}",
-            self._deadline_s,
+            f"{self.name}, {stage} stage, to finish {self._transforms_text()}", self._deadline_s
         )
 
     def _lost(self, stage: str) -> NoReturn:
         code = self._end_child()
         how = describe_exit(code)
-        when = "before it could start" if stage == "start" else "in the middle of its work"
+        when = "before it started" if stage == "start" else "during a batch"
         raise ActorLost(
             self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"
         )
@@ -240,7 +239,7 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
             pickle.dumps(transform)
         except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
             problem, remedy = (
-                f"cannot be sent to a worker process: {fault}",
+                f"expected a transform that can be pickled for a transform process, got: {fault}",
                 "use a function of a module, not a lambda or an inner function",
             )
             raise TransformError(pipeline.source, repr(transform), problem, remedy) from fault
@@ -269,7 +268,7 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
 
 
 def _serve(pipe: Connection, pipeline: Pipeline) -> None:
-    """Serve calls in the child until the pipe closes, which happens however the parent ends."""
+    """Serve calls in the child until the pipe closes; any end of the parent closes it."""
     # Ctrl-C reaches the whole process group; the parent decides when the child exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.die_with_parent()  # even in the middle of a batch

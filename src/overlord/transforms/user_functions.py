@@ -33,7 +33,7 @@ from overlord.transforms.columns import (
 
 
 class RowFrame:
-    """Rows inside a stage: their input rows, and the outcome of the removed ones."""
+    """The rows of a stage, with their input rows and the reasons of removed rows."""
 
     __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
@@ -52,7 +52,7 @@ class RowFrame:
             else self.table.set_column(at, name, values)
         )
 
-    def report(self, bad: Mapping[int, str]) -> np.ndarray:
+    def record_bad(self, bad: Mapping[int, str]) -> np.ndarray:
         """Record the bad rows and return the others, as positions in the table."""
         self.bad += [(int(self.index[i]), reason) for i, reason in bad.items()]
         mask = np.ones(self.table.num_rows, bool)
@@ -61,7 +61,7 @@ class RowFrame:
 
     def drop(self, bad: Mapping[int, str]) -> None:
         if bad:
-            self.take(self.report(bad))
+            self.take(self.record_bad(bad))
 
     def drop_all(self, reason: str) -> None:
         self.drop(dict.fromkeys(range(self.table.num_rows), reason))
@@ -77,9 +77,9 @@ class RowFrame:
 def run_whole(
     frame: RowFrame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
-    """Call ``fn`` with all rows.
+    """Call ``fn`` once with all rows and return its checked result.
 
-    If it raises, call it with each row alone and report the rows on which it raises.
+    If it raises, call it with each row alone and record the rows on which it raises as bad.
     ``check(result, rows)`` validates a result. An invalid result is a fault of the function, not of
     a row, and ends the job.
     """
@@ -129,7 +129,7 @@ def run_each(
 ) -> list[Any]:
     """Call ``fn`` row by row.
 
-    A row that fails or returns an invalid value is reported and removed.
+    A row that fails or returns an invalid value is recorded as bad and removed.
     """
     bad: Bad = {}
     results = []
@@ -174,11 +174,12 @@ def value_per_row(
         try:
             values = np.asarray(result)
         except ValueError:  # lists of several lengths
-            problem = f"expected {rows} {expected}, one a row, got {type(result).__name__}"
+            problem = f"expected {rows} {expected}, one per row, got {type(result).__name__}"
             raise TransformError(source, repr(t), problem) from None
         if values.shape != (rows,) or values.dtype.kind not in kinds:
             problem = (
-                f"expected {rows} {expected}, one a row, got {values.dtype} of shape {values.shape}"
+                f"expected {rows} {expected}, one per row, got {values.dtype} of shape "
+                f"{values.shape}"
             )
             raise TransformError(source, repr(t), problem)
         return values

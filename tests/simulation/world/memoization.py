@@ -124,7 +124,7 @@ class RememberingReader(SourceReader):
 
     def evaluate(self, command: Evaluate) -> tuple[BlockReady, Content]:
         window = self._window
-        assert window is not None, "evaluate before read"
+        assert window is not None, "expected an open window, got evaluate() before read()"
         key = (self._key, window.position, command.rows)
         if (found := self._memory.blocks.get(key)) is None:
             evaluated, content = super().evaluate(command)

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from overlord.hashing import RADIX_FROM, by_key, number_inside, radix_order
+from overlord.hashing import RADIX_FROM, order_by_key, position_in_key, radix_order
 
 # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 FEW_BINS = 24
@@ -99,7 +99,7 @@ def settle(
 ) -> np.ndarray:
     """Move the cheapest items of overfull bins to the lightest bins with room."""
     order = by_falling(costs)
-    order = order[by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
+    order = order[order_by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
     counts = np.bincount(bins + 1, minlength=n_bins + 1)
     ends = np.cumsum(sizes[order], dtype=np.int64)
     before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]
@@ -216,7 +216,7 @@ def pack_inside(
     ``tight``: by falling size into the fullest bin with room, for parents that are almost full.
     """
     order = by_falling(sizes if tight else costs)
-    order = order[by_key(parent[order], n_parents)]
+    order = order[order_by_key(parent[order], n_parents)]
     counts = np.bincount(parent, minlength=n_parents)
     first = np.cumsum(counts) - counts
     # parents by falling count: those with an r-th item are a prefix
@@ -346,7 +346,7 @@ def next_fit_inside(
 
     One search per bin number serves all parents.
     """
-    order = by_key(parent, n_parents)
+    order = order_by_key(parent, n_parents)
     counts = np.bincount(parent, minlength=n_parents)
     stop = np.cumsum(counts)
     at = stop - counts
@@ -423,7 +423,7 @@ def cut_inside(
     parent with at least ``n_bins`` items has no empty bin. In a parent with fewer, every item has a
     bin of its own.
     """
-    order, counts = by_key(parent, n_parents), np.bincount(parent, minlength=n_parents)
+    order, counts = order_by_key(parent, n_parents), np.bincount(parent, minlength=n_parents)
     size = sizes[order].astype(np.int64, copy=False)
     ends = np.concatenate([[0], np.cumsum(size)])
     first = np.cumsum(counts) - counts
@@ -523,14 +523,14 @@ def none_empty(
     if not gives.any():
         return bins
     order = by_falling(costs)
-    order = order[by_key(bins[order], n_parents * n_bins)]
+    order = order[order_by_key(bins[order], n_parents * n_bins)]
     spare = gives[bins[order] // n_bins]
     # the most expensive item of each bin stays
     spare[(np.cumsum(counts) - counts)[counts > 0]] = False
     items = np.sort(order[spare])
     items = items[by_falling(costs[items])[::-1]]
     parent = bins[items] // n_bins
-    nth, wanted = number_inside(parent, n_parents), empty.sum(axis=1)
+    nth, wanted = position_in_key(parent, n_parents), empty.sum(axis=1)
     taken = nth < wanted[parent]
     items, parent, nth = items[taken], parent[taken], nth[taken]
     # the cheapest go to the bins with the highest limits

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from overlord.hashing import by_key
+from overlord.hashing import order_by_key
 from overlord.planning.balance import binpack
 
 # rounds of exchanges; eight samples a rank need up to 40 for 0.1 percent
@@ -77,10 +77,10 @@ def _items_by_row(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool)
     ``len(rows)`` stands for no item. With ``moves`` every row has at least one of these.
     """
     counts = np.bincount(rows, minlength=n_rows)
-    order = by_key(rows, n_rows)
+    order = order_by_key(rows, n_rows)
     if counts.max() > SWAP_ITEMS:
         dear = binpack.by_falling(costs)
-        dear = dear[by_key(rows[dear], n_rows)]
+        dear = dear[order_by_key(rows[dear], n_rows)]
         seen = np.zeros(len(rows), bool)
         seen[dear[_number(counts) < SWAP_ITEMS]] = True
         order, counts = order[seen[order]], np.minimum(counts, SWAP_ITEMS)

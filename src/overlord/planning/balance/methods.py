@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.checks import cannot_take
+from overlord.checks import signature_problem
 from overlord.errors import PlanError
 from overlord.planning.balance import binpack
 from overlord.planning.balance.binpack import NOWHERE
@@ -105,10 +105,10 @@ def register_balance(
     if name in BUILT_IN:
         raise PlanError(f"the balance method {name!r} is built in", remedy="choose another name")
     wanted = ("costs", "n_bins", "capacity", "sizes") if capacity_aware else ("costs", "n_bins")
-    if problem := cannot_take(fn, wanted):
+    if problem := signature_problem(fn, wanted):
         remedy = (
             ""
-            if not capacity_aware or cannot_take(fn, wanted[:2])
+            if not capacity_aware or signature_problem(fn, wanted[:2])
             else "give capacity_aware=False for a function without capacity"
         )
         raise PlanError(f"register_balance: {name!r} {problem}", remedy=remedy)

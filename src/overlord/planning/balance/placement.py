@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overlord.hashing import by_key
+from overlord.hashing import order_by_key
 from overlord.planning.balance import binpack
 from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, none_empty, spread
 from overlord.planning.balance.local_search import even_out
@@ -227,7 +227,9 @@ def nested(
 
 def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
     """Return the items of every part, in stream order."""
-    return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
+    return np.split(
+        order_by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1]
+    )
 
 
 def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
@@ -473,7 +475,7 @@ def _number_bins(
     """
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
-    index_of[order[by_key(bucket_of[order], len(loads) // m)]] = np.tile(
+    index_of[order[order_by_key(bucket_of[order], len(loads) // m)]] = np.tile(
         np.arange(m, dtype=np.int32), len(loads) // m
     )
     microbatch = spread(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.checks import cannot_take, did_you_mean
+from overlord.checks import did_you_mean, signature_problem
 from overlord.errors import PlanError
 from overlord.sample import Column, Columns, Ragged
 
@@ -435,7 +435,7 @@ def checked_costs(
 ) -> np.ndarray:
     """Return the checked costs of n nodes from a function, which may be user code."""
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
-    if not isinstance(fn, Cost) and (problem := cannot_take(fn, ("columns",))):
+    if not isinstance(fn, Cost) and (problem := signature_problem(fn, ("columns",))):
         raise PlanError(f"{what}: {problem}")
     result = fn(Columns(columns))
     try:

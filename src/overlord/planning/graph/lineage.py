@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.hashing import number_inside
+from overlord.hashing import position_in_key
 from overlord.mesh import Batch, Mesh
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.balance.balance import ItemPlacement
@@ -38,7 +38,7 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
         )
     p, n = graph.placement, graph.tree.n_buckets(graph.axis)
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
-    slot = number_inside(
+    slot = position_in_key(
         p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches, np.int32
     )
     return Assignment(
