@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.observe.svg import Axes, Line, lines, series_color
+from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import markdown_table
 from temperature.arms import ARMS, BALANCED, UNIFORM
 
@@ -216,7 +216,7 @@ def plot(made: Sequence[Row], about: str) -> str:
         found = {r.fraction: float(r.gain.mean()) for r in made if r.arm == arm and len(r.gain)}
         if set(found) == set(fractions):
             y = np.array([found[f] for f in fractions])
-            series.append(Line(label=arm, color=series_color(i), y=y))
+            series.append(PlotLine(label=arm, color=series_color(i), y=y))
     if not series or len(fractions) < 2:
         return ""
     values = np.concatenate([s.y for s in series] + [np.zeros(1)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.dryrun.virtual_run import Add, Run
 from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.mixture import reduced
+from overlord.planning.mixture import reduce_reports
 from overlord.planning.schedule import bind
 from tests.laws import examples
 from tests.properties.test_stream import delivered, fingerprint
@@ -253,8 +253,8 @@ def test_reports_of_several_ranks_are_averaged_by_tokens_whoever_came_first(
 ) -> None:
     reports = [Report(3, rank, metrics) for rank, metrics in ranks.items()]
     random.shuffle(reports)
-    got = reduced(reports)
-    assert got == reduced(sorted(reports, key=lambda r: r.rank))
+    got = reduce_reports(reports)
+    assert got == reduce_reports(sorted(reports, key=lambda r: r.rank))
     for name, value in got.items():
         mine = [m for m in ranks.values() if name in m]
         if name.startswith("tokens/"):
