@@ -248,7 +248,7 @@ def connect_at(queue: Any, acked: int, until: Callable[[Callable[[], bool]], Any
     queue._acked_before = acked
 
     def is_connected() -> bool:
-        queue._try_again(1.0)
+        queue._retry_connection(1.0)
         return queue._link is not None or queue._ended
 
     with queue._read_lock:

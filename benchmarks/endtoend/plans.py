@@ -183,7 +183,7 @@ def encoded_once(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
         bucket=main.bucket,
         microbatch=main.microbatch,
         n_microbatches=main.n_microbatches,
-        way="as planned",
+        algorithm="as planned",
     )
     samples = drawn.select("tokens").distribute("DP").placed(found, "placed", main.capacity)
     return samples.plan(

@@ -137,7 +137,7 @@ class Job:
         """A step cannot be built, and the job ends there, unless the planner goes back first."""
         if self.building:
             step = self.building.pop(pick % len(self.building))
-            self.assembler.failed(step)
+            self.assembler.mark_failed(step)
             self.held.discard(step)
             self.complete.discard(step)
             if pick % 2:

@@ -450,7 +450,7 @@ def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(
         "picky": {"n": 3, "tokens": [1]},
         "empty": {"n": 2, "tokens": []},
     }
-    reasons = {"picky": "not to my liking", "no JSON": "JSON", "empty": "tokens"}
+    reasons = {"picky": "not to my liking", "no JSON": "JSON", "empty": "at least one token"}
     lines = [[row.get(kind, "{no JSON") for kind in kinds] + [row["good"]] for kinds in files]
     with folder() as directory:
         path = write_lines(directory, lines)

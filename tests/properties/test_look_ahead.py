@@ -137,7 +137,7 @@ def test_without_a_preference_look_ahead_changes_nothing(
 
 
 def test_a_choice_needs_candidates() -> None:
-    with pytest.raises(ov.JobError, match="look_ahead=1 leaves no choice"):
+    with pytest.raises(ov.JobError, match="look_ahead: expected more than 1 for"):
         ov.Job(
             name="j",
             sources=[ov.Source("a", "a/*.parquet")],

@@ -209,7 +209,7 @@ def test_the_other_splits_are_of_the_whole_microbatch(chunks: list[int], cp: int
 
 @pytest.mark.parametrize(
     ("split", "words"),
-    [("zigzag", "a document of 6 tokens"), ("contiguous", "a microbatch of 9 tokens")],
+    [("zigzag", "a document of .*, got 6"), ("contiguous", "a microbatch of .*, got 9")],
 )
 def test_what_cannot_be_cut_evenly_is_said(split: str, words: str) -> None:
     ends = np.array([0, 4, 10]) if split == "zigzag" else np.array([0, 4, 9])
@@ -295,5 +295,5 @@ def test_a_key_of_your_own_is_cut_when_it_tells_of_tokens() -> None:
     assert set(found) == {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "weights", "words"}
     np.testing.assert_array_equal(found["weights"], weights[3:9])
     assert found["words"] is words
-    with pytest.raises(ValueError, match=r"expected 'tokens' of shape \[12\], got \[1, 12\]"):
+    with pytest.raises(ValueError, match=r"'tokens': expected the shape \[12\], got \[1, 12\]"):
         narrow({**whole, "tokens": whole["tokens"][None]}, View(cp=2))

@@ -702,7 +702,7 @@ def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_coordinator_
     assert seen == lost
     assert all(sum(found) > 20 for found in lost.values())
     said = [r.getMessage() for r in caplog.records if f"on_long={on_long!r}" in r.getMessage()]
-    assert sorted(words.split(":")[0] for words in said) == [
+    assert sorted(words.split(": ")[1] for words in said) == [
         "source 'a'",
         "source 'b'",
         "source 'c'",

@@ -88,7 +88,15 @@ NEEDS = {
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
 }
-LONGER = ("08_", "12_", "13_", "14_", "15_", "16_")  # whole training loops, or several modules
+LONGER = (
+    "08_",
+    "12_",
+    "13_",
+    "14_",
+    "15_",
+    "16_",
+    "17_",
+)  # whole training loops, or several modules
 
 
 def run(path: Path, tmp_path: Path) -> str:

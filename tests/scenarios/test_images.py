@@ -532,7 +532,7 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
             ov.Source("text", text(tmp_path / "text", 64), transforms=[ov.Tokens()], epochs=None)
         ],
     )
-    with launch(plain, "local") as session, pytest.raises(ov.JobError, match="began without"):
+    with launch(plain, "local") as session, pytest.raises(ov.JobError, match="started without"):
         session.add_source(photos)
 
 

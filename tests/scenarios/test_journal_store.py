@@ -154,7 +154,7 @@ def test_an_append_that_was_given_up_and_yet_arrived_is_left_out_when_others_fol
         Fault("unanswered", method="PUT"),
         Fault(403, method="PUT", code="AccessDenied"),
     ]
-    with pytest.raises(JournalError, match=r"could not be written after 2 tries .*403"):
+    with pytest.raises(JournalError, match=r"could not be written after 2 attempts .*403"):
         log.append([plan(7)])
     proxy.faults = []
     log.append([plan(0)])
@@ -170,7 +170,7 @@ def test_the_same_append_tried_again_by_the_caller_counts_once(uri, proxy):
         Fault("unanswered", method="PUT"),
         Fault(403, method="PUT", code="AccessDenied"),
     ]
-    with pytest.raises(JournalError, match=r"could not be written after 2 tries .*403"):
+    with pytest.raises(JournalError, match=r"could not be written after 2 attempts .*403"):
         log.append([plan(0)])
     proxy.faults = []
     log.append([plan(0)])

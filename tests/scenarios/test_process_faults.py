@@ -378,7 +378,7 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
         launch(job(sources=[with_map(lambda columns: columns)]))
     with pytest.raises(
         OPENED_NOT,
-        match=r"loader-worker/0 is lost: .* with the reason on stderr; a module may be missing"
+        match=r"loader-worker/0 is lost: .* stderr has the reason; a module may be missing"
         r"|no module named 'mine'",
     ):
         launch(job(sources=[with_map(Broken())]))

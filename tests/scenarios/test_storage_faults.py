@@ -375,7 +375,7 @@ LASTING = [
     (
         "a directory",
         "tar",
-        r"expected a file, got a directory after \d+ tries .*restore|put the file back",
+        r"expected a file, got a directory after \d+ attempts .*restore|put the file back",
     ),
     (
         "truncated",

@@ -176,7 +176,7 @@ def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_wit
             503,
             r"could not be read \(bytes \d+ to \d+\) after \d+ attempts in \d\.\d s: 503 .*SlowDown \(seen: 503 x\d+\); check the store: it is busy",
         ),
-        ("whole", r"after 3 tries in .*got the whole object .*does not serve ranges"),
+        ("whole", r"after 3 attempts in .*got the whole object .*does not serve ranges"),
     ],
     ids=["503", "whole"],
 )
@@ -198,7 +198,7 @@ def test_a_store_that_is_well_again_after_giving_up_is_not_taken_for_bad_data(pr
     error = lasting(
         far, lambda: proxy.faults.append(Fault("whole", times=3, path="part-00001", after=before))
     )
-    assert "after 3 tries" in str(error)
+    assert "after 3 attempts" in str(error)
 
 
 @pytest.mark.parametrize("far", ["jsonl.zst"], indirect=True)

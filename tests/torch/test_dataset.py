@@ -194,8 +194,8 @@ def test_a_step_that_grows_is_refused_where_microbatches_are_delivered(tmp_path:
         tmp_path, microbatches=1, context=128
     )  # 12 documents of 20 tokens in the mean do not fit in
     words = (
-        r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d; .*; "
-        r"give Batch\(microbatches=\d\) or more"
+        r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d: .*; "
+        r"set Batch\(microbatches=\d\) or more"
     )
     options = {"device": "cpu"} if ahead else {}
     with ot.StatefulLoader(job, microbatches=True, **options) as loader:

@@ -319,7 +319,7 @@ def test_a_bad_job_file_shows_all_its_problems_and_no_traceback(tmp_path: Path) 
     result = overlord("run", path)
     assert result.exit_code == 2
     for problem in (
-        "strategie: unknown",
+        "strategie: expected a known field",
         "batch.samples",
         "sources.web.uri",
         "did you mean 'weight'?",

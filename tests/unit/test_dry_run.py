@@ -263,7 +263,7 @@ def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
     )
     with pytest.raises(
         JobError,
-        match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts "
-        r'microbatches.*cp_split="none"',
+        match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: expected whole "
+        r'microbatches for images, got slices of cp=2.*cp_split="none"',
     ):
         estimate_sizes(pictured(job, "s1"), DryRunRequest(gpus=[64], cp=2))

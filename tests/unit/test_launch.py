@@ -75,7 +75,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"autoscale": {"low": 0.9}},
-            "autoscale: expected 0 < low < target < high <= 1, got 0.9, 0.7, 0.85",
+            "autoscale: low, target, high: expected 0 < low < target < high <= 1, got 0.9, 0.7, 0.85",
         ),
         (
             {"shadows": "heavy"},

@@ -160,7 +160,7 @@ def test_a_job_that_loses_many_tokens_warns_once_of_each_source(
     with caplog.at_level(logging.WARNING, "overlord"):
         delivered(job(on_long="truncate"))
     said = sorted(r.getMessage() for r in caplog.records if "on_long" in r.getMessage())
-    assert [words.split(":")[0] for words in said] == ["source 'code'", "source 'web'"]
+    assert [words.split(": ")[1] for words in said] == ["source 'code'", "source 'web'"]
     assert "on_long='truncate' has cut " in said[0]
     assert "on_long='split' keeps all tokens" in said[0]
 
@@ -176,17 +176,20 @@ def test_a_job_that_drops_nothing_does_not_warn(
 
 def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
     watch = TokenLosses()
-    assert watch.found({"tokens": np.array([1, 2])}) == [], (
+    assert watch.newly_exceeding({"tokens": np.array([1, 2])}) == [], (
         "a state of before there were such counts"
     )
-    assert watch.found({"tokens": np.array([990, 100]), "lost_tokens": np.array([10, 0])}) == [], (
-        "one of a hundred"
+    assert (
+        watch.newly_exceeding({"tokens": np.array([990, 100]), "lost_tokens": np.array([10, 0])})
+        == []
+    ), "one of a hundred"
+    assert watch.newly_exceeding(
+        {"tokens": np.array([1990, 100]), "lost_tokens": np.array([21, 50])}
+    ) == [0, 1]
+    assert (
+        watch.newly_exceeding({"tokens": np.array([2000, 100]), "lost_tokens": np.array([900, 90])})
+        == []
     )
-    assert watch.found({"tokens": np.array([1990, 100]), "lost_tokens": np.array([21, 50])}) == [
-        0,
-        1,
-    ]
-    assert watch.found({"tokens": np.array([2000, 100]), "lost_tokens": np.array([900, 90])}) == []
 
 
 @pytest.mark.parametrize(

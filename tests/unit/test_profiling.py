@@ -634,7 +634,7 @@ def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None
     result = overlord("partition", job_yaml, "--cpus", "16", "--memory", "8GB", "--demand", "10")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert "2 sources on 16 cores: " in said
+    assert "2 sources on 16 CPU cores: " in said
     assert "predicted: " in said
     assert " of the work" in said
     assert "a demand of 10 tokens/s is met" in said
@@ -658,7 +658,7 @@ def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     memory = overlord("partition", job_yaml, "--cpus", "2", "--memory", "10MB")
     assert memory.exit_code == 1
     assert "memory: " in memory.stderr
-    assert "more than there are" in memory.stderr
+    assert "more than available" in memory.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.properties.test_fleet import LIKELY
 from tests.unit.test_cli import job_file, overlord, step_lines
 
 WRITES = {"demo", "drill", "run", "serve", "stop"}  # commands that launch or end a job
-ELSEWHERE = {"status"}  # asks a Ray cluster, and knows no job file
+ELSEWHERE = {"spectra", "status"}  # a checkpoint or a Ray cluster: without a job file
 LOOKS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "JOB", "--step", "3"),
     "plan what-if": ("plan", "JOB", "--step", "3", "--place", "dp=4", "--strategy", "vanilla"),

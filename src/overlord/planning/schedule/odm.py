@@ -94,9 +94,7 @@ class Odm(Base):
                 )
             return
         floors = dict(self.floor)
-        wrong = [
-            problem for problem in weight_problems(floors) if "all weights are zero" not in problem
-        ]
+        wrong = [problem for problem in weight_problems(floors) if "got only zeros" not in problem]
         check.found += [f"floor{problem.removeprefix('mixture')}" for problem in wrong]
         if self.sources:
             check.found += [
