@@ -190,7 +190,7 @@ def test_a_hook_whose_documents_cannot_be_cut_is_named(runtime: str) -> None:
     out = run(runtime, MESHES["cp"].job(hooks=[ov.constructor_do_plan(odd)]))
     assert {type(e) for e in out.error.values()} == {PlanError}
     assert all(
-        "constructor_do_plan(odd): its microbatches cannot be sliced" in str(e)
+        "constructor_do_plan(odd): expected microbatches that can be sliced along cp" in str(e)
         and "got 5" in str(e)
         for e in out.error.values()
     )

@@ -81,7 +81,7 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
         assert next(first).step == 1
         with pytest.raises(OverlordError, match="rank 1 is not in the mesh any more"):
             next(second)
-        with pytest.raises(JobError, match="expected a rank from 0 to 0 .*, got 1"):
+        with pytest.raises(JobError, match=r"expected a rank from 0 to 0 .*, got 1"):
             session.client(1)
 
 

@@ -382,7 +382,7 @@ def test_whoever_does_not_belong_is_refused_in_words(leaves: None) -> None:
             ov.connect(served, 0, served.token)
         with ov.connect(served, 1, served.token):
             pass
-        with pytest.raises(LinkRefused, match="rank 1: .* whose client was closed"):
+        with pytest.raises(LinkRefused, match=r"rank 1: .* whose client was closed"):
             ov.connect(served, 1, served.token)
 
 

@@ -176,7 +176,7 @@ def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_wit
             503,
             r"could not be read \(bytes \d+ to \d+\) after \d+ attempts in \d\.\d s: 503 .*SlowDown \(seen: 503 x\d+\); check the store: it is busy",
         ),
-        ("whole", r"after 3 attempts in .*got the whole object .*does not serve ranges"),
+        ("whole", r"after 3 attempts in .*got the whole object .*does not serve byte ranges"),
     ],
     ids=["503", "whole"],
 )

@@ -117,7 +117,7 @@ def test_a_long_listing_comes_in_pages_and_is_complete(proxy, server):
         ("s3://no-such-bucket/x/*.parquet", r"NoSuchBucket.*check the name of the bucket"),
         (
             f"{S3}/parquet/*.csv",
-            r"matches no file; .*/parquet holds 2 files, for example part-00000.parquet",
+            r"got no match; .*/parquet holds 2 files, for example part-00000.parquet",
         ),
         (
             f"{S3}/parquet/part-0000.parquet",
