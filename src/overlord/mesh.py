@@ -451,8 +451,8 @@ class Batch:
     Arguments
     ---------
     samples: number of samples in a step. Default None: the size is given in ``tokens``.
-    tokens: number of tokens in a step, at least about; the mixture is then one of tokens. Default
-        None: the size is given in ``samples``.
+    tokens: approximate number of tokens in a step; weights are then shares of tokens, not of
+        samples. Default None: the size is given in ``samples``.
     microbatches: least number of microbatches per rank and step; a step that does not fit has
         more. Default 1.
     context: tokens of one microbatch of one bucket, before context-parallel slicing; also the

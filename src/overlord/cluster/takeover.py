@@ -79,7 +79,10 @@ class RemoteWorkerFactory:
         self._send(RetireWorker(h))
 
     def living(self, name: str) -> ActorHandle:
-        """Return the handle of a worker that was started for another coordinator, or in advance."""
+        """Redirect a running worker to this coordinator and return its handle.
+
+        The worker was started for another coordinator, or in advance.
+        """
         handle, lease_id = self._peers.expect(name)
         self._send(RedirectWorker(lease_id, name))
         return handle

@@ -103,7 +103,7 @@ class ClusterShape:
 
     @property
     def group(self) -> int:
-        """The number of ranks of a data-parallel group."""
+        """The number of ranks of one model replica: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     @property

@@ -262,7 +262,7 @@ class EventLog:
     def report(self, report: Report, first: int) -> None:
         """Add a report that came in time.
 
-        Late reports are left out, or a resumed run would use what this run did not.
+        The caller must not pass late reports: this run ignores them, a resumed run would use them.
         """
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:

@@ -255,7 +255,10 @@ class LookAheadPool:
         first_loader: np.ndarray,
         age: np.ndarray | None = None,
     ) -> None:
-        """Append samples from the front of a stream; with ``age`` some of them were taken."""
+        """Append samples that were pulled from a stream.
+
+        ``age``: the age of each sample, ``TAKEN`` if a step took it. None: all are new.
+        """
         loader = PieceColumns([(i, p) for p in pieces]).holders(first_loader)
         record, n = self._records[i], len(loader)
         record.pieces += pieces

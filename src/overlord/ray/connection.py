@@ -212,9 +212,9 @@ def check_program_connection(trusted: bool) -> None:
 
 
 def _resume_own_processes() -> None:
-    """Continue suspended processes of the own cluster.
+    """Send SIGCONT to the processes of the Ray cluster that this process started.
 
-    Otherwise their children would survive them for a minute.
+    A suspended process does not end its children at shutdown; they would run for another minute.
     """
     for started in (
         ray_worker._global_node.all_processes.values() if ray_worker._global_node else ()

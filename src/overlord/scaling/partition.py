@@ -545,9 +545,9 @@ class _Search:
 
 
 def _tried_cores(most: int) -> Iterator[int]:
-    """Yield the numbers of cores to try, the largest first.
+    """Yield the core counts to try, the largest first.
 
-    The numbers up to some m are among those up to any larger one. So more cores never do worse.
+    A larger ``most`` only adds candidates, so more cores never give a worse result.
     """
     for c in range(most, 0, -1):
         if c <= EVERY or (c <= BY_EIGHT and c % 8 == 0) or c % 64 == 0:

@@ -180,7 +180,7 @@ def _has_dictionary(kind: pa.DataType) -> bool:
 def _batches(
     file_reader: OpenArrowFile, files: Files, file: File, options: ReadOptions
 ) -> Iterator[BatchLocation | str]:
-    """Yield record batches, then a text if rows were lost; the number of lost rows is unknown."""
+    """Yield record batches, then an error text if the file is damaged, truncated or empty."""
     reader, rows, n = file_reader.reader, 0, 0
     count = getattr(reader, "num_record_batches", None)
     try:

@@ -388,7 +388,7 @@ def _check_units(matrices: list[Matrix], settings: Settings) -> None:
 
 
 def _check_agreement(matrices: list[Matrix], settings: Settings, ranks: Ranks) -> None:
-    """Refuse ranks with other matrices or settings: they would wait for each other for ever."""
+    """Raise if matrices or settings differ between ranks: their collectives would hang."""
     if ranks.size == 1:
         return
     text = "\n".join([repr(settings), *(f"{m.name} {m.extents}" for m in matrices)])

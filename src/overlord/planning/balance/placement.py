@@ -70,9 +70,9 @@ class PackingProblem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Return whether m microbatches may become m + 1 without need.
+        """Return whether one microbatch more than needed is allowed, to level the ranks.
 
-        They may not if the requested number holds the draw.
+        It is not if the items fit into the requested number of microbatches.
         """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
