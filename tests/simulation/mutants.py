@@ -471,14 +471,14 @@ MUTANTS = (
         "do what was said before it is written",
         "a change that people made takes effect, and is lost with the planner",
         ((JobJournal, "write_event", _unsaid),),
-        175,
+        255,
         _says_to_planner,
     ),
     Mutant(
         "forget what was said on replay",
         "changes that people made are not read from the journal",
         ((Recovered, "state", _lose_said),),
-        376,
+        255,
         _says_to_planner,
     ),
     Mutant(

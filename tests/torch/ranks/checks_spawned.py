@@ -233,7 +233,7 @@ def accelerate_does_not_deal_out_the_items_of_one_rank(out: Path) -> None:
                 )
             )
             said = refusal(lambda loader=loader: next(iter(loader)))
-            assert f"got {name}, which deals" in said
+            assert f"got {name}, which distributes" in said
             assert "overlord.torch.StatefulLoader(job)" in said
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
