@@ -314,13 +314,13 @@ def broken(**changes) -> LoadingPlan:
         ({"slot": SMALL.main.slot * 0}, "share a slot"),
         ({"slot": SMALL.main.slot + 1}, "left empty"),
         ({"capacity": 40}, "more than its capacity of 40"),
-        ({"slot": SMALL.main.slot[:2]}, "different length"),
+        ({"slot": SMALL.main.slot[:2]}, "columns of equal length, got"),
         ({"bucket": SMALL.main.bucket.astype(float)}, "expected whole numbers in bucket"),
         (
             {"memory": np.full(5, 3.0), "memory_capacity": 8.0},
             "of memory, more than its capacity of 8",
         ),
-        ({"memory": np.full(4, 3.0)}, "different length"),
+        ({"memory": np.full(4, 3.0)}, "columns of equal length, got"),
         (
             {"memory": np.array([1, 2, np.nan, 4, 5])},
             "memory has a number that is negative, infinite or NaN",

@@ -548,7 +548,7 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
                 .balance("none")
                 .plan()
             ),
-            "no module 'encoder'",
+            "module 'encoder'",
         ),
         (
             lambda b, p: (

@@ -154,8 +154,8 @@ def test_a_state_of_another_job_is_refused_unless_its_difference_is_allowed(tmp_
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({}, "nothing"),
-        ({"model": 3}, "saved model"),
+        ({}, "got no keys"),
+        ({"model": 3}, "got model"),
         ({"overlord": "{"}, "JSON"),
         ({"overlord": "[]"}, "a mapping"),
         (7, "int"),

@@ -167,15 +167,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "imbalance of no module": (
         lambda: plan().imbalance("encoder"),
-        "no module 'encoder'; known: backbone; .*plan",
+        "module 'encoder': expected one of backbone; .*plan",
     ),
-    "loads of no module": (lambda: plan().loads("encoder"), "no module 'encoder'"),
-    "fetchers of no module": (lambda: plan().fetchers("encoder"), "no module 'encoder'"),
-    "served by no module": (lambda: plan().served_by("encoder"), "no module 'encoder'"),
-    "fetches of no module": (lambda: plan().fetches(0, "encoder"), "no module 'encoder'"),
+    "loads of no module": (lambda: plan().loads("encoder"), "module 'encoder'"),
+    "fetchers of no module": (lambda: plan().fetchers("encoder"), "module 'encoder'"),
+    "served by no module": (lambda: plan().served_by("encoder"), "module 'encoder'"),
+    "fetches of no module": (lambda: plan().fetches(0, "encoder"), "module 'encoder'"),
     "routes of no module": (
         lambda: plan().routes(),
-        "no module 'encoder'; known: backbone; .*plan",
+        "module 'encoder': expected one of backbone; .*plan",
     ),
     "no bytes": (
         lambda: ov.LoadingPlan.from_bytes("OVPL"),

@@ -81,7 +81,12 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             r".*RAY_AUTH_MODE=disabled in the environment",
         ),
         (None, True, {False: False, True: False}, "it rejects the token in RAY_AUTH_TOKEN"),
-        ("disabled", False, SHUT, "it requires a token, but RAY_AUTH_MODE=disabled here"),
+        (
+            "disabled",
+            False,
+            SHUT,
+            "it requires a token: expected RAY_AUTH_MODE=token, got RAY_AUTH_MODE=disabled",
+        ),
         ("of", True, SHUT, "RAY_AUTH_MODE: expected token or disabled, got 'of'"),
     ],
 )

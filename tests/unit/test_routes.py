@@ -134,7 +134,7 @@ def test_the_owner_is_the_first_rank_of_the_replica_whatever_the_order_of_ranks(
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda plan: plan.routes("audio"), "no module 'audio'; known: backbone, encoder"),
+        (lambda plan: plan.routes("audio"), "module 'audio': expected one of backbone, encoder"),
         (lambda plan: plan.routes("backbone"), "has samples, not items to route"),
         (lambda plan: replace(plan, place=None).routes(), "has no place"),
         (lambda plan: plan.routes().for_rank(4), "expected a rank from 0 to 3, got 4"),
@@ -159,7 +159,7 @@ PLAN = by_hand(PHOTOS, TWO, ranks=[3, 1, 1])
         ({"offset": np.array([0, 3, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"sample": np.array([0, 0, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"out": None}, "expected out and offset together, got one of them"),
-        ({"out": np.array([4, 6])}, "different length"),
+        ({"out": np.array([4, 6])}, "columns of equal length, got"),
         ({"offset": np.array([0, -4, 0])}, "negative"),
     ],
 )

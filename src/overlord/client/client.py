@@ -377,9 +377,9 @@ class Client:
         """Return whether an exception closed the client."""
         return self._failed
 
-    def mark_failed(self) -> None:
-        """Mark the client as failed, so that closing it does not wait for other ranks."""
-        self._failed = True
+    def mark_failed(self, fault: BaseException | None = None) -> None:
+        """Mark the client as failed by ``fault``; closing it then does not wait for other ranks."""
+        self._failed, self._fault = True, fault or self._fault
 
     def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
         """Replace the callback of ``close()``; the new one is called with the previous one."""

@@ -91,7 +91,10 @@ def _read(data: bytes) -> LoadingPlan:
             return None
         kind, count = spec
         if kind not in DTYPES or not isinstance(count, int) or count < 0:
-            raise ValueError(f"a column of {count!r} {kind!r}")
+            raise ValueError(
+                f"column: expected a known dtype and a length of at least 0, got {kind!r} and "
+                f"{count!r}"
+            )
         array = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
         at += array.nbytes
         return array

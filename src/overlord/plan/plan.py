@@ -126,9 +126,9 @@ class LoadingPlan:
         if name not in self.modules:
             known = ", ".join(self.modules)
             raise PlanError(
-                f"no module {name!r}; known: {known}",
+                f"module {name!r}: expected one of {known}",
                 self.step,
-                "others come in by samples.plan(encoder=images)",
+                "add a module to the plan with samples.plan(encoder=images)",
             )
         return self.modules[name]
 
@@ -214,7 +214,9 @@ class LoadingPlan:
             or len({column.shape for column in columns.values()}) > 1
         ):
             raise PlanError(
-                f"module {name!r}: no buckets, no microbatches, or columns of different length",
+                f"module {name!r}: expected at least one bucket and one microbatch, and columns of "
+                f"equal length, got {a.n_buckets} buckets, {a.n_microbatches} microbatches and "
+                f"shapes {sorted({column.shape for column in columns.values()})}",
                 self.step,
             )
         if a.n_buckets * a.n_microbatches > MAX_BINS:

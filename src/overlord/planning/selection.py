@@ -159,9 +159,10 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
             or (len(rows) < len(buffer) and not left_allowed)
         ):
             raise PlanError(
-                "the strategy dropped samples, or changed their order",
+                "strategy: expected every drawn sample once, in the order of the draw, got "
+                f"{len(rows)} of {len(buffer)} samples",
                 buffer.step,
-                "a strategy places what was drawn",
+                "place every sample of the buffer, without sorting or leaving out any",
             )
         return
     wanted = np.sum(buffer.wanted, axis=0)

@@ -147,8 +147,8 @@ def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) 
     if authentication_disabled():
         if not accepts(False):
             raise ClusterRefused(
-                f"it requires a token, but {MODE}=disabled here; unset that, and set its "
-                f"token by {TOKEN_SOURCES}"
+                f"it requires a token: expected {MODE}=token, got {MODE}=disabled; unset {MODE}, "
+                f"and set the token in {TOKEN_SOURCES}"
             )
         warn_unauthenticated("the cluster", "everyone who reaches its ports")
         return

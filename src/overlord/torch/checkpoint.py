@@ -50,7 +50,7 @@ class LoaderState:
                 ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             )
             raise StateMismatch(
-                {"form": (f"{found or 'nothing'}", f"a string under {KEY!r}")}, REMEDY
+                {}, REMEDY, f"checkpoint: expected a string under {KEY!r}, got {found or 'no keys'}"
             )
         loaded = _parsed(text, "the checkpoint")
         if self.allow:

@@ -228,14 +228,11 @@ class DevicePrefetcher:
     def __enter__(self) -> DevicePrefetcher:
         return self
 
-    def __exit__(self, kind: object, value: object, *_: object) -> None:
-        if (
-            kind is not None
-            and not (isinstance(value, SystemExit) and not value.code)
-            and hasattr(self.client, "_failed")
-        ):
-            # As the ``with`` of the client itself does: a failed client does not wait for others.
-            self.client._failed, self.client._fault = True, value
+    def __exit__(self, kind: object, value: BaseException | None, *_: object) -> None:
+        failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)
+        if failed and hasattr(self.client, "mark_failed"):
+            # The ``with`` of the client itself does the same.
+            self.client.mark_failed(value)
         self.close()
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ lse of the whole softmax, so the gradients of all blocks add up to the exact one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,6 +18,11 @@ from overlord.errors import PlanError
 from overlord.torch.hdp.layout import Block
 
 aten = torch.ops.aten
+# Operators without a public name in torch. They are the only ones that return the lse and take it.
+CPU_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+CPU_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+CUDA_FORWARD = "_flash_attention_forward"
+CUDA_BACKWARD = "_flash_attention_backward"
 HALF = (torch.bfloat16, torch.float16)  # all that the CUDA kernel computes
 
 
@@ -67,7 +73,7 @@ class CpuKernel:
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         groups = q.shape[1] // k.shape[1]
         for at, to in _documents(block):
-            part, logs = aten._scaled_dot_product_flash_attention_for_cpu(
+            part, logs = _operator(CPU_FORWARD)(
                 _heads_first(q[at]),
                 _heads_first(k[to], groups),
                 _heads_first(v[to], groups),
@@ -91,7 +97,7 @@ class CpuKernel:
         groups = q.shape[1] // k.shape[1]
         made = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
         for at, to in _documents(block):
-            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            parts = _operator(CPU_BACKWARD)(
                 _heads_first(grad[at]),
                 _heads_first(q[at]),
                 _heads_first(k[to], groups),
@@ -118,7 +124,7 @@ class CudaKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._flash_attention_forward(
+        out, lse, *_ = _operator(CUDA_FORWARD)(
             q, k, v, *block.on_device, *block.longest, 0.0, block.causal, False, scale=scale
         )
         if tuple(lse.shape) != (q.shape[1], q.shape[0]):
@@ -141,7 +147,7 @@ class CudaKernel:
         # The state of a random generator that dropout would use: there is none.
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
-        dq, dk, dv = aten._flash_attention_backward(
+        dq, dk, dv = _operator(CUDA_BACKWARD)(
             grad.contiguous(),
             q,
             k,
@@ -157,6 +163,17 @@ class CudaKernel:
             scale=scale,
         )
         return dq, dk, dv
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """Return an operator of torch by name; raise for a version of torch without it."""
+    found: Callable[..., Any] | None = getattr(aten, name, None)
+    if found is None:
+        raise PlanError(
+            f"ring_attention: expected the operator aten.{name}, got torch {torch.__version__} "
+            "without it; use torch 2.13"
+        )
+    return found
 
 
 def _documents(block: Block) -> Any:
