@@ -133,9 +133,9 @@ SUBMITTED = """
             said = [(served.address, served.token)]
             [found] = ray_jobs.jobs(cluster)
             where = {
-                part["name"]: part["node"]
-                for part in found.parts
-                if part["name"].startswith("constructor")
+                worker["name"]: worker["node"]
+                for worker in found.workers
+                if worker["name"].startswith("constructor")
             }
             with open(f"{config['folder']}/where", "a") as out:
                 print(json.dumps([nodes, where]), file=out)
