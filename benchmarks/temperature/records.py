@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import numpy as np
 
 from overlord.observe.svg import Axes, PlotLine, lines, series_color
 from page import markdown_table
-from temperature.arms import ARMS, BALANCED, UNIFORM
+from temperature.names import ARMS, BALANCED, MEAN, UNIFORM
+
+Record = dict[str, Any]
+Done = Mapping[tuple[Any, ...], Record]
 
 KEY = ("task", "fraction", "arm", "lr", "seed", "steps", "every", "tiny")
 LEAST_SEEDS = 3
@@ -26,7 +29,6 @@ class Task:
     name: str
     fractions: tuple[float, ...]
     rates: tuple[float, ...]
-    seeds: int
     steps: int
     every: int
     metric: str
@@ -37,8 +39,7 @@ TASKS = {
         name="llama",
         fractions=(0.01, 0.1, 1.0),
         rates=(5e-4, 1e-3, 2e-3),
-        seeds=3,
-        steps=600,
+        steps=400,
         every=100,
         metric="test loss, nats a byte",
     ),
@@ -46,7 +47,6 @@ TASKS = {
         name="burgers",
         fractions=(0.025, 0.05, 0.1, 0.25),
         rates=(5e-4, 1e-3, 2e-3),
-        seeds=5,
         steps=1500,
         every=100,
         metric="test nRMSE",
@@ -54,27 +54,53 @@ TASKS = {
 }
 
 
-def cells(task: Task, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield all runs of a task, seed by seed, so that a stopped round has whole comparisons."""
+def grid(task: Task, tiny: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the fractions and rates of a task."""
+    return (task.fractions, task.rates) if not tiny else (task.fractions[-2:], (1e-3,))
+
+
+def cells(task: Task, tiny: bool, done: Done, seeds: int = LEAST_SEEDS) -> Iterator[Record]:
+    """Yield all runs of a task that are known: all rates of seed 0, then the others at one rate.
+
+    Further seeds of an arm follow when its rate is chosen, and the arm at the mean multiplier
+    follows its balanced twin.
+    """
     steps, every = (8, 2) if tiny else (task.steps, task.every)
-    fractions, rates = (task.fractions, task.rates) if not tiny else (task.fractions[-2:], (1e-3,))
-    for seed in range(task.seeds if not tiny else LEAST_SEEDS):
+    fractions, rates = grid(task, tiny)
+    settings = {"task": task.name, "steps": steps, "every": every, "tiny": tiny}
+    for seed in range(seeds):
         for fraction in fractions:
-            for lr in rates:
-                for arm in ARMS:
-                    yield {
-                        "task": task.name,
-                        "fraction": fraction,
-                        "arm": arm,
-                        "lr": lr,
-                        "seed": seed,
-                        "steps": steps,
-                        "every": every,
-                        "tiny": tiny,
-                    }
+            for arm in ARMS:
+                base = settings | {"fraction": fraction, "arm": arm, "seed": seed}
+                found = chosen(base, rates, done)
+                for lr in rates if seed == 0 else [] if found is None else [found]:
+                    cell = base | {"lr": lr}
+                    mean = mean_multiplier(cell, rates, done) if arm == MEAN else None
+                    if arm != MEAN:
+                        yield cell
+                    elif mean is not None:
+                        yield cell | {"mean": mean}
 
 
-def key(record: dict[str, Any]) -> tuple[Any, ...]:
+def wanted(task: Task, tiny: bool, seeds: int = LEAST_SEEDS) -> int:
+    """Return the number of runs of a task."""
+    fractions, rates = grid(task, tiny)
+    return len(fractions) * len(ARMS) * (len(rates) + seeds - 1)
+
+
+def chosen(cell: Record, rates: Sequence[float], done: Done) -> float | None:
+    """Return the rate of an arm with the best validation value of seed 0; None before all have run."""
+    found = [done.get(key(cell | {"seed": 0, "lr": lr})) for lr in rates]
+    runs = [r for r in found if r is not None]
+    return float(min(runs, key=score)["lr"]) if len(runs) == len(rates) else None
+
+
+def score(record: Record) -> float:
+    """Return the validation value; one that is not finite is the worst."""
+    return record["validation"] if math.isfinite(record["validation"]) else math.inf
+
+
+def key(record: Record) -> tuple[Any, ...]:
     return tuple(record[name] for name in KEY)
 
 
@@ -113,25 +139,32 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
-def mean_multiplier(
-    cell: dict[str, Any], done: dict[tuple[Any, ...], dict[str, Any]]
-) -> float | None:
-    """The mean multiplier of the balanced run with the same settings; None before it has run."""
+def mean_multiplier(cell: Record, rates: Sequence[float], done: Done) -> float | None:
+    """Return the mean multiplier of the balanced twin; None before it has run.
+
+    The twin has the same settings. If that rate was not chosen for it, it is the balanced run of the
+    same seed and data at its own rate.
+    """
     twin = done.get(key(cell | {"arm": BALANCED}))
+    if twin is None and cell["seed"] > 0:
+        lr = chosen(cell | {"arm": BALANCED}, rates, done)
+        twin = done.get(key(cell | {"arm": BALANCED, "lr": lr}))
     return None if twin is None else float(twin["mean_multiplier"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One arm at one fraction, at the rate with the best mean validation value."""
+    """One arm at one fraction, at the rate with the best validation value of seed 0."""
 
     task: str
     fraction: float
     arm: str
     lr: float
+    tried: int  # rates of seed 0
     seeds: tuple[int, ...]
     test: np.ndarray  # by seed
     gain: np.ndarray  # in percent over uniform, by common seed; positive is better
+    common: tuple[int, ...]  # seeds that uniform has too
 
     @property
     def error(self) -> float:
@@ -142,91 +175,137 @@ def standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def rows(records: Iterable[dict[str, Any]], task: str, tiny: bool = False) -> list[Row]:
-    """Choose the rate of every arm on validation, and compare tests by seed."""
+def rows(records: Iterable[Record], task: str, tiny: bool = False) -> list[Row]:
+    """Choose the rate of every arm on validation of seed 0, and compare tests by seed."""
     runs = [r for r in records if r["task"] == task and "test" in r and r["tiny"] == tiny]
     made: list[Row] = []
     for fraction in sorted({r["fraction"] for r in runs}):
-        best: dict[str, dict[int, float]] = {}
-        rate: dict[str, float] = {}
-        for arm in ARMS:
-            found = _best([r for r in runs if r["fraction"] == fraction and r["arm"] == arm])
-            if found is not None:
-                rate[arm], best[arm] = found
-        base = best.get(UNIFORM, {})
-        for arm, values in best.items():
+        of_arm = {
+            arm: [r for r in runs if r["fraction"] == fraction and r["arm"] == arm] for arm in ARMS
+        }
+        best = {arm: _best(found) for arm, found in of_arm.items()}
+        base = best[UNIFORM][1]
+        for arm, (lr, values, tried) in best.items():
+            if not values:
+                continue
             common = sorted(set(values) & set(base))
-            gain = [100 * (1 - values[s] / base[s]) for s in common]
             seeds = tuple(sorted(values))
             made.append(
                 Row(
                     task=task,
                     fraction=fraction,
                     arm=arm,
-                    lr=rate[arm],
+                    lr=lr,
+                    tried=tried,
                     seeds=seeds,
                     test=np.array([values[s] for s in seeds]),
-                    gain=np.array(gain),
+                    gain=np.array([100 * (1 - values[s] / base[s]) for s in common]),
+                    common=tuple(common),
                 )
             )
     return made
 
 
-def _best(runs: Sequence[dict[str, Any]]) -> tuple[float, dict[int, float]] | None:
-    """The rate with the best mean validation value over the seeds that all rates have."""
-    rates = sorted({r["lr"] for r in runs})
-    by_rate = {lr: {r["seed"]: r for r in runs if r["lr"] == lr} for lr in rates}
-    seeds = set.intersection(*(set(found) for found in by_rate.values())) if by_rate else set()
-    if not seeds:
-        return None
+def _best(runs: Sequence[Record]) -> tuple[float, dict[int, float], int]:
+    """Return the best rate of seed 0, the test values at it by seed, and how many rates ran."""
+    first = [r for r in runs if r["seed"] == 0]
+    if not first:
+        return math.nan, {}, 0
+    lr = min(first, key=score)["lr"]
+    return lr, {r["seed"]: r["test"] for r in runs if r["lr"] == lr}, len(first)
 
-    def score(lr: float) -> float:
-        values = [by_rate[lr][s]["validation"] for s in seeds]
-        return float(np.mean(values)) if np.isfinite(values).all() else math.inf
 
-    lr = min(rates, key=score)
-    return lr, {s: by_rate[lr][s]["test"] for s in sorted(seeds)}
+def missing(records: Iterable[Record], task: Task, tiny: bool, seeds: int) -> list[str]:
+    """Return what has not run, a line for each amount of data."""
+    runs = [r for r in records if "test" in r]
+    fractions, rates = grid(task, tiny)
+    lines = []
+    for fraction in fractions:
+        words = []
+        for arm in ARMS:
+            mine = [r for r in runs if r["fraction"] == fraction and r["arm"] == arm]
+            _, values, tried = _best(mine)
+            lacking = [f"seed {s}" for s in range(1, seeds) if s not in values]
+            if tried < len(rates):
+                lacking.insert(0, f"{len(rates) - tried} of {len(rates)} rates")
+            words += [f"{arm} ({', '.join(lacking)})"] * bool(lacking)
+        lines += [f"{fraction:.1%}: {'; '.join(words)}"] * bool(words)
+    return lines
 
 
 HEAD = ("data", "arm", "rate", "seeds", "test", "gain over uniform, %")
 
 
-def table(made: Sequence[Row]) -> str:
+def shown_gain(values: np.ndarray) -> str:
+    """Return a mean and its standard error; of one value alone there is none."""
+    if not len(values):
+        return "-"
+    error = f" ± {standard_error(values):.2f}" if len(values) > 1 else ""
+    return f"{values.mean():+.2f}{error}"
+
+
+def table(made: Sequence[Row], task: Task | None = None, tiny: bool = False) -> str:
+    """Return the rows as Markdown; a rate from an incomplete grid is marked."""
+    grid_size = len(grid(task, tiny)[1]) if task else 0
     shown = []
     for row in made:
-        gain = f"{row.gain.mean():+.2f} ± {standard_error(row.gain):.2f}" if len(row.gain) else "-"
+        mark = f" (of {row.tried})" if row.tried < grid_size else ""
+        error = f" ± {row.error:.4f}" if len(row.test) > 1 else ""
         shown.append(
             (
                 f"{row.fraction:.1%}",
                 row.arm,
-                f"{row.lr:g}",
+                f"{row.lr:g}{mark}",
                 f"{len(row.seeds)}",
-                f"{row.test.mean():.4f} ± {row.error:.4f}",
-                "" if row.arm == UNIFORM else gain,
+                f"{row.test.mean():.4f}{error}",
+                "" if row.arm == UNIFORM else shown_gain(row.gain),
             )
         )
     return markdown_table(HEAD, shown)
 
 
+def trend(made: Sequence[Row]) -> str:
+    """Return in words by how much gains are larger with the least data than with the most."""
+    fractions = sorted({r.fraction for r in made})
+    words = []
+    for arm in (a for a in ARMS if a != UNIFORM):
+        by = {r.fraction: dict(zip(r.common, r.gain, strict=True)) for r in made if r.arm == arm}
+        least, most = by.get(fractions[0], {}), by.get(fractions[-1], {})
+        common = sorted(set(least) & set(most))
+        if len(fractions) > 1 and common:
+            apart = np.array([least[s] - most[s] for s in common])
+            words.append(f"{arm} {shown_gain(apart)} ({len(common)} seeds)")
+    if not words:
+        return ""
+    return (
+        f"The claim is that gains grow as data shrinks. Gain at {fractions[0]:.1%} of the data minus "
+        f"gain at {fractions[-1]:.1%}, in points, by seed: {'; '.join(words)}.\n"
+    )
+
+
 def plot(made: Sequence[Row], about: str) -> str:
-    """Gains over uniform by the amount of data, one line for each other arm."""
+    """Gains over uniform by the amount of data, one line for each other arm, with standard errors."""
     fractions = sorted({r.fraction for r in made})
     series = []
     for i, arm in enumerate(a for a in ARMS if a != UNIFORM):
-        found = {r.fraction: float(r.gain.mean()) for r in made if r.arm == arm and len(r.gain)}
+        found = {r.fraction: r.gain for r in made if r.arm == arm and len(r.gain)}
         if set(found) == set(fractions):
-            y = np.array([found[f] for f in fractions])
-            series.append(PlotLine(label=arm, color=series_color(i), y=y))
+            y = np.array([found[f].mean() for f in fractions])
+            error = np.nan_to_num([standard_error(found[f]) for f in fractions])
+            series.append(PlotLine(label=arm, color=series_color(i), y=y, error=error))
     if not series or len(fractions) < 2:
         return ""
-    values = np.concatenate([s.y for s in series] + [np.zeros(1)])
+    ends = [s.y + sign * s.error for s in series for sign in (-1, 1) if s.error is not None]
+    values = np.concatenate([*ends, np.zeros(1)])
+    if not np.isfinite(values).all():
+        return ""
     pad = max(0.1, 0.1 * float(values.max() - values.min()))
     x = np.log10(np.array(fractions))
     return lines(
         x,
         series,
         Axes(
-            x_label="share of the training data",
+            x_label="share of the training data; bars: standard error over seeds",
             y_label="gain over a uniform rate, %",
             y_from=float(values.min()) - pad,
             y_to=float(values.max()) + pad,

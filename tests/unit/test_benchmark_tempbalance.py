@@ -20,9 +20,12 @@ import torch
 from torch import nn
 
 import tempbalance_cost
-from temperature import burgers, llama
-from temperature.arms import ARMS, BALANCED, EMBED, MEAN, PERMUTED, REVERSED, UNIFORM, Rates
+import tempbalance_evidence
+from temperature import burgers
+from temperature.arms import Rates
+from temperature.names import ARMS, BALANCED, EMBED, MEAN, PERMUTED, REVERSED, UNIFORM
 from temperature.records import TASKS, Records, cells, key, mean_multiplier, plot, rows, table
+from temperature.training import Place
 
 CPU = torch.device("cpu")
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "overlord"
@@ -65,15 +68,17 @@ def test_the_solver_converges_and_keeps_the_mean():
 
 
 def cell(task: str, arm: str, **changes: Any) -> dict[str, Any]:
-    return next(iter(cells(TASKS[task], True))) | {"arm": arm} | changes
+    return next(iter(cells(TASKS[task], True, {}))) | {"arm": arm} | changes
+
+
+def place(folder: Path) -> Place:
+    return Place(device=CPU, data=folder, text=SOURCES)
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_trains_on_both_tasks(arm: str, tmp_path: Path):
-    for found in (
-        burgers.train(cell("burgers", arm, steps=4), CPU, True, tmp_path),
-        llama.train(cell("llama", arm, steps=4), CPU, True, SOURCES),
-    ):
+    for task in TASKS:
+        found = tempbalance_evidence.run_cell(cell(task, arm, steps=4), place(tmp_path))
         assert np.isfinite([found["validation"], found["test"], found["mean_multiplier"]]).all()
         assert bool(found["alphas"]) == (arm in (BALANCED, PERMUTED, REVERSED))
 
@@ -159,16 +164,16 @@ def test_the_rate_is_chosen_on_validation_and_gains_are_by_seed():
 
 
 def test_runs_in_the_file_are_not_repeated_and_a_cut_line_is_ignored(tmp_path: Path):
-    records, first = Records(tmp_path / "r.jsonl"), next(iter(cells(TASKS["burgers"], True)))
+    records, first = Records(tmp_path / "r.jsonl"), next(iter(cells(TASKS["burgers"], True, {})))
     mean = first | {"arm": MEAN}
-    assert mean_multiplier(mean, records.done()) is None
+    assert mean_multiplier(mean, [1e-3], records.done()) is None
     records.append(first | {"failed": "x"})
     assert records.done() == {}, "a failed run is repeated"
     records.append(first | {"test": 1.0, "mean_multiplier": 0.75})
     with open(tmp_path / "r.jsonl", "a") as out:
         out.write('{"task": "bur')
     assert list(records.done()) == [key(first)]
-    assert mean_multiplier(mean, records.done()) == 0.75
+    assert mean_multiplier(mean, [1e-3], records.done()) == 0.75
     records.append(first | {"seed": 5, "test": 1.0})
     assert len(records.done()) == 2
     lines = (tmp_path / "r.jsonl").read_text().splitlines()

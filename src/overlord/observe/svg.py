@@ -25,7 +25,8 @@ LABEL_GAP = 15  # pixels between two labels at the end of lines
 class PlotLine:
     """One series of a line plot.
 
-    ``wanted`` is a dashed line under it, in the same colour.
+    ``wanted`` is a dashed line under it, in the same colour. ``error`` is the length of bars on
+    both sides of its points.
     """
 
     label: str
@@ -33,6 +34,7 @@ class PlotLine:
     y: np.ndarray
     wanted: np.ndarray | None = None
     kind: str = "line"  # or "bound": a limit, drawn dashed
+    error: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +108,9 @@ def lines(
             out.append(_path(sx, sy, x, s.wanted, s.color, f"{s.label}, wanted", "wanted"))
     for s in series:
         out.append(_path(sx, sy, x, s.y, s.color, s.label, s.kind))
+        for at, y, error in zip(x, s.y, s.error if s.error is not None else (), strict=False):
+            ends = np.array([y - error, y + error])
+            out.append(_path(sx, sy, np.array([at, at]), ends, s.color, s.label, "leader"))
     out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
     return document(height, about, out)
 
