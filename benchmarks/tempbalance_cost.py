@@ -174,6 +174,20 @@ def _seconds(part: list[Matrix], weights: Weights, fit: Estimator, device: torch
     return time.perf_counter() - start
 
 
+def solver(device: torch.device, sizes: list[int]) -> None:
+    """Print seconds of an eigenvalue problem of each size: alone, and of four at once."""
+    for size in sizes:
+        tall = torch.randn(4, size, size, device=device)
+        grams, took = tall.mT @ tall, []
+        for part in (grams[:1], grams[:1], grams, grams):
+            settle(device)
+            start = time.perf_counter()
+            torch.linalg.eigvalsh(part)
+            settle(device)
+            took.append((time.perf_counter() - start) / len(part))
+        print(f"side {size}: alone {took[1]:.4f} s, of four {took[3]:.4f} s each", flush=True)
+
+
 HEAD = (
     "model",
     "estimator",
@@ -227,11 +241,15 @@ def main() -> None:
     parser.add_argument(
         "--shares", type=int, default=RANKS, help="time the most expensive by the model only"
     )
+    parser.add_argument("--solver", action="store_true", help="time the eigenvalue solver only")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: measures nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     device, costs = device_of(given.device), []
+    if given.solver:
+        solver(device, [64] if given.tiny else [448, 512, 1024, 2048, 4096])
+        return
     shapes = [TINY] if given.tiny else [MODELS[name] for name in given.models.split(",")]
     for shape in shapes:
         for estimator in given.estimators.split(","):
@@ -243,7 +261,7 @@ def main() -> None:
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(c) for c in costs], indent=1))
     if given.save and not given.tiny:
-        print(f"wrote {save('tempbalance-cost', text, default_folder())}")
+        print(f"wrote {save('tempbalance-cost', text, default_folder(), prefix='')}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules
 
+from measured.pages import RESULTS, tagged, this_machine
 from page import command_line, plot_file
 from temperature.pool import Pool, serve
 from temperature.records import (
@@ -208,18 +209,28 @@ def probe(given: argparse.Namespace) -> None:
     prepare(given)
     place = place_of(given)
     for task in tasks_of(given):
-        first = next(cells(task, given.tiny, {}, 1))
-        cell = first | {"steps": given.probe_steps, "arm": "balanced", "every": given.probe_steps}
-        losses = {}
-        for graph in (True, False):
-            took, losses[graph] = _probed(cell, replace(place, graph=graph))
-            print(f"{task.name}, {'graph' if graph else 'eager'}: {took}", flush=True)
-        apart = (losses[True] - losses[False]).abs().max()
-        print(f"{task.name}: largest difference of a loss {apart:.3g}", flush=True)
-        for spectra in ("device", "cpu"):
-            print(
-                f"{task.name}, spectra on {spectra}: {_measured(cell, place, spectra)}", flush=True
-            )
+        cell = next(cells(task, given.tiny, {}, 1))
+        cell |= {"steps": given.probe_steps, "arm": "balanced", "every": given.probe_steps}
+        try:
+            _probe_task(cell, task, wanted(task, given.tiny), place)
+        except Exception as error:  # any: the other task is probed too
+            print(f"{task.name}: {type(error).__name__}: {error}", flush=True)
+
+
+def _probe_task(cell: dict[str, Any], task: Task, runs: int, place: Place) -> None:
+    _probed(cell | {"steps": 3}, replace(place, graph=False))  # libraries load
+    losses = {}
+    for graph in (False, True):
+        took, words, losses[graph] = _probed(cell, replace(place, graph=graph))
+        print(f"{task.name}, {'graph' if graph else 'eager'}: {words}", flush=True)
+        print(
+            f"  steps of {runs} runs of {task.steps}: {took * runs * task.steps:.0f} s", flush=True
+        )
+    apart = (losses[True] - losses[False]).abs().max()
+    print(f"{task.name}: largest difference of a loss {apart:.3g}", flush=True)
+    for spectra in ("device", "cpu"):
+        words = _measured(cell, place, spectra)
+        print(f"{task.name}, spectra on {spectra}: {words}", flush=True)
 
 
 def _prepared(cell: dict[str, Any], place: Place) -> tuple[Training, Any, Any]:
@@ -230,8 +241,8 @@ def _prepared(cell: dict[str, Any], place: Place) -> tuple[Training, Any, Any]:
     return made
 
 
-def _probed(cell: dict[str, Any], place: Place) -> tuple[str, Any]:
-    """One run of an arm without measurements: its times in words, and its losses."""
+def _probed(cell: dict[str, Any], place: Place) -> tuple[float, str, Any]:
+    """Execute a run without measurements; return seconds per step, all times in words, and losses."""
     import torch
 
     from temperature.training import freed
@@ -265,11 +276,11 @@ def _probed(cell: dict[str, Any], place: Place) -> tuple[str, Any]:
     training.close()
     del training, errors
     freed(place.device)
-    return words, losses
+    return ran / cell["steps"], words, losses
 
 
 def _measured(cell: dict[str, Any], place: Place, spectra: str) -> str:
-    """Seconds of two measurements, in words; the first one loads libraries."""
+    """Return the seconds of two measurements in words; the first one loads libraries."""
     training, rates, _ = _prepared(cell, replace(place, spectra=spectra))
     took = []
     for _ in range(2):
@@ -299,16 +310,24 @@ def show(given: argparse.Namespace) -> None:
         f"{len(records)} runs in the file, {failed} failed, {eager} without a CUDA graph; "
         f"{', '.join(devices) or 'no device'}. Run: `{command_line('tempbalance_evidence.py')}`\n"
     )
-    folder = Path(os.environ.get("OUT") or HERE.parent / "results")
-    stem = f"{date.today().isoformat()}-tempbalance"
     if given.save and not given.tiny:
-        (folder / "img").mkdir(parents=True, exist_ok=True)
-        for name, svg in plots.items():
-            (folder / "img" / f"{stem}-{name}.svg").write_text(svg, encoding="utf-8")
-            parts.append(f"![{name}](img/{stem}-{name}.svg)\n")
-        (folder / f"{stem}.md").write_text("\n".join(parts), encoding="utf-8")
-        print(f"wrote {folder / stem}.md")
+        machine = "H200" if any("H200" in d for d in devices) else this_machine()
+        print(f"wrote {_saved(parts, plots, machine)}")
     print("\n".join(parts))
+
+
+def _saved(parts: list[str], plots: dict[str, str], machine: str) -> Path:
+    """Write the dated page and its plots, without overwriting a page."""
+    folder = Path(os.environ.get("OUT") or RESULTS)
+    (folder / "img").mkdir(parents=True, exist_ok=True)
+    stem = f"{date.today().isoformat()}-tempbalance-evidence"
+    name, _ = tagged(stem, "\n".join(parts), machine, folder)
+    for task, svg in plots.items():
+        (folder / "img" / f"{name}-{task}.svg").write_text(svg, encoding="utf-8")
+        parts.append(f"![{task}](img/{name}-{task}.svg)\n")
+    name, text = tagged(stem, "\n".join(parts), machine, folder)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    return folder / f"{name}.md"
 
 
 def _section(
@@ -322,7 +341,8 @@ def _section(
     parts = [f"## {task.name}: {task.metric}\n"]
     if made:
         fewest = min(len(row.seeds) for row in made)
-        parts += [f"Only {fewest} seeds: no result yet.\n"] * (fewest < LEAST_SEEDS)
+        few = f"Some arms have fewer than {LEAST_SEEDS} seeds: no result yet.\n"
+        parts += [few] * (fewest < LEAST_SEEDS)
         texts = {r["data"] for r in mine if "data" in r}
         parts += [f"{len(texts)} different texts: runs are not comparable.\n"] * (len(texts) > 1)
         parts += [table(made, task, given.tiny), "", trend(made)]
@@ -340,7 +360,7 @@ def main() -> None:
     parser.add_argument("--steps", default="", help="other numbers of steps, as llama=300")
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--spectra", choices=("device", "cpu"), default="device")
+    parser.add_argument("--spectra", choices=("device", "cpu"), default="cpu")
     parser.add_argument("--probe-steps", type=int, default=60)
     parser.add_argument("--results", type=Path, default=Path("build/tempbalance/results.jsonl"))
     parser.add_argument("--data", type=Path, default=Path("build/tempbalance"))

@@ -90,6 +90,7 @@ class Training:
     ):
         self._model, self._rates, self._loss_of, self._clip = model, rates, loss_of, clip
         self._batches, self._every, device = batches, every, batches.device
+        self._on_cuda = device.type == "cuda"
         count = len(rates.now())
         self._table = torch.zeros(every, count, device=device)  # rates of the coming steps
         self._now = torch.zeros(count, device=device)
@@ -99,7 +100,7 @@ class Training:
         groups = [
             {"params": parameters, "lr": self._now[i]} for i, parameters in enumerate(rates.groups)
         ]
-        if device.type == "cuda":
+        if self._on_cuda:
             # fused kernels take no complex parameters
             whole = all(p.is_floating_point() for p in model.parameters())
             options |= {"fused": True} if whole else {"foreach": True}
@@ -128,7 +129,7 @@ class Training:
 
     def capture(self) -> None:
         """Make a graph of a step; if that fails, steps stay eager and ``reason`` says why."""
-        if self._batches.device.type != "cuda":
+        if not self._on_cuda:
             self.reason = "no CUDA"
             return
         before = [p.detach().clone() for p in self._model.parameters()]
@@ -141,7 +142,7 @@ class Training:
             self._graph, self.reason = graph, ""
         except Exception as error:  # any: the run continues without a graph
             self.reason = f"{type(error).__name__}: {error}"[:300]
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, AssertionError):
                 torch.cuda.synchronize()
         self._reset(before)
 
@@ -161,8 +162,9 @@ class Training:
                     self._graph.replay()
                 else:
                     self.step()
-            self._rates.step()  # measures
             done += count
+            if done < total:
+                self._rates.step()  # measures
 
     def close(self) -> None:
         """Free the graph and its memory."""

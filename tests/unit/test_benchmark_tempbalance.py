@@ -4,9 +4,13 @@ and the table agrees with hand work.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +25,37 @@ from torch import nn
 
 import tempbalance_cost
 import tempbalance_evidence
-from temperature import burgers
+from overlord.torch.tail_exponent import Estimator
+from temperature import burgers, llama
 from temperature.arms import Rates
 from temperature.names import ARMS, BALANCED, EMBED, MEAN, PERMUTED, REVERSED, UNIFORM
-from temperature.records import TASKS, Records, cells, key, mean_multiplier, plot, rows, table
-from temperature.training import Place
+from temperature.pool import Pool
+from temperature.records import (
+    TASKS,
+    Records,
+    cells,
+    key,
+    mean_multiplier,
+    missing,
+    plot,
+    rows,
+    table,
+    trend,
+    wanted,
+)
+from temperature.training import Place, trained
 
 CPU = torch.device("cpu")
+COST = tempbalance_cost.Cost(
+    model="8B",
+    estimator="farms",
+    alone_s=8.0,
+    slowest_s=1.0,
+    timed=8,
+    training_s=6000.0,
+    reduced_bytes=0,
+    gathered_bytes=0,
+)
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "overlord"
 
 
@@ -52,6 +80,38 @@ def test_the_cost_counts_every_matrix_of_the_model_once():
     cost = tempbalance_cost.measure(tempbalance_cost.TINY, "farms", CPU, 1)
     assert 0 < cost.slowest_s <= cost.alone_s
     assert "| tiny | farms |" in tempbalance_cost.page([cost], "here")
+    assert "All 8 shares were timed" in tempbalance_cost.page([cost], "here")
+    some = tempbalance_cost.measure(tempbalance_cost.TINY, "farms", CPU, 1, 2)
+    assert "2 of 8 shares were timed" in tempbalance_cost.page([some], "here")
+
+
+def test_pages_are_saved_with_their_program(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(tempbalance_cost, "measure", lambda shape, name, *_: COST)
+    run = ["tempbalance_cost.py", "--device", "cpu", "--save"]
+    monkeypatch.setattr(sys, "argv", run)
+    tempbalance_cost.main()
+    records = Records(tmp_path / "r.jsonl")
+    for lr in TASKS["burgers"].rates:
+        records.append(record(UNIFORM, lr, 0, validation=lr, test=1.0, steps=1500, graph=True))
+        records.append(record(BALANCED, lr, 0, validation=lr, test=0.9, steps=1500, graph=True))
+    run = ["tempbalance_evidence.py", "table", "--save", "--results", str(tmp_path / "r.jsonl")]
+    monkeypatch.setattr(sys, "argv", run)
+    tempbalance_evidence.main()
+    found = {
+        p.read_text().partition("made by: ")[2].partition(";")[0] for p in tmp_path.glob("*.md")
+    }
+    assert found == {"tempbalance_cost.py", "tempbalance_evidence.py"}
+
+
+def test_the_most_expensive_shares_are_those_of_the_model():
+    matrices = tempbalance_cost.matrices_of(tempbalance_cost.MODELS["1B"])
+    fit = Estimator(name="farms")
+    parts = tempbalance_cost.most_expensive(matrices, fit, 8)
+    loads = [sum(m.cost(True) for m in part) for _, part in parts]
+    assert loads == sorted(loads, reverse=True)
+    assert sum(len(part) for _, part in parts) == len(matrices)
+    assert tempbalance_cost.most_expensive(matrices, fit, 2) == parts[:2]
 
 
 def test_the_solver_converges_and_keeps_the_mean():
@@ -128,6 +188,215 @@ def test_arms_scale_what_they_say():
     assert set(rates(MEAN, 0.9).values()) == {0.9}
     outer = rates(EMBED)
     assert {n: r for n, r in outer.items() if r != 1.0} == {"embed.weight": 1.5, "head.weight": 1.5}
+
+
+@pytest.mark.parametrize("spectra", ["device", "cpu"])
+def test_a_run_is_the_plain_loop(spectra: str, tmp_path: Path):
+    """Rates that are made in advance for the steps of a graph are those of a step at a time."""
+    mine = cell("llama", BALANCED, steps=7, every=3)
+    training, rates, _ = llama.prepared(mine, replace(place(tmp_path), spectra=spectra))
+    training.run()
+
+    at = place(tmp_path)
+    other, plain, _ = llama.prepared(mine, at)
+    model, batches = plain._model, other._batches
+    optimizer = torch.optim.AdamW(
+        [{"params": p, "lr": 0.0} for p in plain.groups], weight_decay=0.1, betas=(0.9, 0.95)
+    )
+    losses = []
+    for i in range(7):
+        for group, lr in zip(optimizer.param_groups, plain.now(), strict=True):
+            group["lr"] = lr
+        loss = other._loss_of(batches[i])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if i < 6:
+            plain.step()
+    assert training.losses.tolist() == pytest.approx(losses, rel=1e-5)
+    assert rates.mean == pytest.approx(plain.mean)
+    assert len(set(rates.multipliers().values())) > 1
+
+
+def test_a_warm_up_leaves_no_trace(tmp_path: Path):
+    mine = cell("burgers", UNIFORM, steps=3)
+    losses = []
+    for steps in (0, 2):
+        training, _, _ = burgers.prepared(mine, place(tmp_path))
+        before = [p.detach().clone() for p in training._model.parameters()]
+        for _ in range(steps):
+            training._row.zero_()
+            training._table.fill_(0.01)
+            training.step()
+        training._reset(before)
+        training.run()
+        losses.append(training.losses.tolist())
+    assert losses[0] == losses[1]
+
+
+def test_a_capture_that_fails_leaves_an_eager_run(tmp_path: Path, monkeypatch):
+    mine = cell("burgers", UNIFORM, steps=3)
+    plain, _, _ = burgers.prepared(mine, place(tmp_path))
+    plain.run()
+    training, _, _ = burgers.prepared(mine, place(tmp_path))
+
+    def broken() -> None:
+        training.step()
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(training, "_warm_up", broken)
+    monkeypatch.setattr(training, "_on_cuda", True)
+    found = trained(training, place(tmp_path))
+    assert found == {"graph": False, "eager": "RuntimeError: no capture"}
+    assert training.losses.tolist() == plain.losses.tolist()
+
+
+def answers(pool: Pool, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of runs that a pool of one worker executes in this order."""
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + 120
+    while len(found) < len(cells) and time.monotonic() < end:
+        if pool.idle:
+            pool.idle[0].give(cells[len(found)])
+        got = pool.answer(0.1)
+        found += [] if got is None else [got]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in found]
+
+
+def test_a_run_does_not_depend_on_what_its_worker_ran_before(tmp_path: Path):
+    given = argparse.Namespace(
+        device="cpu", data=tmp_path, text=SOURCES, spectra="cpu", eager=False
+    )
+    command = tempbalance_evidence.worker_command(given)
+    llama_cell, fno = cell("llama", PERMUTED), cell("burgers", BALANCED)
+    pool = Pool(command, tmp_path / "logs", 1, 60)
+    try:
+        used = answers(pool, [llama_cell, fno, llama_cell | {"seed": 1}, fno, llama_cell])
+        lost = answers(pool, [fno | {"fraction": "x"}])
+        fresh = answers(pool, [llama_cell])  # the worker of the failed run was replaced
+    finally:
+        pool.close()
+    assert used[4] == used[0] == fresh[0]
+    assert used[3] == used[1]
+    assert used[2]["test"] != used[0]["test"]
+    assert "TypeError" in lost[0]["failed"]
+
+
+def test_a_run_that_takes_too_long_is_killed(tmp_path: Path):
+    script = "import sys, time; print('{\"ready\": true}', flush=True); time.sleep(60)"
+    pool = Pool([sys.executable, "-c", script], tmp_path, 1, 0.3)
+    try:
+        first = pool.workers[0]
+        found = answers(pool, [{"task": "x"}])
+        assert found == [{"task": "x", "failed": "longer than 0.3 s"}]
+        assert first.process.poll() is not None
+        assert pool.workers[0] is not first
+    finally:
+        pool.close()
+
+
+class FakePool:
+    """Executes runs at once; those of one arm fail."""
+
+    def __init__(self, fails: str = ""):
+        self.worker = SimpleNamespace(cell=None, give=self.give)
+        self.given: list[dict[str, Any]] = []
+        self.fails = fails
+
+    def give(self, cell: dict[str, Any]) -> None:
+        self.worker.cell = cell
+        self.given.append(cell)
+
+    @property
+    def busy(self) -> list[Any]:
+        return [self.worker] if self.worker.cell else []
+
+    @property
+    def idle(self) -> list[Any]:
+        return [] if self.worker.cell else [self.worker]
+
+    def answer(self, wait_s: float) -> dict[str, Any]:
+        done, self.worker.cell = self.worker.cell, None
+        if done["arm"] == self.fails:
+            return done | {"failed": "x"}
+        value = {"validation": 1.0, "test": 1.0, "mean_multiplier": 1.0, "graph": True}
+        return done | value | {"seconds": 20.0}
+
+
+def round_of(folder: Path, **changes: Any) -> tempbalance_evidence.Round:
+    given = {"results": folder / "r.jsonl", "tasks": "burgers,llama", "steps": "", "seeds": 3}
+    end = time.monotonic() + changes.pop("budget", 1000)
+    return tempbalance_evidence.Round(argparse.Namespace(**given, tiny=False, **changes), end)
+
+
+def test_a_round_executes_every_run_once_and_the_next_one_nothing(tmp_path: Path):
+    first, pool = round_of(tmp_path), FakePool()
+    first.execute(pool)
+    assert len({key(c) for c in pool.given}) == len(pool.given) == 120 + 90
+    assert first.summary() == "210 runs finished, 0 failed, 0 of 210 are left"
+    again = FakePool()
+    round_of(tmp_path).execute(again)
+    assert again.given == []
+
+
+def test_a_round_starts_nothing_that_does_not_fit_and_no_run_twice(tmp_path: Path):
+    pool = FakePool()
+    short = round_of(tmp_path, budget=23)  # runs take 20 s, with a margin 24 s
+    short.execute(pool)
+    # without a known time the first run of each task starts
+    assert [c["task"] for c in pool.given] == ["burgers", "llama"]
+    pool = FakePool(fails=UNIFORM)
+    failing = round_of(tmp_path)
+    failing.execute(pool)
+    uniform = [c for c in pool.given if c["arm"] == UNIFORM]
+    assert len(uniform) == 3 * (4 + 3), "seed 0 once; its rate is never known"
+    assert "21 failed, 35 of 210 are left" in failing.summary()
+
+
+def test_later_seeds_wait_for_the_rate_of_seed_0():
+    task = TASKS["burgers"]
+    done: dict[Any, dict[str, Any]] = {}
+    order: list[dict[str, Any]] = []
+    for _ in range(wanted(task, False)):
+        found = next(c for c in cells(task, False, done) if key(c) not in done)
+        order.append(found)
+        value = abs(found["lr"] - 1e-3) + found["seed"]  # 1e-3 is the best rate
+        if found["arm"] == BALANCED:
+            value = -found["lr"]  # for this arm 2e-3
+        done[key(found)] = found | {"validation": value, "mean_multiplier": found["lr"]}
+    assert all(key(c) in done for c in cells(task, False, done))
+    later = [c for c in order if c["seed"]]
+    assert {c["lr"] for c in later if c["arm"] == BALANCED} == {2e-3}
+    assert {c["lr"] for c in later if c["arm"] != BALANCED} == {1e-3}
+    # the twin ran at its own rate
+    assert {c["mean"] for c in later if c["arm"] == MEAN} == {2e-3}
+    assert all(c["mean"] == c["lr"] for c in order if c["arm"] == MEAN and c["seed"] == 0)
+    assert [c["seed"] for c in order] == sorted(c["seed"] for c in order)
+    assert wanted(task, False, 5) == wanted(task, False, 3) + 2 * 4 * len(ARMS)
+
+
+def test_a_page_says_what_is_missing():
+    runs = [
+        record(arm, lr, seed, validation=lr, test=1.0 + seed, fraction=fraction)
+        for fraction in (0.025, 0.25)
+        for arm in (BALANCED, UNIFORM)
+        for lr in TASKS["burgers"].rates
+        for seed in (0, 1)
+        if not (arm == BALANCED and fraction == 0.25 and lr == 2e-3)
+    ]
+    lines = missing(runs, TASKS["burgers"], False, 3)
+    assert lines[0].startswith("2.5%: balanced (seed 2); uniform (seed 2); ")
+    assert "25.0%: balanced (1 of 3 rates, seed 2)" in lines[-1]
+    made = rows(runs, "burgers")
+    assert "| 0.0005 (of 2) | 2 |" in table(made, TASKS["burgers"])
+    assert "balanced +0.00 ± 0.00 (2 seeds)" in trend(made)
+    # seed 2 ran for nothing else: no gain, and no error of one value
+    alone = rows([record(UNIFORM, 1e-3, 0, 1.0, 2.0)], "burgers")
+    assert "| 1 | 2.0000 |" in table(alone)
+    assert trend(alone) == ""
+    assert missing([], TASKS["burgers"], False, 3)
 
 
 def record(arm: str, lr: float, seed: int, validation: float, test: float, **more: Any) -> dict:
