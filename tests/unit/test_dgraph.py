@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_left_out_alike_whatever_the_graph_is_over() -> Non
 def test_candidates_that_the_draw_wants_cannot_be_left_out_before_it() -> None:
     buffer = replace(candidates(), wanted=((4, 4),))
     with pytest.raises(
-        PlanError, match=r"candidates of the draw are missing; call \.mix\(\) before"
+        PlanError, match=r"expected all candidates of the step, .*; call \.mix\(\) before"
     ):
         DGraph.from_buffer(buffer, TREE).select(sources="web").mix()
 

@@ -153,9 +153,12 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: None, "returned NoneType; return a mapping with bucket and microbatch"),
-        (lambda p: {"bucket": p["bucket"]}, "returned keys bucket"),
-        (lambda p: p | {"rank": p["bucket"]}, "known: bucket, microbatch, slot, cost"),
+        (
+            lambda p: None,
+            "expected a mapping with bucket and microbatch, got NoneType; return arrays by name",
+        ),
+        (lambda p: {"bucket": p["bucket"]}, "got keys bucket"),
+        (lambda p: p | {"rank": p["bucket"]}, "known names: bucket, microbatch, slot, cost"),
         (lambda p: p | {"bucket": p["bucket"][:3]}, "expected 8 whole numbers for bucket"),
         (
             lambda p: p | {"bucket": p["bucket"] * 0.5},
