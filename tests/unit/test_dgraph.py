@@ -112,7 +112,7 @@ def test_a_drawn_buffer_is_not_drawn_again() -> None:
 
 def test_a_plan_without_mix_or_distribute_or_balance_is_refused() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE)
-    with pytest.raises(PlanError, match=r"never mixed.*call \.mix"):
+    with pytest.raises(PlanError, match=r"expected a mixed graph.*call \.mix"):
         graph.distribute("DP").balance().plan()
     with pytest.raises(PlanError, match=r"call \.distribute\(axis\) first"):
         graph.mix().balance()
@@ -159,7 +159,7 @@ def test_a_module_of_other_samples_is_refused() -> None:
         DGraph.from_buffer(drawn(web={"tokens": t}), TREE).mix().distribute("DP").balance()
         for t in ([8, 4], [8])
     )
-    with pytest.raises(PlanError, match="made from other samples"):
+    with pytest.raises(PlanError, match="expected a graph of the same samples"):
         one.plan(encoder=other)
 
 
@@ -328,7 +328,7 @@ def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
     assert np.bincount(a.bins(), weights=a.memory).max() <= 4
     with pytest.raises(
         PlanError,
-        match=r"sample web/e0/f0/r0 takes 3 of memory, a microbatch has 2.5; raise memory_capacity",
+        match=r"sample web/e0/f0/r0: expected at most 2.5 of memory, .* got 3; raise memory_capacity",
     ):
         held.balance(memory_capacity=2.5)
     with pytest.raises(PlanError, match=r"memory_capacity=.* was not given"):
@@ -371,7 +371,8 @@ def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
     buffer = drawn(web={"tokens": [8, 40]})
     for strategy in (llm_balance, packed):
         with pytest.raises(
-            PlanError, match="sample web/e0/f0/r1 has 40 tokens with padding, a microbatch holds 32"
+            PlanError,
+            match="sample web/e0/f0/r1: expected at most the 32 tokens of a microbatch, got 40",
         ):
             strategy(buffer, TREE)
 

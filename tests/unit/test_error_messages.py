@@ -163,7 +163,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "following a plan": (lambda: images().follow(plan()), "expected a DGraph, got LoadingPlan"),  # type: ignore[arg-type]
     "following other samples": (
         lambda: images().follow(drawn(4).select("tokens").distribute("DP").balance()),
-        "from other samples",
+        "expected a graph of the same samples",
     ),
     "imbalance of no module": (
         lambda: plan().imbalance("encoder"),

@@ -310,7 +310,7 @@ def test_select_refuses_what_is_not_there() -> None:
         ),
         (
             lambda: graph.select("image_patches", merge=0),
-            "merge expected a whole number of at least 1, got 0",
+            "expected merge as a whole number of at least 1, got 0",
         ),
     ):
         with pytest.raises(PlanError, match=said):
