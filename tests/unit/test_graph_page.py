@@ -240,7 +240,9 @@ def test_the_number_of_loaders_is_seen_in_bindings_and_nowhere_else() -> None:
 def test_a_step_that_is_not_planned_has_no_graph() -> None:
     with ov.launch(job(), prefetch=1) as session:
         next(session.client(0))
-        with pytest.raises(PlanError, match="not planned yet; plans are kept of steps 0 to"):
+        with pytest.raises(
+            PlanError, match="not planned yet; name a step whose plan is kept: 0 to"
+        ):
             session.graph(5)
 
 

@@ -389,7 +389,7 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
         ),
         (
             lambda s: s.tokens.slice(0, len(s) - 1),
-            "expected 4 rows of the lengths it was given, got 3 rows",
+            "expected 4 rows with the lengths of samples.tokens, 16 tokens in all, got 3 rows",
         ),
         (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "expected 4 rows"),
         (
@@ -604,5 +604,7 @@ def test_what_is_no_hook_is_refused() -> None:
 
 
 def test_hooks_have_no_place_in_a_file() -> None:
-    with pytest.raises(ov.JobError, match=r"hooks: expected a registered name, got the code"):
+    with pytest.raises(
+        ov.JobError, match=r"hooks: expected a value that a file can hold, got the code"
+    ):
         job(hooks=[ov.loader_do_plan(add_one)]).to_yaml()

@@ -859,4 +859,4 @@ def test_what_a_registered_factory_refuses_is_said_under_its_key(registry: None,
 def test_a_function_has_no_place_in_a_file():
     (found,) = refused(lambda: job(mixture=S.linear(A, sawtooth, 9)).to_yaml())
     assert found.startswith("mixture.end: expected a named schedule, got the code ")
-    assert found.endswith("; call ov.register_schedule")
+    assert found.endswith("; make it with ov.register_schedule")
