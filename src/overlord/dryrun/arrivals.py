@@ -24,10 +24,10 @@ def arrivals(
     ``start[h]``; a node has received all earlier messages at ``free[node]``. A message takes
     ``link_s`` plus its bytes over ``bandwidth``.
 
-    The result has three arrays: when each receiver has its payload (-inf if nothing is sent to it),
-    when each sender is done, and when each node is free again. Senders start with different
-    receivers, because otherwise all would wait for the same one. A node receives messages in the
-    order of arrival.
+    The result has three arrays: when each receiver has its payload, when each sender is done, and
+    when each node is free again. A receiver to which nothing is sent has -inf. Senders start with
+    different receivers, because otherwise all would wait for the same one. A node receives messages
+    in the order of arrival.
     """
     senders, receivers = nbytes.shape
     turn = (

@@ -194,7 +194,7 @@ def _probe_of(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
 
 
 # ----------------------------------------------------------------------------
-# Stand-in jobs: memory and CPU of workers, in processes of their own.
+# Stand-in jobs: memory and CPU of workers, each measured in a separate process.
 
 
 class _StandInProcess:

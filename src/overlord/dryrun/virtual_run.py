@@ -159,7 +159,7 @@ class Run:
     end_state: dict[str, Any]
     # With ``save``: the state after each step, when the last rank had taken it.
     states: dict[int, dict[str, Any]]
-    feedback: dict[str, int]  # numbers of applied, late and ignored reports
+    feedback: dict[str, int]  # numbers of received, used, late and pending reports
 
 
 class _Simulation:

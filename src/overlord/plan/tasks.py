@@ -2,10 +2,10 @@
 
 A *task* is one microbatch of one rank, or of a ring of ranks that split its documents. A rank runs
 its tasks by ``index``; ranks may have different numbers of tasks. Ranks of a ring wait for each
-other, so a wrong order can block a job for ever. ``check`` refuses every table that could block.
+other, so a wrong order can block a job. ``check`` refuses every table that could block.
 
 Without pipeline stages a table is safe if one global order contains the list of every rank. With
-stages (1F1B) a task must have the same number in the list of each of its ranks: equal relative
+stages (1F1B) a task must have the same number in the list of each of its ranks. Equal relative
 order is not enough, since warm-up forwards of one column would wait for backwards of another.
 """
 

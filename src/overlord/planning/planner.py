@@ -432,7 +432,7 @@ class Planner:
                 planned = self._finish(
                     PlanError(what, self._state.step, "raise another exception there")
                 )
-            # user code: any error ends the job at this step, unchanged
+            # any error of user code ends the job at this step, unchanged except for a note
             except Exception as error:
                 if (where := where_raised(error)) or not isinstance(error, OverlordError):
                     error.add_note(

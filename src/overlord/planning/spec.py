@@ -32,7 +32,7 @@ class SourceSpec:
     max_bad: int
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
-    meta: tuple[str, ...] = ()  # names of its own metadata
+    meta: tuple[str, ...] = ()  # names of the metadata columns that its transforms add
     # whether the job continues without the source if its storage fails permanently
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
@@ -296,7 +296,7 @@ class LostSources:
         ``broken`` maps source numbers to errors. The list is empty if the job must end there
         instead: some broken source may not leave, or no other active source has a weight. It is
         also empty for a step that was planned before, or that has begun and since then exhausted a
-        source: such a step is planned identically or not at all.
+        source. Such a step is planned identically or not at all.
         """
         known = {event.name for event in lost_sources(state.events)}
         may_leave = all(

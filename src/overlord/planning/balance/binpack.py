@@ -378,8 +378,8 @@ def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = Fa
     It packs tightest (fill .995) and balances worst, so it is the last resort. Items without room
     have NOWHERE.
 
-    Of bins with equal room it takes the one that was filled to it last; with ``lowest``, the one
-    with the lowest number, as ``pack_inside`` does.
+    Of bins with equal room it takes the one filled last. With ``lowest``, it takes the one with the
+    lowest number, as ``pack_inside`` does.
     """
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)

@@ -94,7 +94,7 @@ def register_balance(
     """Register a balance method as ``name``, for ``.balance(name)``.
 
     ``fn(costs, n_bins, capacity, sizes) -> bins`` returns 0 to n_bins - 1 for every item, or -1 if
-    no bin has room; a capacity of 0 means none. ``capacity_aware=False``: the function is
+    no bin has room. A capacity of 0 means no limit. ``capacity_aware=False``: the function is
     ``fn(costs, n_bins) -> bins``. The capacity is kept whatever a method returns: the cheapest
     items of overfull bins move to the lightest bins with room. The function must return the same
     result for the same arrays on every machine: no randomness, no clock.

@@ -3,8 +3,8 @@
     lengths = [[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]]
     measured = cost.fit(lengths, [0.045, 0.050, 0.043, 0.036, 0.112])
 
-The model is ``linear * sum(len) + square * sum(len ** 2) + constant``, with coefficients of at
-least 0 that minimize the squares of the relative errors. The sums are exact before they are rounded
+The model is ``linear * sum(len) + square * sum(len ** 2) + constant``. Its coefficients, none
+negative, minimize the squares of the relative errors. The sums are exact before they are rounded
 (``math.fsum``), and the equations are solved in fractions. So a fit repeated on another machine
 gives the same cost and the same plans.
 """

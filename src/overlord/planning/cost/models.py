@@ -374,15 +374,15 @@ def _check(where: str, positive: Mapping[str, object], others: Mapping[str, obje
         )
 
 
-# Table 1 gives layers, heads, hidden size and top-k. Everything else is not the paper's:
-# feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and 1.8B
-# parameters;
+# Table 1 gives layers, heads, hidden size and top-k. All other parameters are chosen here. For the
+# encoders: feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and
+# 1.8B parameters.
 vit_1b = vit(hidden=1408, layers=39, heads=16, ffn=6144)
 vit_2b = vit(hidden=1664, layers=48, heads=16, ffn=8192)
-# the vocabulary of Llama 3, all heads with keys of their own and 8/3 of hidden, which gives 12.6B
-# parameters;
+# The vocabulary of Llama 3, as many key heads as heads, and a feed-forward width of 8/3 of hidden
+# give 12.6B parameters.
 llama_12b = transformer(hidden=4608, layers=45, heads=36, vocab=128_256)
-# key heads, expert width, experts and vocabulary as Mixtral 8x7B was published;
+# Key heads, expert width, experts and vocabulary are those of the published Mixtral 8x7B.
 mixtral_8x7b = transformer(
     hidden=4096,
     layers=32,
@@ -393,7 +393,7 @@ mixtral_8x7b = transformer(
     experts=8,
     vocab=32_000,
 )
-# a guess for a model that was not published: 16 experts of this width give 25B parameters.
+# A guess for a model that was not published: 16 experts of this width give 25B parameters.
 tmoe_25b = transformer(
     hidden=2048, layers=42, heads=16, ffn=5632, active_experts=2, experts=16, vocab=128_256
 )

@@ -377,9 +377,9 @@ class DGraph:
         """Return the graph with items placed after their samples, instead of by ``balance``.
 
         ``per="microbatch"``: items whose samples have the same microbatch index, over all buckets,
-        are balanced together and keep the index, for a trainer that encodes before each microbatch.
-        ``"iteration"``: all items are balanced together. ``stay``: items stay on the ranks of their
-        sample's bucket.
+        are balanced together and keep the index. It is for a trainer that encodes before each
+        microbatch. ``"iteration"``: all items are balanced together. ``stay``: items stay on the
+        ranks of their sample's bucket.
         """
         self._before("follow", "balance", self.placement)
         check_module(self, "follow(): the other graph", samples)
