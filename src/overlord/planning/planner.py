@@ -247,7 +247,7 @@ class Planner:
         return wanted / (wanted.sum() or 1.0)
 
     def summary_buffer(self) -> Buffer:
-        """Return a buffer of all ready samples that no step has drawn, for status and experiments."""
+        """Return a buffer of all ready samples that no step has drawn, for experiments."""
         return ready_buffer(self._streams, self._pool, self._context())
 
     def lacking_sources(self) -> list[str]:
