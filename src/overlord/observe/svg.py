@@ -16,7 +16,7 @@ import numpy as np
 
 Scale = Callable[[float], float]
 WIDTH = 860
-SHOWN = 16  # bars of a panel up to which each bar has a number
+SHOWN = 16  # most bars of a panel for which each bar has a number
 DIGIT = 7.5  # width of a character in pixels
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
@@ -25,8 +25,8 @@ LABEL_GAP = 15  # pixels between two labels at the end of lines
 class PlotLine:
     """One series of a line plot.
 
-    ``wanted`` is a dashed line under it, in the same colour. ``error`` is the length of bars on
-    both sides of its points.
+``wanted``: the target values, drawn as a dashed line in the same colour, below the series.
+    ``error``: the length of the bars above and below each point.
     """
 
     label: str
@@ -39,7 +39,7 @@ class PlotLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ridge:
-    """One row of a histogram plot."""
+    """One row of a histogram plot: the values, with a label on the left and a note on the right."""
 
     label: str
     note: str
@@ -49,7 +49,7 @@ class Ridge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Panel:
-    """One group of stacked bars."""
+    """One group of stacked bars, with a label and a note below it."""
 
     label: str
     note: str
@@ -58,7 +58,7 @@ class Panel:
 
 
 def series_color(i: int) -> str:
-    """Return the colour of series ``i``."""
+    """Return the CSS colour of series ``i``; colours repeat after six series."""
     return f"var(--s{i % 6})"
 
 
@@ -83,9 +83,9 @@ def lines(
     marks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Return a line plot with the names of lines at their ends, as SVG.
+    """Return a line plot with the names of lines at their ends, as SVG text.
 
-    ``marks`` are labelled vertical lines.
+    ``about`` describes it for screen readers. ``marks``: (x, label) of vertical lines.
     """
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
@@ -118,7 +118,10 @@ def lines(
 def ridges(
     rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
 ) -> str:
-    """Return histograms of positive values over a log axis as SVG; each row has its own scale."""
+    """Return histograms of positive values over a log axis, as SVG text.
+
+    Each row has its own vertical scale. ``limit``: x of a labelled vertical line.
+    """
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
@@ -166,7 +169,10 @@ def bars(
     bound_label: str,
     height: int = 320,
 ) -> str:
-    """Return groups of stacked bars in units of ``mean`` as SVG, with a line at the bound."""
+    """Return groups of stacked bars as SVG text, with a horizontal line at ``bound``.
+
+    Bars are divided by ``mean``; ``bound`` is in units of ``mean``.
+    """
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
     sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
@@ -222,7 +228,10 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
 
 
 def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
-    """Return a number above each bar, or only above the highest if numbers would overlap."""
+    """Return the numbers above the bars of a panel as SVG elements.
+
+    If numbers would overlap, only the highest bar has one. More than SHOWN bars have none.
+    """
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
     shown = (
@@ -247,9 +256,9 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 def _end_labels(
     series: Sequence[PlotLine], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
-    """Return the names at the ends of lines, moved apart where they would overlap.
+    """Return the SVG elements of the names at the ends of lines, moved apart if they overlap.
 
-    A short stroke in the colour of the series leads to each name.
+    A short stroke in the colour of the series connects each line to its name.
     """
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
@@ -297,7 +306,7 @@ def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> s
 
 
 def document(height: float, about: str, elements: Sequence[str]) -> str:
-    """Return an SVG document; ``about`` is its description for screen readers."""
+    """Return the SVG text of elements; ``about`` is its description for screen readers."""
     body = "\n".join(elements)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
@@ -311,7 +320,7 @@ def _scale(a: float, b: float, to_a: float, to_b: float) -> Scale:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Return about ``about`` round values inside [low, high]."""
+    """Return round values inside [low, high], evenly spaced; about ``about`` of them."""
     raw = (high - low) / max(1, about) or 1.0
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
