@@ -64,7 +64,7 @@ class RecoveryActions:
 
 
 class RecoveryManager:
-    """Supervises workers and restarts lost ones. Runs on: event loop.
+    """The supervision of workers: heartbeats, losses and recoveries. Runs on: event loop.
 
     ``generation`` is the generation of the last rollback. With ``options.failover`` a lost worker
     is restarted; otherwise the job ends after the complete steps.
@@ -97,7 +97,7 @@ class RecoveryManager:
 
     @property
     def given_up(self) -> ActorLost | None:
-        """The error of the worker that is not restarted any more."""
+        """The error of the worker that is not restarted any more; None if there is none."""
         return self._supervisor.given_up
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class RecoveryManager:
     # events of workers
 
     def joined(self, worker: WorkerHandle) -> None:
-        """Start to supervise a worker."""
+        """Supervise a worker from now on."""
         self._supervisor.handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def retired(self, worker: WorkerHandle) -> None:
@@ -153,9 +153,9 @@ class RecoveryManager:
         self._handle(WorkerDied(name, incarnation, reason), self._now())
 
     def lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Restart a lost worker. The rollback waits for it unless standbys cover its loaders.
+        """Restart a lost worker; the rollback waits for it unless standbys cover its loaders.
 
-        Without failover the job ends.
+        Without failover, end the job.
         """
         now, name = self._now(), worker.name
         if not self.fails_over:
@@ -286,11 +286,14 @@ class RecoveryManager:
     # status
 
     def silent_s(self, worker: WorkerHandle) -> float:
-        """Return the seconds since a worker last answered; 0 where heartbeats are not polled."""
+        """Return the seconds since a worker last answered; 0 if it is lost, or without failover."""
         return self._supervisor.silent_s(worker.name, self._now()) if self.fails_over else 0.0
 
     def error_of(self, worker: WorkerHandle) -> Exception:
-        """Return the error for a request to a lost worker."""
+        """Return the error for a request to a lost worker.
+
+        ``DataStall`` while the worker is being restarted, else ``ActorLost``.
+        """
         if not self.fails_over or self.given_up is not None:
             if self.given_up is not None and self.given_up.name == worker.name:
                 return self.given_up
