@@ -251,11 +251,7 @@ class Coordinator:
         """Do nothing: an event has taken effect when ``event`` returns."""
 
     def event(self, event: Any) -> None:
-        """Apply an event and write it to the journal: it is durable on return.
-
-        A report is written with the next plan. If an event cannot be written, the job ends and
-        ``JournalError`` is raised.
-        """
+        """Apply an event and write it to the journal: except a report, it is durable on return."""
         if isinstance(event, Report) and self.planner.in_time(event):
             self.history.reported(event)
         ended, commands = self.planner.ended, self.gate.record(event)
@@ -337,8 +333,8 @@ class Coordinator:
                     self.commands.queue.append(event)
                 case _:
                     raise TypeError(
-                        f"coordinator: expected an event of a worker, got {event!r:.80}; "
-                        "this is a bug in Overlord: report it"
+                        f"coordinator: expected an event of a worker, got {event!r:.80}; this is a "
+                        "bug in Overlord: report it"
                     )
         self.run()
         self.gate.acked()
@@ -466,10 +462,7 @@ class Coordinator:
         self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:
-        """Return whether a step is planned for the first time; None if it differs from that plan.
-
-        A difference ends the job before this step.
-        """
+        """Return whether a step is new; None if it differs from its first plan: the job ends."""
         try:
             return self.history.planned(stage)
         except PlanError as error:
@@ -487,10 +480,7 @@ class Coordinator:
     # addresses and step queues of clients
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Return address and token of a rank's constructor worker, for a client of this process.
-
-        Raise ``DataStall`` while the worker is restarted, else ``ActorLost``. Runs on: any thread.
-        """
+        """Return address and token of a rank's constructor worker. Runs on: any thread."""
         return self.endpoints.address(rank)
 
     def listen(self, host: str, token: str) -> None:
@@ -498,19 +488,11 @@ class Coordinator:
         self.endpoints.listen(host, token)
 
     def outside(self, rank: int) -> tuple[str, str]:
-        """Return the address of a rank's constructor worker, for a client of another process.
-
-        The second value, the token, is empty: such a client already has it. Raise ``DataStall``
-        while the worker is restarted, else ``ActorLost``.
-        """
+        """Return address and empty token of a rank's constructor worker, for a client elsewhere."""
         return self.endpoints.outside(rank)
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a rank's client took; -1 before the first.
-
-        None: its constructor worker is lost. Raise ``DataStall`` if the worker does not answer.
-        Runs on: any thread but the event loop.
-        """
+        """Return the last step that a rank took; -1: none. None: its constructor worker is lost."""
         return self.endpoints.taken(rank)
 
     def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
@@ -539,10 +521,9 @@ class Coordinator:
         budget_bytes: int,
         joined: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add a source that loader worker ``prepared`` reads.
+        """Add a source that worker ``prepared`` reads; an error of the planner changes nothing.
 
-        An error of the planner changes nothing. ``joined`` is called once the source is added,
-        before a client receives a step with it.
+        ``joined`` is called once the source is added, before a client receives a step with it.
         """
         worker = self.sources.ready(prepared)
         commands = self.planner.handle(new)
@@ -568,8 +549,7 @@ class Coordinator:
             return words
         answers = self.status.poll()
         busy = self.status.busy(answers)
-        # Constructor workers report only when their slowest rank takes a step. The planner needs
-        # all steps to name the slowest rank.
+        # constructor workers report late, and the planner needs all steps to name the slowest rank
         acks = [ack for ack in self.status.acks(answers) if ack.rank in self._ranks]
         self.commands.queue.extend(self._barrier.hold(acks))
         self.run()
@@ -610,7 +590,7 @@ class Coordinator:
 
     @property
     def absent(self) -> str:
-        """Why the planner cannot be called: always empty, since it runs in this process."""
+        """The reason why the planner cannot be called: always empty, since it runs here."""
         return ""
 
     def use_buffers(self, buffers: Any) -> None:

@@ -73,7 +73,8 @@ def launch(
     read_ahead: steps' worth of samples that are held ready beyond the draw. Default: 2 in one
         process, 8 in several.
     loaders: loaders per source, as in {"web": 3}; 1 for sources that are not named.
-    workers: threads that read, transform and build. Default: one for each core, from 2 to 8.
+    workers: threads that read, transform and build. Default: one for each core; in one process at
+        least 2 and at most 8.
     memory: memory for loading on this machine, as in "64GB" or bytes; or MemoryLimits(...).
     cache_dir: directory of indexes and profiles. Default: OVERLORD_CACHE, or the user's cache.
 
@@ -163,7 +164,7 @@ def _start(
 
 
 def _runtime_problems(runtime: str, given: Options) -> list[str]:
-    """Return the options that this runtime does not have."""
+    """Return the problems of options that this runtime does not support, as texts."""
     found = []
     if given.address is not None and runtime != "ray":
         found.append(f"address: {given.address!r} is for runtime='ray'; leave it out")
@@ -174,13 +175,13 @@ def _runtime_problems(runtime: str, given: Options) -> list[str]:
         )
     if given.reserve is True and (runtime != "ray" or given.address is None):
         found.append(
-            "reserve: True is for runtime='ray' with the address of a cluster; one "
-            "machine cannot get more: leave it out"
+            "reserve: True is for runtime='ray' with the address of a cluster; one machine cannot "
+            "add nodes: leave it out"
         )
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         found.append(
             f"shadows: {given.shadows!r} is for runtime='process'; all loaders of one process are "
-            "lost together"
+            "lost together: leave it out"
         )
     return found
 

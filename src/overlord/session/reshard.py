@@ -16,8 +16,8 @@ from overlord.session.generation import decoded, mark_of
 from overlord.session.rewind import begin_generation
 from overlord.session.running_job import RunningJob
 
-POLL_S = 0.01
-WARN_S, WARN_AGAIN_S = 2.0, 10.0  # until the first warning of a wait, and between later ones
+POLL_S = 0.01  # seconds between polls of the positions of ranks
+WARN_S, WARN_AGAIN_S = 2.0, 10.0  # seconds until the first warning of a wait, and between others
 REMEDY = (
     "all ranks must be at the same step: let the slower ones take their steps, "
     "in other threads or processes"
@@ -33,8 +33,8 @@ def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout
     running.generation.prepared.placed(place)  # raises for a wrong mesh, before any wait
     if at is None and any(isinstance(c, RemoteClient) for c in list(running.clients.values())):
         problem = (
-            "at: expected the first step of the new mesh, got None; ranks in other processes may "
-            "have taken steps that are not known here yet"
+            "at: expected the first step of the new mesh, got None; pass it: ranks in other "
+            "processes may have taken steps that are not recorded here yet"
         )
         raise JobError([problem], "reshard")
     with running.switching, paused_at_one_step(running, at, timeout_s) as state:
@@ -61,7 +61,8 @@ def paused_at_one_step(
 ) -> Iterator[StreamState]:
     """Wait until all ranks are at one step; yield the state there.
 
-    Clients of this process take no further step inside the context.
+    ``at``: that step; None: the step of the fastest rank. Clients of this process take no further
+    step inside the context. Raise ``DataStall`` after ``timeout_s``.
     """
     start, warn_at = time.monotonic(), WARN_S
     while True:
@@ -101,7 +102,10 @@ def _common_state(running: RunningJob, clients: Mapping[int, Client | RemoteClie
 
 
 def _awaited(steps: Mapping[int, int], at: int | None) -> str:
-    """Describe the ranks that have not reached step ``at``; empty when all ranks are there."""
+    """Describe the ranks that have not reached the wanted step; empty when all ranks are there.
+
+    It is step ``at``, or that of the fastest rank. Raise ``PlanError`` for a rank beyond it.
+    """
     if not steps:
         return ""
     wanted = max(steps.values()) if at is None else at

@@ -103,7 +103,7 @@ def batch_fields(job: Job) -> dict[str, Any]:
 
 
 def reading_text(source: Source) -> str:
-    """Return the options of a source that decide which of its rows are read."""
+    """Return a text of the options of a source that decide which of its rows are read."""
     return (
         f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
         f"{source.max_sample_bytes}"
