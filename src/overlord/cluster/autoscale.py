@@ -61,7 +61,7 @@ class SourceReaders(Protocol):
     """The placement of sources in a runtime: their loaders, workers and processes."""
 
     def loaders_of(self, source: int) -> range:
-        """Return the numbers of a source's loaders."""
+        """Return the loader numbers of a source."""
         ...
 
     def places_of(self, source: int) -> tuple[int, ...]:
@@ -122,10 +122,10 @@ class LoadObserver:
         waited_s: float,
         **more: Any,
     ) -> Observation | None:
-        """Record a poll and return the changes since the previous one; None: no comparable one.
+        """Record a poll; return the changes since the previous one, or None if there are none.
 
-        That holds for the first poll, after ``restart``, and when a source was added. ``stats`` has
-        the totals of loaders by worker. ``taken`` is the last step that all trainers took.
+        There are none at the first poll, after ``restart``, and when a source was added. ``stats``
+        has the totals of loaders by worker. ``taken`` is the last step that all trainers took.
         ``waited_s`` is the mean of the seconds that trainers have waited since the start. ``more``
         has further fields of ``Observation``.
         """
@@ -272,7 +272,7 @@ def _plain(decision: Decision) -> dict[str, Any]:
 def scaler_of(
     prepared: PreparedJob, loader_placement: LoaderPlacement, read_ahead: int
 ) -> Scaler | None:
-    """Return a scaler that moves loaders if the job may scale; else see ``observing_scaler``."""
+    """Return a scaler that moves loaders, if the job may scale, else ``observing_scaler``."""
     options = prepared.options
     if not scales(prepared):
         return observing_scaler(options, read_ahead)
@@ -419,7 +419,7 @@ class Autoscaler:
         return len(self._placement.workers_of(source))
 
     def available_workers(self, source: int) -> tuple[int, ...]:
-        """Return the living workers that could read one more source, this one, and do not yet.
+        """Return the living workers that could read a source but do not read it now.
 
         Each has the code of the source, and read fewer than ``sources_per_host`` at the last poll.
         """

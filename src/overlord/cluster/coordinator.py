@@ -79,7 +79,7 @@ GENERATIONS_PER_COORDINATOR = 2**40
 
 
 class Coordinator:
-    """The planner of a job and its workers: steps are routed to workers, lost workers recovered.
+    """The coordinator of a job: it plans steps, routes them to workers, and recovers lost workers.
 
     ``starter`` starts the workers; without one this process starts them. ``incarnation``
     distinguishes a coordinator in its own process from those before it. Runs on: event loop.

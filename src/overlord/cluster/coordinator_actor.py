@@ -80,7 +80,7 @@ class Counted:
 
 
 class SessionEvents:
-    """Changes of a coordinator that the launching process keeps, since they outlive this one."""
+    """Changes of a coordinator that the launching process keeps, since it outlives this process."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
@@ -265,7 +265,7 @@ class CoordinatorActor:
         """Open the journal and write the start of the stream, before any step is planned.
 
         ``anew``: earlier plans in the journal become void. The session has closed the journal
-        before this call. If another launch has continued it since, the call raises.
+        before this call. Raise ``JournalError`` if another launch has continued it since.
         """
 
         def act() -> None:

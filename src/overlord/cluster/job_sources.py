@@ -62,10 +62,7 @@ class JobSources:
             )
 
     def abandon(self, h: int) -> None:
-        """Stop supervising the worker of a source that the journal could not record.
-
-        The job ends.
-        """
+        """Mark a worker as lost: the journal could not record its source, and the job ends."""
         worker = self._pool.loaders[h]
         worker.lost = "its source could not be added"
         self._recovery.retired(worker)

@@ -56,8 +56,8 @@ ACTIVITY_S = 0.5  # seconds for a blocked coordinator to report its activity
 class CoordinatorHeartbeat:
     """Periodic polls of a coordinator, which kill one that is silent or has a blocked event loop.
 
-    Its death is then handled like any other. ``on_tick`` is called before every poll. Runs on: a
-    thread of its own, except where stated.
+    The death of a killed coordinator is handled like any other. ``on_tick`` is called before every
+    poll. Runs on: a thread of its own, except where stated.
     """
 
     def __init__(self, control: ActorSystem, lost_after_s: float, on_tick: Callable[[], None]):
@@ -242,12 +242,12 @@ class Launcher:
     def _begin_s(self) -> float:
         """The timeout for a coordinator to start with all its workers, in seconds.
 
-        It may have to wait for silent workers first, and then to start others.
+        The coordinator may have to wait for silent workers first, and then to start others.
         """
         return 2 * START_S + 2 * self.prepared.options.lost_after_s
 
     def _accept_calls(self) -> None:
-        """Accept calls from now on; raise ``ActorLost`` if the coordinator died in its start."""
+        """Accept calls from now on; raise ``ActorLost`` if the coordinator has died meanwhile."""
         with self._lock:
             coordinator = self.coordinator
             assert coordinator is not None
@@ -413,8 +413,8 @@ class Launcher:
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
         """Let the coordinator write the start of this session, before any rank is attached.
 
-        If it is lost before its answer arrives, its successor starts at the same state and writes
-        the start again. No step is planned in between.
+        If the coordinator is lost before its answer arrives, its successor starts at the same state
+        and writes the start again. No step is planned in between.
         """
         self._launch = launch
         while not self._opened:

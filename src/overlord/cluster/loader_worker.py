@@ -183,7 +183,7 @@ class LoaderWorker(Worker):
         self._loading.open(loader, reader)
 
     def beat(self) -> Future[bool]:
-        """Answer on the event loop, or at once while a source is opened.
+        """Return a future that the event loop sets; while a source is opened, it is set at once.
 
         Opening blocks the loop: transform processes start and import their modules. A start has its
         own deadline, so heartbeats must not fail during it.
@@ -326,7 +326,7 @@ class LoaderWorker(Worker):
         return super()._after_turn()
 
     def _send(self, routed: LoaderPlan, popped: list[Content]) -> int:
-        """Copy payload into shared memory, send it to constructors, return the bytes sent."""
+        """Copy payload into shared memory, send it to constructors, and return the bytes sent."""
         n = 0
         pieces = [p.tokens for p in popped]
         takes: Sequence[np.ndarray | None] = routed.take or [None] * len(routed.to)

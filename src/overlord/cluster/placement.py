@@ -66,7 +66,7 @@ class Placement:
         return sorted({self.worker(loader) for loader in self.loaders_of(source)})
 
     def busy(self) -> set[int]:
-        """Return the workers that read a loader, as after all pending moves."""
+        """Return the workers that read a loader after all pending moves."""
         return {self.pending.get(k, self.worker(k)) for k in range(self.n_loaders)}
 
     def can_open(self, worker: int, source: int) -> bool:
@@ -166,8 +166,8 @@ class StandbyManager:
         """Place the missing standbys, and return the loaders of the new ones.
 
         A standby is placed on another of the ``living`` workers that can open the source. Workers
-        on another node are preferred, since a node is lost as a whole, then the one that holds
-        least. The loaders of a source on one worker stay together, since hooks see them together.
+        on another node are preferred, since a node is lost as a whole, then workers that hold fewer
+        bytes. The loaders of a source on one worker stay together, for loader hooks.
         """
         load, made = self._held_by(living), list[int]()
         for group in self._groups():

@@ -68,7 +68,7 @@ class PlanHistory:
         self._log.add(event, self.acked + 1)
 
     def reported(self, report: Report) -> None:
-        """Keep a report that arrived before the plan that uses it."""
+        """Keep a report that arrived in time, for the next rollback."""
         self._log.report(report, self.acked + 1)
 
     def taken(self, step: int) -> bool:
@@ -161,7 +161,7 @@ class RoutedPlan(NamedTuple):
 
 
 class PlanRouter:
-    """The split of planned steps by worker, and the loader that holds each passed-over sample.
+    """The router of planned steps to workers; it tracks the loader of each passed-over sample.
 
     ``whole_plans``: constructor workers receive whole plans, for constructor hooks.
     ``loader_hooks``: loader workers receive a plan of their samples, for loader hooks.

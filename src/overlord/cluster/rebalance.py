@@ -261,7 +261,7 @@ class Rebalancer:
     def _hand_over(self, migration: Migration) -> None:
         """Attach followers to the loaders that move, once all new workers have started.
 
-        Loaders that need no follower move at once, as those that have a standby.
+        Loaders move at once if none needs a follower, as those that have a standby.
         """
         self._migration, living, planner = migration, self._pool.living(), self._current.planner
         workers = [h for h in migration.workers if h in living]
@@ -330,7 +330,7 @@ class Rebalancer:
             return  # a rollback has completed or cancelled it
         if unable:
             log.warning(
-                "%s cannot read %s, though other workers can; those loaders are not moved",
+                "%s cannot read %s, which other workers read: loaders not moved there",
                 ", ".join(f"loader-worker/{h}" for h in sorted(unable)),
                 migration.what,
             )

@@ -178,8 +178,9 @@ class RecoveryManager:
     def missed_by_peer(self, lost: WorkerHandle, end: EndOfJob) -> None:
         """Handle the report of a worker that cannot continue without ``lost``.
 
-        With failover ``lost`` is restarted, unless it was given up. Without failover the job ends.
-        Peers only see the connection close, so a call of ``lost`` returns the exit reason first.
+        With failover ``lost`` is restarted; if it was given up, the job ends with its error.
+        Without failover the job ends. Peers only detect that the connection closed, so a call of
+        ``lost`` first returns the reason of its exit.
         """
         if self.fails_over:
             if self.given_up is not None:
@@ -242,7 +243,7 @@ class RecoveryManager:
         self._end_job(error, str(error))
 
     def _end_job(self, error: ActorLost, cause: str) -> None:
-        log.error("job ends after the complete steps: %s", cause)
+        log.error("job ended after the complete steps: %s", cause)
         self._actions.end_job(error)
 
     # rollbacks

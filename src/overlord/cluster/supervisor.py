@@ -67,7 +67,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A quarter of the time after which a silent worker is lost has passed."""
+    """A quarter of ``lost_after_s`` has passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,10 @@ class NodePlacement:
         return getattr(self._control, "nodes", list)()
 
     def _without_job(self, nodes: Sequence[Node], name: str = "") -> list[Node]:
-        """Return the nodes without the workers of this job but ``name``. Runs under the lock."""
+        """Return the nodes, with resources of this job's workers except ``name`` counted as idle.
+
+        The caller holds the lock.
+        """
         living: Collection[str] = getattr(self._control, "asked", dict)()
         ours = [
             spot for worker, spot in self._placed.items() if worker in living and worker != name
@@ -445,7 +448,7 @@ class WorkerFactory:
     ) -> ActorHandle:
         """Place a worker and start it.
 
-        If the start fails, the placement is removed, unless the worker had it before: then the
+        If the start fails, the placement is removed, unless the worker was placed before: then the
         start is retried there.
         """
         is_new = self.placement.memory_of(name) is None

@@ -78,7 +78,7 @@ class StartupWatchdog:
         return found
 
     def reason_of(self, name: str, reason: str) -> str:
-        """Return ``reason``; for a worker that ``overdue`` returned, return that cause once."""
+        """Return ``reason``, or for a worker that ``overdue`` returned, its own reason once."""
         return self._given_up.pop(name, reason)
 
 
@@ -474,7 +474,7 @@ class WorkerPool:
             self._kill_later(handle)
 
     def kill_named(self, name: str) -> None:
-        """Kill a worker as a crash would, for drills."""
+        """Kill a worker by name, as a crash would, for drills."""
         if (worker := self.named(name)) is None:
             known = ", ".join(worker.name for worker in self.workers())
             raise JobError(

@@ -17,7 +17,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 class ServedAddress(str):
     """An address with its token.
 
-    As text it is the address. Printed it is two lines for the environment of the trainers.
+    As text it is the address. ``print`` shows two lines for the environment of the trainers.
     """
 
     token: str

@@ -158,7 +158,7 @@ class PublishedQueue:
         try:
             self._link.send(value, timeout_s=0.0)
         except ActorLost as lost:  # the server still reads acks before the end of the connection
-            log.debug("rank %d: %s", self.rank, lost)
+            log.debug("rank %d: message not sent: %s", self.rank, lost)
         except DataStall as stall:
             log.debug("rank %d: connection dropped: %s", self.rank, stall)
             link, self._link = self._link, None

@@ -244,7 +244,7 @@ class ClusterRuntime:
                 )
 
     def _end_all(self, error: Exception) -> None:
-        """End the job with an error: of a coordinator that is not restarted, or of the event loop.
+        """End the job with the error of a coordinator that is given up, or of the event loop.
 
         Constructor workers send the error to their clients, after the complete steps. A worker that
         does not acknowledge is killed: no coordinator is left to detect that it hangs.

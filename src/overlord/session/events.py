@@ -167,7 +167,7 @@ class EventTarget(Protocol):
 
 
 class UserEvents:
-    """The way of events and reports to the planner; those that saved states may lack are kept.
+    """Events and reports on their way to the planner; those that saved states may lack are kept.
 
     All events are applied on the event loop, between two steps.
     """
@@ -381,8 +381,8 @@ class UserEvents:
 
 
 def whole_numbers(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
-    """Return steps as integers; raise ``PlanError`` that names the method ``what``."""
+    """Return numbers as integers; raise a ``PlanError`` that names the method ``what``."""
     try:
         return tuple(operator.index(step) for step in steps)
     except TypeError:
-        raise PlanError(f"{what}: expected steps as whole numbers, got {steps!r}") from None
+        raise PlanError(f"{what}: expected whole numbers, got {steps!r}") from None

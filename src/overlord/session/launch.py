@@ -69,7 +69,8 @@ def launch(
     allow: parts of the fingerprint in which a resumed state may differ from the job.
 
     prefetch: steps that are planned ahead of the slowest rank.
-    build_ahead: steps of that window that are built. Default: all in one process, 2 in several.
+    build_ahead: steps of the prefetch window that are built. Default: all in one process, 2 in
+        several.
     read_ahead: steps' worth of samples that are held ready beyond the draw. Default: 2 in one
         process, 8 in several.
     loaders: loaders per source, as in {"web": 3}; 1 for sources that are not named.
@@ -79,7 +80,7 @@ def launch(
     cache_dir: directory of indexes and profiles. Default: OVERLORD_CACHE, or the user's cache.
 
     stall_warn_s: seconds that a client waits for a step until the reason is logged.
-    stall_limit_s: seconds until it raises DataStall. NCCL ends a job after 600.
+    stall_limit_s: seconds that a client waits until it raises DataStall. NCCL ends a job after 600.
     on_stall: called with (reason, seconds) instead of the logged warning.
     progress: called with (sources indexed, total) while files are indexed.
     broadcast: False makes every rank fetch its own steps, whatever the plan's broadcasts are.

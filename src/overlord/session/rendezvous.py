@@ -185,7 +185,7 @@ class _Board:
         return found
 
     def wait_for_all(self, problem: str = "") -> None:
-        """Wait for all ranks, before a collective that could not name a missing one.
+        """Wait for all ranks, before a collective operation that could not name a missing one.
 
         ``problem``: why this rank cannot continue; then all ranks raise an error.
         """
@@ -218,7 +218,7 @@ class _Board:
             raise JobError([self._store.get(wrong).decode()], "join")
 
     def is_one_node(self) -> bool:
-        """Return whether all ranks share a machine, by LOCAL_WORLD_SIZE or by the nodes' names."""
+        """Return whether all ranks share a machine, by LOCAL_WORLD_SIZE, else by ``_node``."""
         if size := os.environ.get("LOCAL_WORLD_SIZE"):
             if not size.isdecimal():
                 raise JobError(

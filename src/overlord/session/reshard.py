@@ -27,7 +27,7 @@ log = logging.getLogger("overlord")
 
 
 def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout_s: float) -> int:
-    """Begin a generation on mesh ``place`` at the first step that no rank took; return it."""
+    """Begin a generation on mesh ``place`` at the first step that no rank took; return the step."""
     if not isinstance(place, ClientPlaceTree):
         raise JobError([f"place: expected a ClientPlaceTree, got {place!r:.80}"], "reshard")
     running.generation.prepared.placed(place)  # raises for a wrong mesh, before any wait
@@ -42,7 +42,7 @@ def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout
         # too, so that a state that is loaded later continues on this mesh.
         prepared = running.generation.prepared.placed(place)
         every = [p.placed(place) for p in running.prepared_jobs]
-        running.begun = False  # new ranks may open clients until a step is asked for
+        running.begun = False  # new ranks may open clients until a step is requested
         begin_generation(running, prepared, state, mark_of(prepared, state), together=True)
         running.prepared_jobs = every
         for client in running.clients.values():
@@ -104,7 +104,7 @@ def _common_state(running: RunningJob, clients: Mapping[int, Client | RemoteClie
 def _awaited(steps: Mapping[int, int], at: int | None) -> str:
     """Describe the ranks that have not reached the wanted step; empty when all ranks are there.
 
-    It is step ``at``, or that of the fastest rank. Raise ``PlanError`` for a rank beyond it.
+    The wanted step is ``at``, or that of the fastest rank. Raise ``PlanError`` for a rank beyond.
     """
     if not steps:
         return ""
@@ -114,7 +114,7 @@ def _awaited(steps: Mapping[int, int], at: int | None) -> str:
             f"expected all ranks before step {wanted}, got rank {past[0]} after step "
             f"{steps[past[0]] - 1}",
             wanted,
-            "all ranks must stop before the step",
+            "pass a step that no rank has taken as at=",
         )
     slower = [rank for rank, step in steps.items() if step < wanted]
     if not slower:

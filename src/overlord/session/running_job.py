@@ -207,7 +207,11 @@ class RunningJob:
         return generation.runtime.inbox(rank, generation.start.step)
 
     def begin(self) -> None:
-        """Start to plan at the first request for a step, for all clients that are open now."""
+        """Start to plan for all clients that are open now.
+
+        Clients call this at their first request for a step. Only the first call has an effect, and
+        the first one after a reshard.
+        """
         with self.lock:
             if self.begun or self.closed:
                 return

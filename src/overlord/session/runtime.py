@@ -121,7 +121,7 @@ def start_runtime(
     loop: EventLoop,
     generation: int = 0,
 ) -> Runtime:
-    """Return a started runtime at a state, or at the start of the stream. It uses ``loop``."""
+    """Start a runtime at a state, or at the start of the stream; its commands run on ``loop``."""
     if runtime != "local":
         return _cluster_runtime(
             *start_actor_system(runtime, prepared), prepared, state, loop, generation
@@ -252,7 +252,8 @@ def with_memory_bounds(runtime: str, job: Job, options: Options) -> Options:
 def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
     """Hold the Ray cluster of a session until the returned function is called.
 
-    A cluster takes seconds to start, so all runtimes of a session share it.
+    A cluster takes seconds to start, so all runtimes of a session share it. Other runtimes than
+    "ray" need none: then the function does nothing.
     """
     if runtime != "ray":
         return lambda: None
@@ -276,6 +277,6 @@ def end_processes(runtime: Runtime) -> None:
 
 
 def counted(runtime: Runtime) -> Planner | Counted:
-    """Return the counts of the planner at one moment."""
+    """Return the counts of a remote planner at one moment, or a local planner, which has them."""
     planner = runtime.planner
     return planner if isinstance(planner, Planner) else planner.counted()

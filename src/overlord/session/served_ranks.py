@@ -28,7 +28,7 @@ POLL_S = 0.05  # seconds between checks for clients that have closed
 def serve(
     running: RunningJob, host: str, port: int, token: str | None, ranks: Iterable[int] | None
 ) -> ServedAddress:
-    """Start the server of a session, or return the address of the one that runs."""
+    """Start the server of a session, unless it runs already; return its address."""
     running.refuse_closed()
     with running.switching:  # one call at a time; the lock is held for moments only
         with running.lock:
@@ -238,7 +238,7 @@ class ServedRanks:
     def _planned(self, stage: PlannedStep) -> None:
         """Keep the state after a planned step. Runs on: any thread.
 
-        A restarted coordinator may send a step that ranks have taken already, if the one before it
+        A restarted coordinator may send a step that ranks have taken already, if its predecessor
         died before it sent the step.
         """
         running, step = self._running, stage.plan.step

@@ -128,7 +128,7 @@ def weights_of(prepared: PreparedJob) -> list[float]:
 
 
 def loads_of(prepared: PreparedJob) -> list[SourceLoad]:
-    """Return the load of each source for every sample that the mixture draws.
+    """Return the load of each source, with its cost for each sample that the mixture draws.
 
     Costs are measured, or else estimated from the index. A job without indexes holds its loads.
     Transforms in worker processes do not hold the interpreter lock of a loader worker. In a job

@@ -59,7 +59,7 @@ STREAM_FIELDS = (
 def job_fingerprint(
     job: Job, indexes: Sequence[Index], pipelines: Sequence[Pipeline], added: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the fingerprint of a job by entry.
+    """Return the fingerprint of a job: a text for each entry.
 
     ``place`` and ``sync`` are left out, since they change the slots of a step and not its samples.
     So a state fits any mesh. The weight of a source in ``added`` applies next to any mixture, and
