@@ -84,7 +84,7 @@ class LaunchedWorkers:
         self._preparing: set[str] = set()
         # the worker of the last source that was prepared, and the job without that source
         self._without: tuple[int, PreparedJob | None] = (-1, None)
-        # lost workers with reason and time, until a coordinator reports that they are back
+        # lost workers with reason and time, until a coordinator reports their recovery
         self._lost: dict[str, tuple[str, float]] = {}
         self.watchdog = StartupWatchdog(control, prepared.options.lost_after_s)
         self._lock = threading.Lock()  # guards handles and placement

@@ -88,7 +88,7 @@ class CoordinatorHeartbeat:
             self._on_tick()
             coordinator = self._watched
             runs = coordinator is not polled or _loop_runs(beat)
-            # the last answer may be under way
+            # the last answer may be in transit
             silent, answers = (0, False) if runs else (silent + 1, answers or beat.done())
             if silent >= TICKS and coordinator is not None:
                 for_s = f"for {self._lost_after_s:g} s"
@@ -172,7 +172,7 @@ class Launcher:
         self._opened = False  # the journal has the start of this session
         self._lock = threading.Condition()  # guards ``coordinator`` and ``_ready``
         self._ready = self._closed = False
-        self.absent = ""  # why the coordinator cannot be called; empty if it can
+        self.absent = ""  # the reason why the coordinator cannot be called; empty if it can be
         self._written: dict[ActorHandle, list[float]] = {}  # journal counts of each coordinator
         self._over: Exception | None = None  # the error that ended the job
         # separate queues: notifications may block on session locks, starts of workers must not

@@ -364,8 +364,8 @@ class ImageContext(NamedTuple):
     """The properties of a job with images that routing needs."""
 
     batch: Batch
-    multiple: int  # documents are padded to a multiple of it
-    ranks: Sequence[Sequence[int]]  # of every bucket
+    multiple: int  # documents are padded to a multiple of this number of tokens
+    ranks: Sequence[Sequence[int]]  # ranks of every bucket
 
 
 class _StepImages:

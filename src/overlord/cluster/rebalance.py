@@ -46,7 +46,7 @@ class Migration:
 
     what: str  # the moved sources, for logs
     workers: list[int]  # the workers that are to read
-    starting: int  # how many of them have not started yet
+    starting: int  # number of these workers that have not started yet
     source: int | None = None
     replaced: dict[int, int] = field(default_factory=dict)  # old worker -> new worker
     moves: dict[int, int] = field(default_factory=dict)  # loader -> the worker that takes it over

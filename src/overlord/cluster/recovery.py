@@ -90,7 +90,7 @@ class RecoveryManager:
         self.recoveries: list[WorkerRecovered] = []  # the last KEPT_RECOVERIES
         self.n_recovered = 0  # recoveries since the start
         self._lost_at: dict[str, float] = {}
-        # worker -> the step that its rollback returned to, and its loss
+        # lost worker -> the step of its rollback, and the loss
         self._losses: dict[str, tuple[int, Loss]] = {}
         self._ticking = False
         self._stop: Callable[[], None] = lambda: None

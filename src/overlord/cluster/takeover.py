@@ -36,7 +36,8 @@ from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.scaling.loader_placement import LoaderPlacement
 
-# for constructor workers to return the last steps of their clients; then only the journal counts
+# seconds for constructor workers to return the last steps of their clients; later answers are
+# ignored, and only the journal counts
 TAKEN_S = 5.0
 TRIES = 3  # attempts to start a worker, which may die meanwhile
 AWAITED_S = 1.0  # after this time the workers that did not answer are reported

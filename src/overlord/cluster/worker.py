@@ -42,7 +42,7 @@ class WorkerConfig:
     broadcast: bool = True  # False: every rank fetches its own data
     # loaders of a source share a transform worker: there are more loaders than run concurrently
     one_worker: bool = False
-    # payload is sent in the smallest integer type; hooks see the type of the source
+    # payload is sent in the smallest integer type; False for hooks, which get the source's type
     narrow: bool = True
     check: bool = False
     failover: bool = False  # lost workers are restarted, and the others roll back

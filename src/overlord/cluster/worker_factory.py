@@ -66,7 +66,7 @@ class NodePlacement:
     def __init__(self, control: ActorSystem, layout: Callable[[], Layout]):
         self._control, self._layout = control, layout
         self._placed: dict[str, Spot] = {}  # by worker
-        self._memory: dict[str, int] = {}  # bytes that each of them needs
+        self._memory: dict[str, int] = {}  # bytes that a placed worker needs, by worker
         # nodes without the workers of this job, when their free resources had last settled
         self._nodes: dict[str, Node] = {}
         self._last_start = -math.inf

@@ -175,7 +175,7 @@ class WorkerPool:
         self.restarted: dict[str, WorkerHandle] = {}  # workers that wait for the next rollback
         self.addresses: dict[int, str] = {}  # of constructor workers, for other workers
         self._outside: dict[int, str] = {}  # of constructor workers, for clients elsewhere
-        self._listening: tuple[str, str] | None = None  # interface and token of those clients
+        self._listening: tuple[str, str] | None = None  # interface and token for clients elsewhere
         self._watchdog = StartupWatchdog(context.control, lost_after_s)
         self.closed = False
 

@@ -47,7 +47,7 @@ class ControlServer:
         self._api, self._publisher = api, publisher
         self.session_id = secrets.token_hex(8)  # a client must reconnect to the same session
         self._ranks: dict[ServerConnection, int] = {}  # of control connections
-        # connections of ranks that take no steps here: another rank fetches theirs
+        # connections of ranks that take no steps here: another rank fetches their steps
         self._broadcast: set[ServerConnection] = set()
         self._lock = threading.Lock()
         self._threads, self._why_thread = ThreadQueue(N_THREADS, "control"), ThreadQueue(1, "why")
@@ -139,7 +139,7 @@ class ControlServer:
             reply["error"] = error
         try:
             link.send(reply)
-        except (ActorLost, DataStall) as fault:  # the client repeats it when it reconnects
+        except (ActorLost, DataStall) as fault:  # the client repeats its request later
             log.debug("rank %d: answer to %r not sent: %s", rank, request["ask"], fault)
 
     def close(self, error: Exception) -> None:
@@ -170,7 +170,7 @@ class RemoteClient:
         self.steps = 0
         self.waited_s = 0.0
         self.peer = ""  # process or address, as its connection states
-        self.there = False  # it is connected
+        self.there = False  # whether the client is connected
         self._since = time.monotonic()  # when it connected, disconnected or was first expected
 
     def set_connected(self, *, connected: bool, peer: str = "") -> None:

@@ -283,7 +283,7 @@ class ClusterRuntime:
 
     def detach(self, rank: int) -> None:
         if rank in self._launcher.attached:
-            self._launcher.attached.discard(rank)  # a restarted coordinator reads it
+            self._launcher.attached.discard(rank)  # a restarted coordinator gets the others
             with contextlib.suppress(ActorLost, DataStall):
                 self._launcher.ask("detach", rank)
 
@@ -332,7 +332,7 @@ class ClusterRuntime:
         self._listening, self._launcher.watched = (host, token), True
         self._launcher.ask("watch")
         for rank in self._bucket_of:
-            # a worker that is restarted now is asked when a client connects
+            # a worker that is restarted now is called when a client connects
             with contextlib.suppress(DataStall):
                 self._outside_for(rank, START_S)
 

@@ -136,7 +136,7 @@ def begin_generation(
         begun = running.begun
     if together:
         _end_local(running, queues, removed)
-    if running.closed:  # by another thread: it has closed the old generation only
+    if running.closed:  # by another thread, which has closed only the old generation
         run_all(running.steps_to_close())
         raise OverlordError("the session is closed; launch the job again to continue")
     if begun:

@@ -79,7 +79,7 @@ class RunningJob:
         self.adding: PreparedJob | None = None  # with the source that was or is being added last
         self.clients: dict[int, Client | RemoteClient] = {}
         self.closed = self.begun = False
-        self.remote_ranks: RemoteRanks | None = None  # of a session that serves
+        self.remote_ranks: RemoteRanks | None = None  # None: ``serve`` was not called
         self.broadcast_ranks: frozenset[int] = frozenset()  # ranks whose steps other ranks fetch
         self.lock = threading.RLock()
         self.switching = threading.Lock()  # held while one generation replaces another

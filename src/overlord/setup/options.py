@@ -111,12 +111,12 @@ class Options:
     address: str | None = None
     # node of each rank: name, address or id; constructors and loaders are placed there first
     rank_nodes: Sequence[str] | None = None
-    # Share of the idle cores and memory of those nodes for constructors, then loaders; other
+    # Share of the idle cores and memory of the ranks' nodes for constructors, then loaders; other
     # workers are placed on nodes without ranks.
     sidecar: float = 0.5
     # labels of nodes for workers that need not be next to ranks, as in Ray: {"pool": "cpu"}
     node_labels: Mapping[str, str] | None = None
-    # custom resources that each of those workers requests: {"scratch": 1}
+    # custom resources of each worker that need not be next to ranks: {"scratch": 1}
     node_resources: Mapping[str, float] | None = None
     # True: workers without room on any node wait for Ray, or its autoscaler, to find one
     reserve: bool = False
@@ -126,7 +126,7 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # scale the loader workers of each source; a mapping: True, with other limits of the scaler
+    # scale the loader workers of each source; a mapping enables it with other limits of the scaler
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
