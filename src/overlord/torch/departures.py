@@ -29,7 +29,7 @@ class Departed:
 
 
 class Departures:
-    """The departure notes of one group; each note is read once."""
+    """The departure notes of one group; this rank reads each note from the store once."""
 
     def __init__(self, board: _Board, service: Service):
         self._board, self._service, self._departed, self._lock = (
@@ -53,7 +53,7 @@ class Departures:
     def before(self, frame: int) -> ActorLost | None:
         """Return the error for a rank that left before this frame; None if none left.
 
-        If several ranks left, the error names the fetcher if possible.
+        If several ranks left, the error names the fetcher if it is one of them.
         """
         gone = [one for one in self._all() if one.frames <= frame]
         if not gone:
@@ -86,5 +86,5 @@ def error_text(fault: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Shorten a text to ``LONGEST`` characters, between words."""
+    """Cut a text after at most ``LONGEST`` characters, between words, and append ``...``."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} ..."

@@ -25,7 +25,8 @@ def converted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return labels and loss mask of a microbatch in the wanted convention.
 
-    ``given``: the job's ``Batch.labels``; by default detected from the labels.
+    ``given``: the job's ``Batch.labels``; None: detect the convention from the labels. A slice of
+    CP cannot be converted and raises ``JobError``.
     """
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
@@ -53,7 +54,7 @@ _NO_SLICES = (
 
 
 def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: int) -> torch.Tensor:
-    """Move values by one position; ``nothing`` replaces values of another document."""
+    """Return values moved by one position; ``nothing`` replaces values of another document."""
     by = -1 if wanted == SHIFTED else 1
     moved = values.roll(by, dims=-1)
     if values.dim() == 2:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlord.errors import PlanError
 from overlord.torch.hdp.ring import Group
 
-BUCKET = 64 << 20  # bytes that one reduction sums
+BUCKET = 64 << 20  # bytes of gradients in one reduction
 
 
 def startup_barrier(group: Group = None, device: torch.device | str = "cpu") -> None:
@@ -39,8 +39,8 @@ def local_gradients(*modules: nn.Module) -> Iterator[None]:
     """Keep the gradients of modules on this rank; ``sum_gradients`` reduces them afterwards.
 
     ``DistributedDataParallel`` otherwise reduces gradients and broadcasts buffers in every
-    microbatch, and blocks if ranks have different numbers of them. Modules without it need no
-    such care. FSDP and expert parallelism communicate in every microbatch: they need plans with
+    microbatch, and blocks if ranks have different numbers of them. Other modules are not changed.
+    FSDP and expert parallelism communicate in every microbatch: they need plans with
     ``equal_counts=True``.
     """
     wrapped = [m for module in modules for m in module.modules() if _is_ddp(m)]
@@ -65,8 +65,8 @@ def sum_gradients(
     """Sum gradients over the ranks of a group, in place.
 
     All ranks call it once per step, with the same parameters in the same order. A parameter
-    without a gradient, as on a rank without microbatches, takes part with zeros and has a gradient
-    afterwards. ``bucket``: bytes of gradients that one collective sums.
+    without a gradient, as on a rank without microbatches, counts as zeros and has a gradient
+    afterwards. ``bucket``: most bytes of gradients in one collective.
     """
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     trained = [p for p in given if p.requires_grad]
@@ -85,7 +85,10 @@ def sum_gradients(
 
 
 def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients of one dtype and device, each list at most ``limit`` bytes or one long."""
+    """Yield lists of gradients of one dtype and device, each of at most ``limit`` bytes.
+
+    A gradient above the limit is in a list of its own.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         kinds[grad.dtype, grad.device].append(grad)
