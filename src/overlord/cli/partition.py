@@ -1,4 +1,4 @@
-"""``overlord partition``: print how many loaders each source gets, and why."""
+"""``overlord partition``: print the number of loaders of each source, and the reason."""
 
 from __future__ import annotations
 

@@ -82,7 +82,11 @@ def planned(
             if progress:
                 progress(min(step + 1, int(session.metrics()["planned_steps"])))
         if taker.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
-            raise PlanError(f"expected a step below {ends}, where the job ends, got {step}", step)
+            raise PlanError(
+                f"expected a step below {ends}, where the job ends, got {step}",
+                step,
+                "give an earlier step",
+            )
         if not what_if and first == begin.first:
             _compare(session, step, begin, note)
         yield session

@@ -214,7 +214,7 @@ def build_with_images(
     ):
         problem = "expected whole microbatches for images, got slices for context parallelism"
         raise PlanError(
-            problem, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+            problem, info.step, 'launch without broadcast=False, or set Batch(cp_split="none")'
         )
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
     staged = replace(

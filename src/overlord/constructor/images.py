@@ -177,7 +177,7 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
             grids[k] = item_grid(items[i])
         except BadImage as fault:  # not a user's file: a loader made it
             raise PlanError(
-                f"expected a valid image item: {fault}", step, "this is a bug: report it"
+                f"expected a valid image item, got: {fault}", step, "this is a bug: report it"
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             problem = (

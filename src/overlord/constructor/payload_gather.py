@@ -111,9 +111,10 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-worker/%d for step %d dropped: too many steps without a plan",
+                "payload of loader-worker/%d for step %d dropped: %d steps already wait for a plan",
                 payload.origin,
                 step,
+                len(early),
             )
             return []
         early.setdefault((recovery, step), payload)

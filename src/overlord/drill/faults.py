@@ -79,10 +79,13 @@ def parse_faults(text: str) -> list[DrillFault]:
         role = target.partition("/")[0]
         if action not in (KILL, STOP):
             problems.append(
-                f"{word!r}: unknown signal {action!r}{did_you_mean(action, (KILL, STOP))}"
+                f"{word!r}: expected the signal {KILL} or {STOP}, got {action!r}"
+                f"{did_you_mean(action, (KILL, STOP))}"
             )
         if role not in ROLES:
-            problems.append(f"{word!r}: unknown worker {role!r}{did_you_mean(role, ROLES)}")
+            problems.append(
+                f"{word!r}: expected a worker or a role, got {role!r}{did_you_mean(role, ROLES)}"
+            )
         count, every = int(match["count"] or 1), int(match["every"] or 0)
         if count < 1:
             problems.append(f"{word!r}: expected at least one worker, got {count}")

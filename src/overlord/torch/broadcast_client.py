@@ -159,7 +159,7 @@ class BroadcastClient(Client):
         return content["info"], self._view_of(content, own)
 
     def _fetch(self) -> tuple[Step, list[dict[str, Any]]]:
-        """Take and broadcast the next step of every queue; return this rank's step, and all."""
+        """Take and broadcast the next step of every queue; return the own step and all contents."""
         try:
             steps = {rank: next(client) for rank, client in self._clients.items()}
             self._check_split(next(iter(steps.values())))

@@ -41,7 +41,7 @@ SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # a source position that starts
 class FrameBroadcast:
     """A process group as a one-way channel: one rank sends, the others receive.
 
-    The sender does not wait for the receivers, up to ``AHEAD`` frames.
+    The sender may be up to ``AHEAD`` frames ahead of the receivers.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class FrameBroadcast:
         self.flush(AHEAD)
 
     def flush(self, left: int = 0, limit_s: float | None = None) -> None:
-        """Wait until at most ``left`` frames are in flight, each at most ``limit_s`` seconds.
+        """Wait until at most ``left`` frames are in flight.
 
-        None: the limit of the constructor. A frame that takes longer raises ``DataStall``.
+        ``limit_s``: longest wait for a frame, after which ``DataStall`` is raised; None: the limit
+        of the constructor.
         """
         while True:
             with self._lock:

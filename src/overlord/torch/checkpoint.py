@@ -121,7 +121,9 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         state = json.loads(text)
     except ValueError as fault:
-        raise StateMismatch({"form": (f"{where}: {fault}", "JSON")}, REMEDY) from fault
+        raise StateMismatch({}, REMEDY, f"{where}: expected JSON, got: {fault}") from fault
     if not isinstance(state, dict):
-        raise StateMismatch({"form": (f"{where}: {type(state).__name__}", "a mapping")}, REMEDY)
+        raise StateMismatch(
+            {}, REMEDY, f"{where}: expected a mapping as JSON, got {type(state).__name__}"
+        )
     return state

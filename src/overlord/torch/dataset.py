@@ -121,8 +121,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def _begin_pass(self, ahead: Ahead) -> None:
         """Start a pass: at the first step with ``rewind``, else after the last trained item.
 
-        A loaded state comes before ``rewind``. Items that a trainer prefetched in the last pass and
-        did not train on are delivered again.
+        The first pass after ``load_state_dict`` starts at the loaded state, also with ``rewind``.
+        Items that a trainer prefetched in the last pass and did not train on are delivered again.
         """
         if self.rewind:
             refuse_without_group(self._mesh_size())
@@ -226,15 +226,15 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                         step.plan_digest,
                     )
                 },
-                "a state inside a step is valid only for the same mesh and strategy; "
-                "save at the end of a step, or load its "
-                "'stream', which starts this step again",
+                "a state inside a step is valid only for the same mesh and strategy; save at the "
+                "end of a step, or load the state's 'stream', which starts this step again",
+                "Dataset: the state is inside a step with another plan",
             )
 
     def __len__(self) -> int:
         """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
-        It is known if ``until`` is a number and a repeating source keeps the stream from ending.
+        The number is known if ``until`` is a number and the stream of samples has no end.
         """
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
@@ -278,7 +278,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         at = position_of(state)
         if at.microbatches and not self.microbatches:
             differs = {"microbatches": (f"{at.microbatches} of a step delivered", "whole steps")}
-            raise StateMismatch(differs, "iterate with microbatches=True")
+            problem = "Dataset: expected a state between two steps, got one inside a step"
+            raise StateMismatch(differs, "iterate with microbatches=True", problem)
         self._go_to(at, allow)
         self._loaded = True
 
@@ -414,7 +415,7 @@ class StatefulLoader:
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state, as ``Dataset.load_state_dict``."""
         self.dataset.load_state_dict(state, allow)
 
     @property

@@ -40,7 +40,10 @@ class Departures:
         )
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
-        """Write the note that this rank leaves, with the reason."""
+        """Write the note that this rank leaves before ``step``; ``fault``: the reason, if any.
+
+        ``frames``: number of frames that it took part in.
+        """
         if fault is None:
             why = (
                 f"it closed its client before step {step}; all ranks of a broadcast take the "
@@ -86,5 +89,5 @@ def error_text(fault: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Cut a text after at most ``LONGEST`` characters, between words, and append ``...``."""
+    """Return a text; one of more than ``LONGEST`` characters is cut between words, with ``...``."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} ..."

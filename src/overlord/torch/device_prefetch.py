@@ -177,8 +177,8 @@ class DevicePrefetcher:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step, as ``client.report``.
 
-        Steps are prefetched, so ``Job.feedback_lag`` must be larger by ``depth`` + 1 for reports
-        to be in time.
+        Steps are prefetched. For reports to be in time, ``Job.feedback_lag`` must be ``depth`` + 1
+        larger than without a prefetcher.
         """
         self.client.report(step, metrics)
 
@@ -264,7 +264,9 @@ class DevicePrefetcher:
         if thread.is_alive():
             self._thread = thread
             raise DataStall(
-                "the prefetching thread to end, which waits for its client", seconds, rank=self.rank
+                "the prefetching thread, which waits for its client, to end",
+                seconds,
+                rank=self.rank,
             )
 
     def _run(self) -> None:

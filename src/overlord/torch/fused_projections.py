@@ -34,7 +34,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRules:
-    """Sizes of parts by patterns of parameter names; other names follow the known conventions."""
+    """The sizes of parts by patterns of parameter names; other names follow known conventions."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 

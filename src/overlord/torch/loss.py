@@ -40,7 +40,7 @@ def token_loss(
     with labels or ``loss_mask``; a leading dimension of one is allowed. If both are given,
     ``loss_mask`` alone weights the losses. ``global_valid_tokens``: valid tokens of the whole step.
     ``gradients``: ``"sum"`` if the trainer sums gradients over ranks. ``"mean"`` if it averages
-    them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group); shares are
+    them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group). Shares are
     then ``dp_size`` times larger. ``head``, ``chunk``: as in ``token_losses``.
     """
     if gradients not in GRADIENTS:
@@ -85,8 +85,8 @@ def token_losses(
     """Return the cross entropy of each token, [tokens], at least float32; 0 without a label.
 
     It is computed ``chunk`` tokens at a time, and again in backward, so that float32 logits exist
-    for one chunk only. With ``head`` the first argument is the last hidden states, and ``head``
-    maps a chunk of them to logits: the logits of all tokens never exist at once.
+    for one chunk only. With ``head`` the first argument is the last hidden states. ``head`` maps a
+    chunk of them to logits, so the logits of all tokens never exist at once.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
@@ -122,9 +122,9 @@ def source_losses(
     """Return the mean loss and the labelled tokens of each source, for ``client.report``.
 
     The result looks like ``{"loss/web": 2.31, "tokens/web": 8192}``. It covers this rank, and
-    leaves out sources without a label in these microbatches. ``losses``: per token, as
-    ``token_losses`` returns them, of one microbatch; or lists of losses and microbatches of a whole
-    step, which synchronize with the device only once. ``names``: of all ``job.sources``, in order.
+    leaves out sources without a label in these microbatches. ``losses``: those of one microbatch,
+    per token, as from ``token_losses``. Lists of losses and microbatches of a whole step
+    synchronize with the device only once. ``names``: of all ``job.sources``, in order.
     ``positions``: for slices of CP, the token of the un-sliced microbatch of each token.
     """
     many = isinstance(microbatches, (list, tuple))
@@ -135,7 +135,10 @@ def source_losses(
     if not len(all_losses) == len(all_mbs) == len(places):
         counts = f"{len(all_losses)} losses, {len(all_mbs)} microbatches, {len(places)} positions"
         raise JobError(
-            [f"expected as many losses as microbatches and positions, got {counts}"],
+            [
+                f"expected as many losses as microbatches and positions, got {counts}; give lists "
+                "with one entry per microbatch"
+            ],
             "source_losses",
         )
     if not all_mbs:

@@ -57,7 +57,8 @@ def position_of(state: Any) -> Position:
     An empty mapping is the start of the stream. Other values raise ``StateMismatch``.
     """
     if not isinstance(state, Mapping):
-        raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
+        found = type(state).__name__
+        raise StateMismatch({}, REMEDY, f"state: expected a mapping, got {found}")
     if "stream" not in state:
         return Position(Saved(dict(state))) if state else NOT_BEGUN
     stream = state["stream"]
@@ -65,10 +66,13 @@ def position_of(state: Any) -> Position:
         try:
             stream = json.loads(stream)
         except ValueError as fault:
-            raise StateMismatch({"stream": (str(fault), "JSON")}, REMEDY) from fault
+            raise StateMismatch(
+                {}, REMEDY, f"stream of the state: expected JSON, got: {fault}"
+            ) from fault
     if not (stream is None or isinstance(stream, Mapping)):
+        found = type(stream).__name__
         raise StateMismatch(
-            {"stream": (type(stream).__name__, "a mapping as JSON, or nothing")}, REMEDY
+            {}, REMEDY, f"stream of the state: expected a mapping as JSON or None, got {found}"
         )
     return Position(
         Saved(None if stream is None else dict(stream)),

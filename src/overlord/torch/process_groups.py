@@ -61,7 +61,7 @@ def make_group(
     backend: str | None,
     timeout_s: float,
 ) -> Any:
-    """Return the process group of the ranks with this rank's fetcher; None if there is only one.
+    """Return the process group of the ranks with this rank's fetcher; None if it has only one rank.
 
     Every rank of the world must call it: torch requires that all ranks create all groups in the
     same order.

@@ -194,7 +194,7 @@ def _register_served(
 
 
 class _ClientFactory:
-    """Creates the client of this rank from the settings that rank 0 published."""
+    """The factory of this rank's client, from the settings that rank 0 published."""
 
     def __init__(
         self,

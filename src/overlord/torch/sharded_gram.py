@@ -59,9 +59,10 @@ class Ranks:
 
     @staticmethod
     def of(group: Any = None) -> Ranks:
-        """Return the ranks of a process group; None: of all ranks. One rank without process groups.
+        """Return the ranks of a process group; None: all ranks.
 
-        Raise ``JobError`` if this rank is not in the group.
+        Without process groups return a single rank. Raise ``JobError`` if this rank is not in the
+        group.
         """
         if not dist.is_available() or not dist.is_initialized():
             return Ranks()
@@ -283,7 +284,7 @@ def _terms(local: torch.Tensor, matrix: Matrix, long_axis: int, counts: bool) ->
 
 
 def between(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Return the entries ``start`` to ``stop`` of the concatenation of ranges."""
+    """Return the part of concatenated ranges from position ``start`` up to, excluding, ``stop``."""
     out, at = [], 0
     for low, high in ranges:
         first, last = max(start - at, 0), min(stop - at, high - low)

@@ -61,7 +61,7 @@ class BalanceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of ``TempBalance``: what it measures, when, and how exponents become rates.
+    """The settings of ``TempBalance``: measured units, schedule, and map of exponents to rates.
 
     ``unit``: the unit that has one rate: ``"block"``, a numbered block with all its parameters, or
     ``"matrix"``, a matrix and its bias.
@@ -182,7 +182,7 @@ class TempBalance:
 
     @property
     def unit_alphas(self) -> dict[str, float]:
-        """The mean exponent of each unit in the last measurement; NaN where there is none."""
+        """The mean exponent of each unit in the last measurement; NaN for a unit without one."""
         means = {}
         for unit, values in self._by_unit(self._alphas).items():
             usable = [v for v in values if np.isfinite(v)]
@@ -376,7 +376,7 @@ def _check_supported(optimizer: torch.optim.Optimizer, base: Any, model: nn.Modu
 
 
 def _check_units(matrices: list[Matrix], settings: Settings) -> None:
-    """Refuse a model in which nothing can be balanced; warn if all matrices are too small."""
+    """Raise ``JobError`` for a model without units; warn if all matrices are too small."""
     if not matrices:
         remedy = 'use unit="matrix"' if settings.unit == "block" else "check skip="
         raise JobError(
@@ -393,7 +393,7 @@ def _check_units(matrices: list[Matrix], settings: Settings) -> None:
 
 
 def _check_agreement(matrices: list[Matrix], settings: Settings, ranks: Ranks) -> None:
-    """Raise if matrices or settings differ between ranks: their collectives would hang."""
+    """Raise ``JobError`` if matrices or settings differ between ranks: collectives would hang."""
     if ranks.size == 1:
         return
     text = "\n".join([repr(settings), *(f"{m.name} {m.extents}" for m in matrices)])

@@ -216,7 +216,7 @@ class TensorStep:
         return step if device is None else step.to(device, non_blocking=non_blocking)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorStep:
-        """Return a copy on a device."""
+        """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
         return self._each(lambda mb: mb.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TensorStep:

@@ -277,7 +277,7 @@ def _embeddings(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _gates(module: nn.Module) -> int:
-    """Return how many matrices a recurrent layer stacks; 0 for other modules."""
+    """Return how many matrices a recurrent or attention module stacks; 0 for other modules."""
     if isinstance(module, nn.RNNBase):
         return {nn.LSTM: 4, nn.GRU: 3}.get(type(module), 0)
     return 3 if isinstance(module, nn.MultiheadAttention) else 0

@@ -260,7 +260,9 @@ def _files(path: Path) -> tuple[list[Path], Path]:
             return files, path
         path = index
     if not path.is_file():
-        raise JobError([f"{path}: expected a file or a folder, got nothing there"], "spectra")
+        raise JobError(
+            [f"{path}: expected a file or a folder, got nothing there; check the path"], "spectra"
+        )
     if path.suffix == ".json":
         try:
             names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()

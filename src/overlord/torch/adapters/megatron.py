@@ -188,7 +188,7 @@ def get_batch(
         raise JobError(
             [
                 "expected an iterator of microbatches on every rank, got None; "
-                "client.microbatches() is one"
+                "give client.microbatches()"
             ],
             "megatron.get_batch",
         )

@@ -1,6 +1,6 @@
 """Gradients of a step whose ranks run different numbers of microbatches.
 
-The loss is summed over tokens and divided by the tokens of the whole step, so gradients are summed
+The loss is summed over tokens and divided by the tokens of the whole step. So gradients are summed
 over ranks, once per step, and never averaged. No collective runs inside a microbatch.
 """
 
@@ -31,7 +31,10 @@ def startup_barrier(group: Group = None, device: torch.device | str = "cpu") -> 
     ranks = torch.ones((), dtype=torch.int64, device=device)
     dist.all_reduce(ranks, group=group)
     if int(ranks) != world:
-        raise PlanError(f"startup_barrier: expected {world} ranks, got {int(ranks)}")
+        raise PlanError(
+            f"startup_barrier: expected {world} ranks, got {int(ranks)}; give the same group on "
+            "all of its ranks"
+        )
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def kernel_of(q: Tensor) -> Kernel:
 
 
 class CpuKernel:
-    """torch's flash attention for the CPU, one document at a time, in any floating dtype.
+    """The kernel for the CPU: torch's flash attention, one document at a time, any floating dtype.
 
     It does not support grouped queries, so keys and values are repeated here, after the transfer.
     """
@@ -115,7 +115,7 @@ class CpuKernel:
 
 
 class CudaKernel:
-    """torch's flash attention for packed documents, as ``torch.nn.attention.varlen`` calls it.
+    """The kernel for CUDA: flash attention of packed documents, as in torch.nn.attention.varlen.
 
     Written from the source of torch 2.13, whose lse of packed documents is [heads, Q]. The kernel
     supports grouped queries.

@@ -63,7 +63,7 @@ class RingLayout:
         self._blocks: dict[tuple[int, torch.device], Block | None] = {}
 
     def tokens(self, step: int = 0) -> int:
-        """Return the size in tokens of the block that this position holds at a step; 0: its own."""
+        """Return the tokens in the block that this position holds at a step; step 0: its own."""
         return int(self._halves[:, self.source(step)].sum())
 
     def source(self, step: int) -> int:
