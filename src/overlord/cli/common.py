@@ -131,7 +131,7 @@ def read_options(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Return a console for stdout or stderr; 120 columns if it is no terminal without COLUMNS."""
+    """Return a console for stdout or stderr; without terminal and COLUMNS it has 120 columns."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)

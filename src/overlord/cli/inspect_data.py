@@ -54,7 +54,10 @@ def is_data(what: str) -> bool:
 
 
 def inspect_data(uri: str) -> DataReport:
-    """Return the files, columns and first row of data; raise ``SourceError`` without any row."""
+    """Return the files, columns and first row of data.
+
+    Raise ``SourceError`` for data without readable rows and without a schema.
+    """
     name = (
         re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
         or "data"

@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def never_ends(job: Job) -> bool:
-    """Return whether a job never ends, because of sources that repeat forever and ``until``."""
+    """Return whether a job never ends: sources repeat forever, and ``until`` does not stop it."""
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )
@@ -112,7 +112,7 @@ def step_digest(taken: Taken) -> str:
 
 
 def resume_from(given: Path) -> dict[str, Any] | str:
-    """Return the saved state of a file, or ``"auto"`` for auto; ./auto is a file."""
+    """Return the state in a file, or ``"auto"`` for the word auto; ./auto names a file."""
     return "auto" if str(given) == "auto" else read_state(given)
 
 
@@ -141,7 +141,10 @@ def _refuse_uri(path: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a state that ``overlord run --save`` wrote."""
+    """Read a state that ``overlord run --save`` wrote.
+
+    Raise ``JobError`` or ``StateMismatch`` for a URI, an unreadable file or other content.
+    """
     _refuse_uri(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -572,7 +572,7 @@ class Client:
         self.close()
 
     def figures(self) -> dict[str, Any]:
-        """Return metrics with the keys of ``BroadcastClient.figures``, for a client without one."""
+        """Return metrics with the keys of ``BroadcastClient.figures``, without a broadcast here."""
         place, broadcast = self._shared
         by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
         fetchers = self.world_size if place is None else len(place.fetchers(broadcast))

@@ -20,7 +20,7 @@ class ControlClient:
     """The control connection of one rank; requests are idempotent, so they may be repeated.
 
     ``role``: ``"served"`` for a rank that takes no steps and only sends queries and reports, else
-    ``"control"``. The constructor connects, and raises ``ActorLost`` after ``timeout_s``.
+    ``"control"``. ``__init__`` connects, and raises ``ActorLost`` after ``timeout_s``.
     """
 
     def __init__(

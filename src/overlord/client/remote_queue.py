@@ -501,7 +501,7 @@ class RemoteStepQueue:
 
 
 def _is_replaced(fault: Exception) -> bool:
-    """Return whether a fault has the reason that the session is restarting the constructor."""
+    """Return whether a fault means that the session is restarting the constructor."""
     return isinstance(fault, DataStall) and fault.waiting_for.startswith(WORKER_PREFIX)
 
 

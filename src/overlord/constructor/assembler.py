@@ -206,7 +206,7 @@ class Assembler:
         return commands
 
     def _release(self) -> list[Command]:
-        """Release steps that all ranks acknowledged; without an attached rank, all steps with data.
+        """Release steps that all ranks acknowledged; without a rank, all staged and built steps.
 
         A step that is being built is released when it is built.
         """

@@ -64,9 +64,9 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
     """Return the part of a microbatch in this view.
 
-    ``arrays``: the whole microbatch. Keys that a ``constructor_do_plan`` hook adds are in every
-    stage. Keys with an entry per token are sliced like tokens. Raise ``ValueError`` if the arrays
-    cannot be sliced.
+    ``arrays``: the whole microbatch, or one that is already sliced and keeps its slices. Keys that
+    a ``constructor_do_plan`` hook adds are in every stage. Keys with an entry per token are sliced
+    like tokens. Raise ``ValueError`` if the arrays cannot be sliced.
     """
     kept = {key: array for key, array in arrays.items() if view.has(key)}
     if not view.sliced or not kept:

@@ -97,7 +97,7 @@ class FrameBroadcast:
         """Wait until at most ``left`` frames are in flight.
 
         ``limit_s``: longest wait for a frame, after which ``DataStall`` is raised; None: the limit
-        of the constructor.
+        given to ``__init__``.
         """
         while True:
             with self._lock:

@@ -329,7 +329,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
 
 def _endless(job: Job) -> bool:
-    """Return whether the stream of a job has no end, because a source repeats for ever.
+    """Return whether the stream of a job has no end, because a source repeats forever.
 
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """

@@ -127,9 +127,9 @@ class TempBalance:
     """A scheduler that scales learning rates of blocks or matrices by the spectra of their weights.
 
     ``optimizer``: any of torch but LBFGS. ``base_scheduler``: a scheduler of this optimizer. Call
-    ``step`` in place of the scheduler's. The constructor splits the groups of the optimizer; load
-    the optimizer's state only after that. On several ranks every rank must call ``step``: the work
-    is spread over the ranks of ``process_group``, by default all. All of them must have the same
+    ``step`` in place of the scheduler's. ``__init__`` splits the groups of the optimizer; load the
+    optimizer's state only after that. On several ranks every rank must call ``step``: the work is
+    spread over the ranks of ``process_group``, by default all. All of them must have the same
     model. ``settings``: the fields of ``Settings``.
     """
 
