@@ -131,7 +131,7 @@ class Microbatch(Mapping[str, np.ndarray]):
         served_by: int | None = None,
     ):
         self._arrays, self._info, self._rows = arrays, info, rows
-        # the rank that fetches this microbatch for this rank; None: not known, so no other rank
+        # the rank that fetches this microbatch, this one or another; None: this rank
         self._served_by = served_by
 
     def __getitem__(self, key: str) -> np.ndarray:
