@@ -83,7 +83,7 @@ def test_verify_takes_a_write_that_was_cut_for_no_fault(journal):
     last.write_bytes(last.read_bytes()[:-3])
     found = overlord("journal", "verify", journal)
     assert found.exit_code == 0, found.output
-    assert f"no fault, an interrupted write: {last.name}, byte" in found.stdout
+    assert f"interrupted write, not a fault: {last.name}, byte" in found.stdout
     assert verify(journal).torn > 0
 
 

@@ -54,8 +54,8 @@ def spectra(
 ) -> None:
     """Print the spectra of the weight matrices of a checkpoint.
 
-    It is a file of safetensors, an index of several, or a folder. Tensors are read one at a time;
-    nothing is executed or written.
+    CHECKPOINT.SAFETENSORS is a file of safetensors, an index of several, or a folder. Tensors are
+    read one at a time. No code of the checkpoint is executed.
     """
 
     def act() -> None:

@@ -1,9 +1,10 @@
 """Zigzag ring attention over any ring of ranks of one process group.
 
-Keys and values travel around the ring, one position a step. Every rank computes its queries
-against the visiting block, and merges outputs by their lse. In backward, keys and values travel
-again, and their gradients travel with them: after the last step one more hop brings them home.
-All transfers are batched point-to-point operations between neighbours.
+Keys and values rotate around the ring, one position per step. Every rank computes attention of its
+queries over the block that it holds, and merges outputs by their log-sum-exp (lse). In backward,
+keys and values rotate again, together with their gradients. After the last step one more transfer
+returns the gradients to their owner. All transfers are batched point-to-point operations between
+neighbours.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def ring_attention(
     """Return causal attention of this rank's tokens over their whole documents.
 
     ``q`` [tokens, heads, width], ``k`` and ``v`` [tokens, kv_heads, width]: this rank's pieces, in
-    the order of ``ring.token_index()``, rotary positions applied. All ranks of the ring call it,
-    forward and backward, also one without tokens. ``scale``: width^-1/2 by default.
+    the order of ``ring.token_index()``, with rotary positions applied. All ranks of the ring call
+    it, forward and backward, also a rank without tokens. ``scale``: width^-1/2 by default.
     """
     _check(q, k, v, ring)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
@@ -106,7 +107,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
                 add(d_block[0], at.keys, dk)
                 add(d_block[1], at.keys, dv)
             if home is not None:
-                d_block += home.wait()  # what the positions before have added to this block
+                d_block += home.wait()  # gradients that earlier positions added for this block
             home = _rotate(d_block, ring, step)
             block = block if coming is None else coming.wait()
         d_key, d_value = (d_block if home is None else home.wait()).to(k.dtype)
@@ -114,7 +115,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Transfer:
-    """One hop around the ring in progress."""
+    """A transfer to the next position of the ring, in progress."""
 
     __slots__ = ("_received", "_sent", "_works")
 
@@ -122,7 +123,7 @@ class _Transfer:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both directions and return the block that came."""
+        """Wait for the send and the receive; return the received block."""
         for work in self._works:
             work.wait()
         return self._received
@@ -131,8 +132,8 @@ class _Transfer:
 def _rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
     """Send the block of a step to the next position, and receive the block of the next step.
 
-    Blocks without tokens are not sent: both ends know their sizes. On a ring of one the block
-    stays.
+    Blocks without tokens are not sent: both ends compute their sizes. On a ring of one rank the
+    received block is the given one.
     """
     if ring.layout.size == 1:
         return _Transfer(block, block, [])
