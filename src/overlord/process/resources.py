@@ -14,7 +14,7 @@ from pathlib import Path
 # ----------------------------------------------------------------------------
 # CPU cores and memory that this process may use: those of the machine, or of its control group.
 #
-# A container sees the whole machine in ``/proc``. Its limits are in the files of its control
+# In a container ``/proc`` describes the whole machine. The limits are in the files of the control
 # group (cgroup), version 1 or 2. The kernel throttles or kills a process that exceeds them.
 
 ROOT = Path("/")  # root of the system files; tests replace it
@@ -64,8 +64,8 @@ def _quotas(root: Path) -> Iterator[float]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the cgroup folders of this process: its group and all groups above it.
 
-    The limits of all of them apply. If a container sees only its own group, the path in ``/proc``
-    does not exist, and the top folder is its group.
+    The limits of all of them apply. If only its own group is mounted in a container, the path in
+    ``/proc`` does not exist there, and the top folder is its group.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):

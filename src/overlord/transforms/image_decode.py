@@ -166,7 +166,7 @@ class _TruncatedFlag:
     """Value for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
 
     In other threads it has the original value. The program or an imported package may set that
-    flag, but the outcome of a broken file must not depend on the process that decodes it.
+    flag. The outcome of a broken file must not depend on the process that decodes it.
     """
 
     def __init__(self, value: Any):
