@@ -319,10 +319,7 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Return the position and the activity of the loader, for status queries and tests.
-
-        A saved state has no samples either: they are read again from the cursor.
-        """
+        """Return the position and the activity of the loader, for status queries and tests."""
         return {
             "epoch": self._epoch,
             "group": self._group,

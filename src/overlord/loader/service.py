@@ -344,8 +344,9 @@ class LoaderService:
     ) -> tuple[list[Content], list[Any]]:
         """Pop ``pops[l]`` samples off the front of loader l.
 
-        Return the payload, loader by loader, and the resulting commands. With look-ahead, held-over
-        payload comes first; ``kept`` selects the documents that stay held over.
+        Return the payload, loader by loader, and the resulting commands. With look-ahead, the
+        samples that were skipped before come first in the payload. ``kept`` then selects the
+        documents of the payload to hold for a later step; None: no look-ahead.
         """
         pieces: list[Content] = []
         commands: list[Any] = []

@@ -86,8 +86,8 @@ class _Popen(popen_forkserver.Popen):
 class Process(ForkServerProcess):
     """A child of the fork server that may be closed while another thread joins it.
 
-    Python joins all children at the end of the program, and a thread of ours may close one at that
-    moment.
+    Python joins all children at the end of the program, and a thread of this package may close one
+    at that moment.
     """
 
     _ended = False  # closed, or being closed

@@ -146,8 +146,8 @@ def arena_limit(workers: int, cores: int, *, links: int = 0, running: int = 1) -
     The limit is at most the default of the C library, but above ``workers``: the threads that read
     and transform. ``links``: threads that each serve one connection; a server has one thread for
     all of its connections. ``running``: threads that the process already has; Ray starts two dozen.
-    Native thread pools count as one thread per core: object stores have a pool, and tokenizers if
-    it is turned on.
+    Native thread pools count as one thread per core: object stores have a pool, and tokenizers have
+    one if their parallelism is turned on.
     """
     threads = running + workers + links + LATER + cores
     return max(workers + 1, min(threads, DEFAULT * cores))

@@ -102,7 +102,7 @@ class Feed:
     def fetch(self, at: int, n: int) -> bytes:
         """Return n bytes of the file at ``at``; fewer only where the messages end.
 
-        Raises StorageUnreachable if the file ends before.
+        Raises StorageUnreachable if the file is shorter than its indexed size.
         """
         n = min(n, self._stop - at)
         data: bytes = self._handle.read_at(n, at)

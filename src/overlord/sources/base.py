@@ -24,9 +24,9 @@ NO_ROWS = "the file has no rows"
 
 
 class BadFile(ValueError):
-    """A file that cannot be used at all.
+    """Raised for a file that cannot be used at all.
 
-    The caller that has the name of the source turns it into a SourceError.
+    The caller, which has the name of the source, raises a SourceError in its place.
     """
 
     def __init__(self, problem: str, remedy: str = ""):

@@ -47,7 +47,7 @@ def read_plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """Yield the text of a .gz file, member after member.
 
-    Raises BrokenStream after the last valid text.
+    Raises BrokenStream, after all valid text, if the data are invalid or truncated.
     """
     unpacker, inside = zlib.decompressobj(31), False
     for data in read_plain(handle, size):
@@ -96,7 +96,7 @@ def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
 def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """Yield the text of a .zst file, frame after frame.
 
-    Raises BrokenStream after the last valid text.
+    Raises BrokenStream, after all valid text, if the data are invalid or truncated.
     """
     import zstandard  # an extra; the index refuses such files without it
 

@@ -169,7 +169,7 @@ BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference o
 class Files:
     """Access to one file system, or to a Python object in place of files.
 
-    Picklable; shared by all threads.
+    An instance can be pickled, and all threads share it.
     """
 
     fs: pafs.FileSystem | RemoteStore | None = None
@@ -188,7 +188,11 @@ class Files:
         """
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
-            raise SourceError(source, "expected at least one file, got an empty list")
+            raise SourceError(
+                source,
+                "expected at least one file, got an empty list",
+                remedy="list the paths of the source's files",
+            )
         files: list[File] = []
         accesses: list[Files] = []
         for name in names:

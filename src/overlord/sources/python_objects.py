@@ -61,7 +61,7 @@ class Factory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Map-style dataset of the rows of a list or tuple; a bare list names files."""
+    """Map-style dataset of the rows of a list or tuple; a source reads a bare list as paths."""
 
     rows: list[Any] | tuple[Any, ...]
 

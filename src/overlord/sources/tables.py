@@ -121,10 +121,10 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array, BadValues]:
-    """Return a column that holds every value unchanged, and the values that no column can hold.
+    """Return a column that holds every value unchanged, and the rows that no column can hold.
 
-    Such values are null in the column. ``decoded``: the values come from a JSON decoder, so a
-    native array of whole numbers, texts or booleans needs no check.
+    Such rows are null in the column, and listed with their reasons. ``decoded``: the values come
+    from a JSON decoder, so a native array of whole numbers, texts or booleans needs no check.
     """
     try:
         array = pa.array(values)

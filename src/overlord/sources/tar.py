@@ -153,7 +153,7 @@ def _short_name(block: bytes) -> bytes:
 
 
 def _check(block: bytes, first: int) -> None:
-    """Raise BrokenTar if the checksum of a header is wrong; its own field counts as blanks.
+    """Raise BrokenTar if the checksum of a header is wrong; the checksum field counts as blanks.
 
     Some old writers sum signed bytes, so that sum is accepted too.
     """

@@ -33,7 +33,7 @@ from overlord.transforms.columns import (
 
 
 class RowFrame:
-    """The rows of a stage, with the number of their input rows, and the removed rows."""
+    """The rows of a stage, the input row of each, and the removed rows with their reasons."""
 
     __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
@@ -175,13 +175,15 @@ def value_per_row(
             values = np.asarray(result)
         except ValueError:  # lists of different lengths
             problem = f"expected {rows} {expected}, one per row, got {type(result).__name__}"
-            raise TransformError(source, repr(t), problem) from None
+            remedy = "return one value for each row, in order"
+            raise TransformError(source, repr(t), problem, remedy) from None
         if values.shape != (rows,) or values.dtype.kind not in kinds:
             problem = (
                 f"expected {rows} {expected}, one per row, got {values.dtype} of shape "
                 f"{values.shape}"
             )
-            raise TransformError(source, repr(t), problem)
+            remedy = "return one value for each row, in order"
+            raise TransformError(source, repr(t), problem, remedy)
         return values
 
     return check
