@@ -100,8 +100,8 @@ def _lines(path: Path) -> list[str]:
 #
 # Threads that share an arena wait for its lock at every allocation that their own cache does not
 # serve. Tokenizing allocates all the time. Threads with one arena each keep their freed memory
-# apart. So a worker limits arenas to the number of its threads: fewer cost throughput, more cost
-# memory.
+# apart. So a worker limits arenas to the number of its threads: fewer arenas cost throughput, more
+# arenas cost memory.
 
 POOL = "ARROW_DEFAULT_MEMORY_POOL"  # read once, at the first use of Arrow
 ARENAS = "MALLOC_ARENA_MAX"

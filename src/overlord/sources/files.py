@@ -295,7 +295,7 @@ class Files:
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:
-            # One request less per source.
+            # Listing a pattern at once saves one request per source.
             if isinstance(self.fs, RemoteStore) and _is_glob(rest, is_uri):
                 return self._glob(rest, name, source, is_uri)
             entry = self._find(rest)

@@ -29,7 +29,7 @@ class Column:
     uncompressed: int
     compressed: int
     start: int  # offset of its first page in the file
-    encrypted: bool  # or its metadata is in another file
+    encrypted: bool  # true also if its metadata is missing
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from typing import Any
 # Most segments or chunks of a file that are read. Photographs with depth maps and profiles have
 # some hundreds, PNGs a few thousand.
 MAX_SEGMENTS = 2**16
-MAX_FILL = 64  # bytes in which a JPEG marker must end; all before its last one are fill bytes
+# A JPEG marker must end within this many bytes after its first 0xff; the bytes between are fill.
+MAX_FILL = 64
 # Most scans of a progressive JPEG. Each costs a pass over all pixels; encoders write about ten.
 MAX_SCANS = 100
 EXIF_BYTES = 2**16  # most bytes that are searched for the orientation
