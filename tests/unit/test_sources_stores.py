@@ -346,7 +346,7 @@ def test_a_deadline_that_is_no_number_of_seconds_is_an_error(monkeypatch, given)
     pytest.importorskip("obstore")
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", given)
     with pytest.raises(
-        SourceError, match="OVERLORD_STORE_DEADLINE_S: expected a number of seconds"
+        SourceError, match="OVERLORD_STORE_DEADLINE_S: expected a finite number of seconds"
     ):
         Files.resolve("s3://bucket/*.parquet", source="web")
 
