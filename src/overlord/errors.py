@@ -168,7 +168,7 @@ class DataStall(OverlordError):
 
 
 class ActorLost(OverlordError):
-    """A lost process: a worker that is not replaced, a connection's peer, or the event loop."""
+    """The loss of a worker that is not replaced, of a connection's peer, or of the event loop."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(name, reason)

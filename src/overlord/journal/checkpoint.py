@@ -1,6 +1,6 @@
 """The entries of a journal, from which the state after any step can be restored. Pure.
 
-Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written seldom,
+Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written rarely,
 as a *snapshot*; every plan holds only its changes to the state. A snapshot and the plans since give
 the state after each of them, bit for bit, without reading any data. A snapshot is stored as a
 change from the empty state.
@@ -165,7 +165,7 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
 def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
     """Return the entry of a planned step: its digest, and its changes to the state.
 
-    ``acked`` is the last step that all ranks had acknowledged by then.
+    ``acked`` is the last step that all ranks had acknowledged when the plan was made.
     """
     assert isinstance(stage.after, StreamState)
     body = {
@@ -178,7 +178,7 @@ def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
 
 
 def event(applied: Event, step: int) -> Entry:
-    """Return the entry of an event; ``step`` is the first step that was not planned then."""
+    """Return the entry of an event; ``step`` is the first step without a plan at the time."""
     return Entry(EVENT, step, event_out(applied))
 
 
@@ -204,8 +204,8 @@ def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: 
     """Return the entry that identifies the job of a stream.
 
     It is written before the first snapshot of a segment, and when a source is added. ``place``
-    identifies mesh and ``sync``: with others the same samples have other slots, and plans have
-    other digests.
+    identifies mesh and ``sync``. With another mesh or ``sync`` the same samples have other slots,
+    so plans have other digests.
     """
     return Entry(
         JOB,
@@ -339,7 +339,7 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 def _fits(owed: Sequence[int]) -> bool:
     """Return whether the numbers of owed samples or tokens fit into 64 bits.
 
-    Numbers of tokens may not, after a change of weights.
+    After a change of weights, numbers of tokens may not fit.
     """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 

@@ -45,7 +45,7 @@ Where = str | os.PathLike[str] | JournalStorage
 
 @dataclass(slots=True)
 class _Tip:
-    """The segment that is being appended to."""
+    """The segment to which records are appended."""
 
     name: str
     ordinal: int

@@ -155,7 +155,7 @@ class Recovered:
 
     @property
     def _planned_to(self) -> int:
-        """The last step whose state after it can be restored."""
+        """The last step after which the state can be restored."""
         return max([*list(self._states)[-1:], *list(self.planned)[-1:]])
 
     def _drop_passed(self) -> None:
@@ -196,7 +196,7 @@ class Recovered:
     # states
 
     def state(self, step: int) -> StreamState:
-        """Return the state after a step, with all later events, so that replans are equal.
+        """Return the state after a step, with all later events, for planning the same plans again.
 
         It also has reports of later steps: an accepted report counts even if trainers do not send
         it again. Raise ``PlanError`` if the journal does not keep the state.

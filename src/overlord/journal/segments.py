@@ -183,7 +183,10 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
 
 
 def _header(found: Any) -> SegmentHeader:
-    """Return a header from JSON, with every field checked, because it comes from a file."""
+    """Return a header from JSON; raise an error unless every field has its type.
+
+    The errors are ``ValueError``, ``TypeError`` and ``KeyError``.
+    """
     texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {
         "launch": found.get("launch", "")
     }
@@ -396,7 +399,7 @@ class SegmentChain:
         )
 
     def _kept(self) -> int:
-        """Return the number of the first segment that is not pruned; 0 if no note says otherwise.
+        """Return the number of the first segment that is not pruned; 0 without a note of pruning.
 
         A note that cannot be decoded is added to the faults of its segment.
         """

@@ -456,7 +456,7 @@ class WriteAheadGate:
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 
     def waiting_for(self) -> str:
-        """Describe the journal write that the next step waits for; empty if there is none."""
+        """Return the journal write that the next step waits for, as text; empty if none."""
         steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""
 

@@ -116,7 +116,7 @@ def check_folder(socket_path: str) -> None:
         )
         log.warning(
             "every account of this machine can replace the sockets and logs of its Ray, "
-            "since %s: %s",
+            "since %s; %s",
             why,
             remedy,
         )
@@ -157,14 +157,15 @@ def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) 
         return
     if not has_token():
         raise ClusterRefused(
-            f"expected the token of the cluster in {TOKEN_SOURCES}, got none. {REFUSE}"
+            f"expected the token of the cluster in {TOKEN_SOURCES}, got none; set it there "
+            f"({REFUSE})"
         )
     if accepts(
         False
     ):  # checked before the token is sent, which an intruder in the cluster would receive
         raise ClusterRefused(
-            "it asks for no token, so everyone who reaches its ports can run code there: start "
-            f"it with {MODE}=token. {REFUSE}"
+            "it requires no token, so everyone who reaches its ports can run code there: start "
+            f"it with {MODE}=token ({REFUSE})"
         )
     if not accepts(True):
         raise ClusterRefused(
@@ -212,8 +213,8 @@ def check_open_cluster() -> None:
     It is called for a cluster without tokens to which the program connected itself.
     """
     if not authentication_disabled():
-        remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
-        problem = "it asks for no token, so everyone who reaches its ports can run code there"
+        remedy = f"start it with {MODE}=token, and set that before ray.init, too ({REFUSE})"
+        problem = "it requires no token, so everyone who reaches its ports can run code there"
         raise JobError(
             [f"the cluster that the program connected to is not used: {problem}: {remedy}"],
             "launch",

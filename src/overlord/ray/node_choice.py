@@ -387,7 +387,7 @@ def _pairs_text(wanted: Mapping[str, object]) -> str:
 
 
 def _nodes_text(nodes: Sequence[Node]) -> str:
-    """Describe nodes with their given labels and resources, without Ray's own labels."""
+    """Return the first 8 nodes as text, with their labels and resources except for Ray's own."""
     given = [
         (
             n,

@@ -99,7 +99,7 @@ OnReply = Callable[[A, int, bytes, list[np.ndarray]], None]
 def complete_call(
     record: InboundActor, number: int, header: bytes, columns: list[np.ndarray]
 ) -> None:
-    """Complete the pending call that a reply belongs to."""
+    """Complete the pending call ``number`` of an actor with its encoded reply."""
     record.complete_call(number, *open_reply(record.name, header, columns))
 
 

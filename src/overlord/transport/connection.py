@@ -33,8 +33,7 @@ from overlord.transport.timeouts import TIMEOUTS
 #
 # ``pair`` connects two ends within a process and passes values by reference. A
 # ``SocketConnection`` connects two processes: through shared memory on the same machine, by TCP
-# otherwise. The sender of an array must not change it afterwards. The receiver gets a read-only
-# array.
+# otherwise. The sender of an array must not change it; the receiver gets a read-only array.
 
 
 class _Timeout:
@@ -428,7 +427,7 @@ class SocketConnection:
         self._ended = True
 
     def _mark_lost(self, reason: str) -> ActorLost:
-        """Mark the peer as lost: nothing more can be sent, and its leases end.
+        """Mark the peer as lost: nothing more can be sent, and its lease of segments ends.
 
         Received data can still be read. Call with the lock held.
         """
@@ -439,7 +438,7 @@ class SocketConnection:
         return ActorLost(self.peer, self._lost)
 
     def close(self, reason: str = "") -> None:
-        """End the connection; drop bytes that the socket does not accept now. Views stay valid."""
+        """End the connection; drop unsent bytes. Views of received arrays stay valid."""
         with self._lock:
             if self._fileno < 0:
                 return
@@ -549,7 +548,8 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
             (address.host, address.port), max(0.001, deadline - time.monotonic())
         )
     except OSError as e:
-        raise ActorLost(str(address), f"it does not answer: {e.strerror or e}; check it") from e
+        text = f"it does not answer: {e.strerror or e}; check the address, and its process"
+        raise ActorLost(str(address), text) from e
 
 
 def _connect_local(address: Address, deadline: float) -> socket.socket:

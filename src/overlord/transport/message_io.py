@@ -107,7 +107,7 @@ class PeerSegments:
         self._notifier = RemoteNotifier(os.dup(notifier_fd))
 
     def add(self, segment: int, nbytes: int, fd: int) -> None:
-        """Map a new segment of the peer."""
+        """Map a new segment of the peer from its memfd ``fd``, which stays open."""
         if segment in self._maps or len(self._maps) >= MAX_SEGMENTS:
             raise FrameError(
                 f"expected a new segment, and at most {MAX_SEGMENTS} in all, got segment {segment} "
@@ -122,9 +122,9 @@ class PeerSegments:
             self._maps.pop(segment, None)
 
     def view(self, segment: int, flag: int) -> np.ndarray:
-        """Return a new read-only array over a segment.
+        """Return a new read-only array over a segment; raise ``FrameError`` for an unknown one.
 
-        Its release flag is set when its last view dies.
+        The release flag ``flag`` is set when the last view of the array dies.
         """
         memory, flags, notifier = self._maps.get(segment), self._flags, self._notifier
         if memory is None or flags is None or notifier is None:

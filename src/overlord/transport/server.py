@@ -148,7 +148,10 @@ class ServerConnection(SocketConnection):
             return done
 
     def receive(self, deliver: Callable[[Any], None]) -> bool:
-        """Read once; deliver messages, or drop them after ``close``. Return False at the end."""
+        """Read once and deliver complete messages; after ``close``, drop them.
+
+        Return False if the peer has closed.
+        """
         try:
             self._read()
         except BlockingIOError:
@@ -217,7 +220,7 @@ class Pending:
     def read(self) -> Accepted | None:
         """Read available bytes; return ``Accepted`` once the peer has proved that it has the token.
 
-        Until then return None. Raise ``LinkRefused`` if the proof is wrong, ``OSError`` at the end.
+        Until then return None. Raise ``LinkRefused`` for a wrong proof, ``OSError`` if it is lost.
         """
         while True:
             if isinstance(self._wanted, bytes):

@@ -487,9 +487,9 @@ class SharedMemoryPool:
             self.notifier.notify()
 
     def grant(self, lease: Lease, segment: Segment) -> int:
-        """Grant a segment to a peer for one message.
+        """Lend a segment to the peer of a lease for one message.
 
-        Return the release flag of the message; -1 if none is free.
+        Return the release flag of the message; -1 if none is free, so that it must be copied.
         """
         with self._lock:
             lease.collect()

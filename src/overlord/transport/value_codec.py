@@ -65,7 +65,7 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
     """Encode a value as a header and columns.
 
     An array is copied if it is strided, big-endian, or so small that it goes into the header.
-    Other columns are views. Raise ``FrameError`` for a value that cannot be encoded.
+    Other columns view their arrays. Raise ``FrameError`` for a value that cannot be encoded.
     """
     columns: list[np.ndarray] = []
     try:
@@ -181,7 +181,10 @@ def _wrong_dtype(dtype: Any) -> Refused:
 
 
 def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
-    """Append an array to the columns in a form that a frame accepts; return its index."""
+    """Append an array to the columns in a form that a frame accepts; return its index.
+
+    Raise ``Refused`` for another dtype, or too many dimensions.
+    """
     if array.dtype not in CODES:
         little = array.dtype.newbyteorder("<")
         if little not in CODES:
@@ -233,7 +236,10 @@ def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _with_big_ints(tree: Tree) -> Tree:
-    """Return the tree with integers of more than 64 bits as bytes."""
+    """Return the tree with integers of more than 64 bits as bytes.
+
+    Raise ``Refused`` for one of more than ``MAX_INT_BYTES``, or as a key.
+    """
     if type(tree) is int and not -(2**63) <= tree < 2**64:
         size = tree.bit_length() // 8 + 1
         if size > MAX_INT_BYTES:
@@ -322,7 +328,7 @@ def describe_value(value: Any) -> str:
 
 
 def wants(tree: list[Any], *kinds: type) -> list[Any]:
-    """Return the values after the tag; raise ``Refused`` unless they have exactly these types."""
+    """Return the values after a tree's tag; raise ``Refused`` unless they have these types."""
     if len(tree) != len(kinds) + 1 or any(
         type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
     ):
