@@ -159,11 +159,14 @@ class Mesh:
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> Mesh:
-        """Return the mesh with n more data-parallel replicas, and new numbers of ranks."""
+        """Return the mesh with n more data-parallel replicas; its ranks are numbered anew."""
         return self._with_replicas(n, 1, "add_replicas")
 
     def remove_replicas(self, n: int = 1) -> Mesh:
-        """Return the mesh with n fewer data-parallel replicas; at least one stays."""
+        """Return the mesh with n fewer data-parallel replicas; its ranks are numbered anew.
+
+        Raise ``JobError`` if no replica would remain.
+        """
         return self._with_replicas(n, -1, "remove_replicas")
 
     def _with_replicas(self, n: int, sign: int, what: str) -> Mesh:

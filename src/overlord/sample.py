@@ -153,7 +153,7 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload of documents: tokens, and items such as images; None in a job without items."""
+    """The payload of documents: tokens, and items such as images (None in a job without items)."""
 
     tokens: Ragged
     items: Items | None = None
@@ -259,7 +259,7 @@ class Scattered:
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
-        """Return the numbers of all items of these documents, document by document."""
+        """Return the item numbers of all items of these documents, document by document: int64."""
         counts = self.counts[documents]
         ends = np.cumsum(counts)
         return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(

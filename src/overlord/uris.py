@@ -58,7 +58,10 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text is a URI, or a malformed one such as ``s3:/bucket``, as of ``Path``."""
+    """Return whether a text is a URI, or a malformed one: ``s3:/bucket``, or one after a space.
+
+    ``Path`` removes a slash from a URI.
+    """
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
@@ -145,7 +148,7 @@ def options_of(query: str) -> tuple[str, bool]:
 def scrub(text: str) -> str:
     """Return the text with ``***`` for passwords, signatures, tokens and the environment's secrets.
 
-    Secrets of the environment are values of at least 8 characters whose variable has a name of one.
+    Values of variables with names such as ``*_TOKEN`` count as secrets from 8 characters on.
     """
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NO_SECRETS.search(name):

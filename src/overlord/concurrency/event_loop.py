@@ -63,7 +63,7 @@ class BlockingWork(Protocol):
 class Executor(Protocol):
     """An executor of work, which calls ``done(result, error)`` on the event loop.
 
-    One of the two is None. Work of one name takes a time in proportion to its ``size``.
+    ``error`` is None if the work succeeded. Work of one name takes time in proportion to ``size``.
     """
 
     def submit(

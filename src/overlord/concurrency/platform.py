@@ -98,7 +98,7 @@ class Platform:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Block this thread; not allowed on an event loop."""
+        """Block this thread for ``seconds``; not allowed on an event loop."""
         time.sleep(seconds)
 
     def memory_pool(self, name: str, max_bytes: int) -> SharedMemoryPool:

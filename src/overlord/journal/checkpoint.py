@@ -71,7 +71,7 @@ def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:
         raise ValueError(
-            f"expected columns of the forms {ZERO}{''.join(FORMS)}, got {sorted(unknown)[0]!r:.10}"
+            f"expected columns of forms in {ZERO}{''.join(FORMS)}, got {sorted(unknown)[0]!r:.10}"
         )
     wanted = sum(FORMS[f].itemsize for f in form if f != ZERO) * rows
     if len(data) != wanted:

@@ -201,7 +201,10 @@ class JournalLog:
         whatever their numbers; ``sweep`` removes them.
         """
         if notes := [record.kind for record in records if record.is_note]:
-            raise ValueError(f"append: expected records without notes of the log, got {notes[0]!r}")
+            raise ValueError(
+                f"append: expected records of a kind without a leading dot, got {notes[0]!r}; "
+                "rename the kind"
+            )
         self._write(records, anew)
 
     def _write(self, records: Sequence[Record], anew: bool = False) -> None:
@@ -459,8 +462,8 @@ def _load(storage: JournalStorage) -> Reading:
             continue  # pruned meanwhile
     raise JournalError(
         storage.shown,
-        f"expected a list of segments that stays during a read, got changes {TRIES} times",
-        "try again",
+        f"expected the same segments during a whole read, got a changed list {TRIES} times",
+        "read it again",
     )
 
 
@@ -499,7 +502,8 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
     if differ:
         raise StateMismatch(
             differ,
-            "the journal belongs to another job: give this one its own journal, or fix the job",
+            "give this job its own journal, or correct the job",
+            "the journal belongs to another job",
         )
 
 

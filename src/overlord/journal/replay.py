@@ -221,7 +221,7 @@ class Recovered:
             raise PlanError(
                 f"expected a step whose state the journal keeps, got step {step}",
                 step,
-                f"kept states: {kept}",
+                f"choose one of the kept states: {kept}",
             )
         state = self._states[base]
         for entry in self._entries[self._index(base) + 1 :]:

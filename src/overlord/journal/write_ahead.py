@@ -472,7 +472,7 @@ def lose_source(
     called.
     """
     log.error(
-        "source %r removed from step %d on, its storage failed: %s",
+        "source %r removed from step %d on, because its storage failed: %s",
         event.name,
         event.at,
         event.reason,

@@ -91,7 +91,7 @@ class RayConnection:
             self._set({MODE: "token"})
             settings |= self._own_cluster(disabled) if address is None else _check_cluster(address)
             reread_environment()
-            # The memory pool is for workers: Ray loads Arrow in them before any code of ours.
+            # The memory pool is for workers: Ray loads Arrow in them before Overlord's code.
             with (
                 environment_kept(),
                 system_pool(),

@@ -97,7 +97,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             raise
         self.address = self._listener.address
         self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
-        # Events of Ray are handled in a thread of ours: no request to Ray is allowed in its own.
+        # Ray's callbacks must not send requests to Ray, so this thread handles their events.
         self._events = ThreadQueue(1, "ray")
         # The caller of spawn must not wait for Ray, whose head may be lost.
         self._starts = ThreadQueue(1, "ray-starts")

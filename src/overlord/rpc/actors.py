@@ -53,9 +53,10 @@ class ActorServer:
         return True
 
     def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
-        """Execute one call.
+        """Execute one call, and reply with the result or the exception of the method.
 
-        If the method returns a future, the reply is sent later from another thread.
+        If the method returns a future, the reply is sent later from another thread. A
+        ``SystemExit`` of the method is raised here instead.
         """
         method = "a call"
         try:
@@ -72,7 +73,7 @@ class ActorServer:
             self._respond(number, method, True, value)
 
     def close(self) -> None:
-        """Call ``close()`` of the actor if it has one; reply with its exception."""
+        """Call ``close()`` of the actor if it has one; reply with its exception, if any."""
         close = getattr(self._actor, "close", None)
         if callable(close):
             try:
@@ -122,7 +123,10 @@ class ActorServer:
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
 
     def _add_location(self, method: str, error: BaseException) -> None:
-        """Add actor and method to an error as a note; for other exceptions also the stack."""
+        """Add actor and method to an error as a note, with the stack unless it is an OverlordError.
+
+        The stack does not reach the caller otherwise.
+        """
         where = f"in actor {self.name!r}, {method}"
         if not isinstance(error, OverlordError):
             where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
@@ -230,7 +234,7 @@ class ActorRecord:
     def __init__(self, name: str):
         self.name = name
         self.handle: ActorHandle | None = None  # None while it is being started
-        self.reason: str | None = None  # why it ended; None while it lives
+        self.reason: str | None = None  # why it ended; None while it runs
         self.fault: BaseException | None = None  # the exception of its factory
         self.place: Any = None  # where it should run, in the form of the backend
         self.exiting = False  # its exit was requested
@@ -524,7 +528,7 @@ class BaseActorSystem(Generic[R]):
                 for record in records
                 if not record.exited.wait(max(0.0, deadline - time.monotonic()))
             ]
-        except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor behind
+        except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor running
             for record in records:
                 if not record.exited.is_set():
                     kill(record)

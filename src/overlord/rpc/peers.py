@@ -39,7 +39,7 @@ log = logging.getLogger("overlord")
 #
 # An actor presents a token and its lease id. From then on it receives calls by that connection.
 
-# Bytes that may be queued for an actor: no limit. An event loop must not wait for a stuck actor;
+# Bytes that may be queued for an actor: no limit. An event loop must not wait for a blocked actor;
 # heartbeats detect it.
 UNBOUNDED = 2**62
 
@@ -275,8 +275,8 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def expect(self, name: str) -> tuple[ActorHandle, int]:
         """Expect an actor to connect, for the first time or again; return its handle and lease id.
 
-        Calls through the handle are queued until then. Raise ``OverlordError`` if an actor of this
-        name is expected or alive.
+        Calls through the handle are queued until it connects. Raise ``OverlordError`` if an actor
+        of this name is expected or alive.
         """
         record = RpcRecord(name)
         with self._names_lock:
@@ -437,7 +437,7 @@ class RpcEndpoint:
     def _serve(self, connection: Connection) -> None:
         server = ActorServer(self._name, lambda *reply: self._reply(connection, *reply))
         server.build(lambda: self._actor)
-        # The caller is gone: a new redirect will follow.
+        # The caller is lost, so a new redirect will follow.
         with contextlib.suppress(ActorLost, FrameError):
             while self._connection is connection:
                 if (call := connection.recv(TIMEOUTS.idle_s)) is TIMEOUT:

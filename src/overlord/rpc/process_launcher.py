@@ -81,7 +81,7 @@ class CallSocket:
             try:
                 while not message.sent:
                     message.write(self._sock)
-            except OSError:  # the parent is gone
+            except OSError:  # the parent has exited
                 exit_now(1)
 
 
@@ -154,7 +154,7 @@ def _adopt_environment(environ: Mapping[str, str]) -> None:
 
 
 def _exit_with_parent(sock: socket.socket) -> None:
-    """Exit when the parent exits, whatever the main thread is doing."""
+    """Wait until the parent exits; then exit at once, whatever the main thread is doing."""
     poller, parent = select.poll(), multiprocessing.parent_process()
     poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
@@ -170,7 +170,7 @@ def _exit_with_parent(sock: socket.socket) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Flush the output and exit without waiting for threads of the actor."""
+    """Flush stdout and stderr, and exit without waiting for threads of the actor."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(code)
@@ -229,7 +229,7 @@ class ProcessRecord(ActorRecord):
         before = self.send_buffer.taken
         try:
             return self.send_buffer.write(self.sock)
-        except OSError:  # it is gone; its sentinel reports the end of the process
+        except OSError:  # the process has exited; its sentinel reports that
             self.send_buffer.clear()
             return True
         finally:
