@@ -25,7 +25,7 @@ LABEL_GAP = 15  # pixels between two labels at the end of lines
 class PlotLine:
     """One series of a line plot.
 
-``wanted``: the target values, drawn as a dashed line in the same colour, below the series.
+    ``wanted``: the target values, drawn as a dashed line in the same colour, below the series.
     ``error``: the length of the bars above and below each point.
     """
 
