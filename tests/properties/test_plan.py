@@ -318,7 +318,7 @@ def broken(**changes) -> LoadingPlan:
         ({"bucket": SMALL.main.bucket.astype(float)}, "expected whole numbers in bucket"),
         (
             {"memory": np.full(5, 3.0), "memory_capacity": 8.0},
-            "expected at most 8.* of memory in microbatch",
+            "expected at most 8.* units of memory cost in microbatch",
         ),
         ({"memory": np.full(4, 3.0)}, "columns of equal length, got"),
         ({"memory": np.array([1, 2, np.nan, 4, 5])}, "expected memory at least 0 and finite"),

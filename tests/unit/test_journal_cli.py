@@ -162,6 +162,6 @@ def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
     told = overlord("journal", "verify", written)
     assert (
         told.exit_code,
-        "expected the state after the plans before it, got other columns"
+        "expected a snapshot equal to the state after the preceding plans, got one that differs in columns"
         in " ".join(told.stderr.split()),
     ) == (1, True)

@@ -167,7 +167,7 @@ def _name(names: tuple[str, ...], i: int) -> str:
 def replay_faults(reading: Reading) -> tuple[str, ...]:
     """Replay the records of a job; return the reasons why it cannot be resumed.
 
-    Steps must be in order, and every snapshot must equal the state after the plans before it.
+    Steps must be in order, and every snapshot must equal the state after the preceding plans.
     """
     if reading.faults or not any(record.kind == JOB for record in reading.records):
         return ()

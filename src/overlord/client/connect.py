@@ -210,9 +210,9 @@ class SessionConnection:
             ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
-        """Return the token for the constructor: that of a socket of this machine, or the session's.
+        """Return the token for the constructor.
 
-        The session never sends its own token.
+        An empty token in the session's answer stands for the token that this client connected with.
         """
         return at["token"] or self._control.token
 

@@ -261,7 +261,10 @@ class LoadObserver:
 
 
 def _plain(decision: Decision) -> dict[str, Any]:
-    """Return the fields of a decision without ``what``: that key holds the decision's class."""
+    """Return the fields of a decision without ``what``.
+
+    In the metrics this key holds the name of the decision's class.
+    """
     return {name: value for name, value in asdict(decision).items() if name != "what"}
 
 

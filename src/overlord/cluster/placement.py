@@ -80,7 +80,7 @@ class Placement:
         self.worker_of[loader] = worker
 
     def follow(self, standbys: Mapping[int, int]) -> None:
-        """Set the worker of every standby, by loader; it pops the samples that the loader pops."""
+        """Set the worker of each loader's standby. A standby pops the samples its loader pops."""
         self.standby_of = dict(standbys)
 
     def add_source(self, loaders: int, worker: int) -> None:

@@ -51,9 +51,9 @@ WHOLE = frozenset(
 
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
-    """Return the indices of a slice's tokens in the packed microbatch, in slice order: int64.
+    """Return the indices of a cp rank's tokens in the packed microbatch, in slice order: int64.
 
-    Raise ``ValueError`` if the microbatch does not divide evenly.
+    Raise ``ValueError`` if a document or the microbatch cannot be divided by the split.
     """
     start, length = cp_runs(
         _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split

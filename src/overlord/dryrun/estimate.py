@@ -147,9 +147,9 @@ def check_request(job: Job, request: DryRunRequest) -> None:
 def fleet_of(
     job: Job, request: DryRunRequest, gpus: int, constants: Constants, constructors: bool
 ) -> ClusterShape:
-    """Return the shape of a cluster of ``gpus``, with its batch and least number of loader workers.
+    """Return the shape of a cluster of ``gpus``: ranks, batch and loader workers.
 
-    Without ``request.hosts``, there are as many as reading needs at the speed of the trainers.
+    ``request.hosts`` sets the workers; else they are as many as reading at trainers' pace needs.
     """
     made = replace(_shape(job, request, gpus), constructors=constructors)
     samples = request.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))

@@ -51,7 +51,7 @@ class Recovered:
     # Digests of the steps after the oldest state that is kept.
     planned: dict[int, str] = field(default_factory=dict)
     empty: bool = True
-    checking: bool = False  # compare every snapshot with the result of the plans before it
+    checking: bool = False  # compare every snapshot with the state after the preceding plans
     # keep states before the last acknowledged step too, for readers of the journal
     keeping: bool = False
     # the first entry before any snapshot, if any: the snapshot that it followed was pruned
@@ -267,9 +267,10 @@ def _with(state: StreamState, entry: Entry) -> StreamState:
 
 
 def _check_equal(folded: StreamState, snapshot: StreamState) -> None:
-    """Raise ValueError unless a snapshot equals the state after the plans before it."""
+    """Raise ValueError unless a snapshot equals the state after the preceding plans."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
         differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
         raise ValueError(
-            f"expected the state after the plans before it, got other {', '.join(differ)}"
+            "expected a snapshot equal to the state after the preceding plans, got one that "
+            f"differs in {', '.join(differ)}"
         )

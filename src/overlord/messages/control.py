@@ -23,7 +23,7 @@ The coordinator to workers, and workers to the coordinator:
 
     LoaderPlan          coordinator -> loader worker        its routed share of a PlannedStep
     ConstructorPlan     coordinator -> constructor worker   its routed share of a PlannedStep
-    Rollback            coordinator -> workers              plan all steps after a step again
+    Rollback            coordinator -> workers              drop incomplete steps after a step
     FollowLoader        coordinator -> loader worker        open a standby of a loader
     TakeOverLoader      coordinator -> loader worker        read a loader from now on
     DropLoader          coordinator -> loader worker        close a loader

@@ -193,15 +193,14 @@ class LoadingPlan:
                 )
             self._validate_slots(name, a, bins)
             self._validate_placeholders(name, a)
-        main = self.main
-        if len(main.sample) != n or not np.array_equal(
-            np.bincount(main.sample, minlength=n), np.ones(n, np.int64)
-        ):
+        times = np.bincount(self.main.sample, minlength=n)
+        if (wrong := np.flatnonzero(times != 1)).size:
             raise PlanError(
-                "module 'backbone': expected every drawn sample exactly once, got one that is "
-                "missing or placed twice",
+                f"module 'backbone': expected every drawn sample exactly once, got sample "
+                f"{self.sample_id(int(wrong[0]))} {times[wrong[0]]} times ({len(wrong)} such "
+                "samples)",
                 self.step,
-                "place every sample of the buffer once",
+                "place every sample of the buffer once; select() leaves samples out",
             )
         return self
 
@@ -294,7 +293,7 @@ class LoadingPlan:
             worst = int(held.argmax())
             raise PlanError(
                 f"module {name!r}: expected at most {capacity:.12g} "
-                f"{'tokens' if what == 'tokens' else 'of memory'} in microbatch "
+                f"{'tokens' if what == 'tokens' else 'units of memory cost'} in microbatch "
                 f"{worst % a.n_microbatches} of bucket {worst // a.n_microbatches}, got "
                 f"{held[worst]:.12g}",
                 self.step,

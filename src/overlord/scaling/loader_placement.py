@@ -41,9 +41,10 @@ def cores_of_threads(threads: float) -> float:
 
 
 def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed locked part of a source, from the CPU seconds of a sample.
+    """Return the assumed share of a source's CPU time that runs under the interpreter lock.
 
-    ``cost_s``: all CPU seconds. ``free_s``: those in code that is known to release the lock.
+    ``cost_s``: all CPU seconds of a sample. ``free_s``: those in code that is known to release the
+    lock.
     """
     return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
 

@@ -35,7 +35,10 @@ from overlord.transforms.timeouts import TIMEOUTS
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Message from parent to child; row numbers (slice stage only) and the table follow it."""
+    """Request of the parent to run a stage on a table.
+
+    Row numbers (slice stage only) and the table follow it.
+    """
 
     stage: str
     epoch: int = 0

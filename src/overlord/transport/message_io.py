@@ -89,7 +89,8 @@ class PeerSegments:
     def attach(self, flags_fd: int, notifier_fd: int, n_flags: int) -> None:
         """Map the peer's release flags and duplicate its notifier.
 
-        Raise ``FrameError`` for a second pool, another number of flags, or files of another kind.
+        Raise ``FrameError`` for a second pool, a number of flags outside 1 to MAX_FLAGS, or files
+        of another kind.
         """
         if self._flags is not None or not 0 < n_flags <= MAX_FLAGS:
             raise FrameError(

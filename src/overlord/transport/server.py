@@ -140,7 +140,10 @@ class ServerConnection(SocketConnection):
             return True  # lost; the next read finds the end
 
     def resume_writing(self) -> bool:
-        """Write to a socket that accepts more; return whether all queued bytes are sent."""
+        """Write to a socket that accepts more; return whether nothing is left to write.
+
+        Nothing is left if all bytes are sent or the connection is lost.
+        """
         with self._drained:
             done = self._try_write()
             self._watched = not done

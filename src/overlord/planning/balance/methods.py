@@ -156,7 +156,9 @@ def bins_by(
         )
     if not capacity and (bins == NOWHERE).any():
         raise PlanError(
-            f"balance method {name!r}: expected a bin for every item without a capacity, got -1"
+            f"balance method {name!r}: without a capacity, expected a bin for every item, got -1 "
+            f"(no bin) for {int((bins == NOWHERE).sum())} items; return -1 only if capacity is "
+            "above 0"
         )
     bins = bins.astype(np.int32, copy=False)
     if capacity and name != "greedy" and not fits(bins, sizes, n_bins, capacity):
