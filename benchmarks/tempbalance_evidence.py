@@ -2,6 +2,7 @@
 
     python benchmarks/tempbalance_evidence.py prepare                     # data files, needs no GPU
     python benchmarks/tempbalance_evidence.py probe                       # on an H200: seconds per step
+    python benchmarks/tempbalance_evidence.py plan                        # runs that are left, and their seconds
     python benchmarks/tempbalance_evidence.py run --budget 540            # a round; call it again
     python benchmarks/tempbalance_evidence.py table --save                # table and plot of all rounds
     python benchmarks/tempbalance_evidence.py run --device cpu --tiny     # shows that it runs, and proves nothing
@@ -18,6 +19,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -35,8 +37,10 @@ from temperature.records import (
     TASKS,
     Records,
     Task,
+    by_seed,
     cells,
     key,
+    left,
     missing,
     plot,
     rows,
@@ -69,8 +73,46 @@ def prepare(given: argparse.Namespace) -> None:
     if "burgers" in given.tasks:
         burgers.dataset(given.data, given.tiny)
     if "llama" in given.tasks:
-        llama.text(given.data, given.text, given.tiny)
+        _, digest = llama.text(given.data, given.text, given.tiny)
+        refuse_another_text(digest, given)
     print(f"data is there after {time.monotonic() - began:.1f} s", flush=True)
+
+
+def refuse_another_text(digest: str, given: argparse.Namespace) -> None:
+    """End the program if runs in the file had another text: theirs and new ones do not compare."""
+    before = {
+        r["data"] for r in Records(given.results).read() if "data" in r and r["tiny"] == given.tiny
+    }
+    if before - {digest}:
+        raise SystemExit(
+            f"{given.results}: expected runs on the text {digest}, got {', '.join(sorted(before))}; "
+            "give the same --text and packages, or another --results"
+        )
+
+
+def seconds(task: Task, records: Iterable[dict[str, Any]]) -> float:
+    """Return the mean time of a run of this task by those that finished; zero if none has."""
+    took = [
+        r["seconds"]
+        for r in records
+        if r["task"] == task.name and r["steps"] == task.steps and "seconds" in r
+    ]
+    return sum(took) / len(took) if took else 0.0
+
+
+def plan(given: argparse.Namespace) -> None:
+    """Print how many runs are left, and their seconds by those in the file; run nothing."""
+    done, low, high = Records(given.results).done(), 0.0, 0.0
+    for task in tasks_of(given):
+        each = seconds(task, done.values())
+        fewest, most = left(task, given.tiny, done, given.seeds)
+        low, high = low + fewest * each, high + most * each
+        print(
+            f"{task.name}, {task.steps} steps: {fewest} to {most} runs of {each:.1f} s are left, "
+            f"of {wanted(task, given.tiny, given.seeds)}"
+        )
+    low, high = low / given.at_once, high / given.at_once
+    print(f"about {low:.0f} to {high:.0f} s with {given.at_once} workers, and their start")
 
 
 class Round:
@@ -100,23 +142,18 @@ class Round:
 
     def _next(self, pool: Pool) -> dict[str, Any] | None:
         taken = self._failed | set(self._done) | {key(w.cell) for w in pool.busy if w.cell}
-        left = self._end - time.monotonic()
-        for task in self._tasks:
-            if left < self._expected(task):
-                continue
-            for cell in cells(task, self._given.tiny, self._done, self._given.seeds):
-                if key(cell) not in taken:
-                    return cell
+        fits = self._fitting()
+        for cell in by_seed(fits, self._given.tiny, self._done, self._given.seeds):
+            if key(cell) not in taken:
+                return cell
         return None
 
-    def _expected(self, task: Task) -> float:
-        """Seconds of a run by those that finished; zero if none has."""
-        took = [
-            r["seconds"]
-            for r in self._done.values()
-            if r["task"] == task.name and r["steps"] == task.steps and "seconds" in r
-        ]
-        return MARGIN * sum(took) / len(took) if took and not self._given.tiny else 0.0
+    def _fitting(self) -> list[Task]:
+        """Tasks of which a run is expected to end before the round does."""
+        if self._given.tiny:
+            return self._tasks
+        time_left = self._end - time.monotonic()
+        return [t for t in self._tasks if time_left >= MARGIN * seconds(t, self._done.values())]
 
     def _keep(self, record: dict[str, Any]) -> None:
         self._records.append(record)
@@ -132,15 +169,11 @@ class Round:
         print(f"{name}, {record['lr']:g}: {record['test']:.4f} ({took})", flush=True)
 
     def summary(self) -> str:
-        want = sum(wanted(t, self._given.tiny, self._given.seeds) for t in self._tasks)
-        have = sum(
-            key(cell) in self._done
-            for t in self._tasks
-            for cell in cells(t, self._given.tiny, self._done, self._given.seeds)
-        )
+        tiny, seeds = self._given.tiny, self._given.seeds
+        want = sum(wanted(t, tiny, seeds) for t in self._tasks)
+        most = sum(left(t, tiny, self._done, seeds)[1] for t in self._tasks)
         return (
-            f"{self.finished} runs finished, {len(self._failed)} failed, {want - have} of {want} "
-            "are left"
+            f"{self.finished} runs finished, {len(self._failed)} failed, {most} of {want} are left"
         )
 
 
@@ -355,7 +388,7 @@ def _section(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("action", choices=("prepare", "probe", "run", "table", "worker"))
+    parser.add_argument("action", choices=("prepare", "probe", "plan", "run", "table", "worker"))
     parser.add_argument("--tasks", default="burgers,llama", help="in the order of their runs")
     parser.add_argument("--steps", default="", help="other numbers of steps, as llama=300")
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS)
@@ -371,7 +404,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    actions = {"prepare": prepare, "probe": probe, "run": run_round, "table": show, "worker": work}
+    actions = {"prepare": prepare, "probe": probe, "plan": plan, "run": run_round}
+    actions |= {"table": show, "worker": work}
     actions[given.action](given)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,15 @@ TASKS = {
     "llama": Task(
         name="llama",
         fractions=(0.01, 0.1, 1.0),
-        rates=(5e-4, 1e-3, 2e-3),
-        steps=400,
+        rates=(2.5e-4, 5e-4, 1e-3, 2e-3),
+        steps=300,
         every=100,
         metric="test loss, nats a byte",
     ),
     "burgers": Task(
         name="burgers",
         fractions=(0.025, 0.05, 0.1, 0.25),
-        rates=(5e-4, 1e-3, 2e-3),
+        rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
         steps=1500,
         every=100,
         metric="test nRMSE",
@@ -86,6 +87,26 @@ def wanted(task: Task, tiny: bool, seeds: int = LEAST_SEEDS) -> int:
     """Return the number of runs of a task."""
     fractions, rates = grid(task, tiny)
     return len(fractions) * len(ARMS) * (len(rates) + seeds - 1)
+
+
+def by_seed(tasks: Sequence[Task], tiny: bool, done: Done, seeds: int) -> Iterator[Record]:
+    """Yield all known runs of several tasks: a seed is complete for all of them before the next."""
+    of_tasks = (cells(task, tiny, done, seeds) for task in tasks)
+    return merge(*of_tasks, key=lambda cell: cell["seed"])
+
+
+def left(task: Task, tiny: bool, done: Done, seeds: int = LEAST_SEEDS) -> tuple[int, int]:
+    """Return how many runs are certainly left, and how many at most.
+
+    Until all rates of seed 0 have run, a further seed may run at another rate than those that ran.
+    """
+    fractions, rates = grid(task, tiny)
+    known = list(cells(task, tiny, done, seeds))
+    first = [c for c in known if c["seed"] == 0 and key(c) in done]
+    later = [c for c in known if c["seed"] and key(c) in done]
+    open_ = len(fractions) * len(ARMS) * len(rates) - len(first)
+    lacking = sum(bool(c["seed"]) and key(c) not in done for c in known)
+    return open_ + lacking, wanted(task, tiny, seeds) - len(first) - len(later)
 
 
 def chosen(cell: Record, rates: Sequence[float], done: Done) -> float | None:

@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,10 +301,10 @@ def test_a_run_that_takes_too_long_is_killed(tmp_path: Path):
 class FakePool:
     """Executes runs at once; those of one arm fail."""
 
-    def __init__(self, fails: str = ""):
+    def __init__(self, fails: str = "", value: Callable[[dict[str, Any]], float] = lambda _: 1.0):
         self.worker = SimpleNamespace(cell=None, give=self.give)
         self.given: list[dict[str, Any]] = []
-        self.fails = fails
+        self.fails, self.value = fails, value
 
     def give(self, cell: dict[str, Any]) -> None:
         self.worker.cell = cell
@@ -321,24 +322,62 @@ class FakePool:
         done, self.worker.cell = self.worker.cell, None
         if done["arm"] == self.fails:
             return done | {"failed": "x"}
-        value = {"validation": 1.0, "test": 1.0, "mean_multiplier": 1.0, "graph": True}
+        value = {"validation": self.value(done), "test": 1.0, "mean_multiplier": 1.0, "graph": True}
         return done | value | {"seconds": 20.0}
 
 
 def round_of(folder: Path, **changes: Any) -> tempbalance_evidence.Round:
     given = {"results": folder / "r.jsonl", "tasks": "burgers,llama", "steps": "", "seeds": 3}
     end = time.monotonic() + changes.pop("budget", 1000)
-    return tempbalance_evidence.Round(argparse.Namespace(**given, tiny=False, **changes), end)
+    given |= {"tiny": False, "at_once": 4, **changes}
+    return tempbalance_evidence.Round(argparse.Namespace(**given), end)
 
 
 def test_a_round_executes_every_run_once_and_the_next_one_nothing(tmp_path: Path):
     first, pool = round_of(tmp_path), FakePool()
     first.execute(pool)
-    assert len({key(c) for c in pool.given}) == len(pool.given) == 120 + 90
-    assert first.summary() == "210 runs finished, 0 failed, 0 of 210 are left"
+    assert len({key(c) for c in pool.given}) == len(pool.given) == 168 + 108
+    assert first.summary() == "276 runs finished, 0 failed, 0 of 276 are left"
+    seeds = [c["seed"] for c in pool.given]
+    assert seeds == sorted(seeds), "a seed of all tasks before the next"
     again = FakePool()
     round_of(tmp_path).execute(again)
     assert again.given == []
+
+
+def test_a_wider_grid_runs_only_what_is_missing(tmp_path: Path, capsys):
+    """New rates run on seed 0; further seeds run again only where the chosen rate is a new one."""
+    narrow = replace(TASKS["burgers"], rates=TASKS["burgers"].rates[:3])
+    first, pool = round_of(tmp_path, tasks="burgers"), FakePool()
+    first._tasks = [narrow]
+    first.execute(pool)
+    assert len(pool.given) == 4 * len(ARMS) * (3 + 2)
+
+    def value(cell: dict[str, Any]) -> float:
+        return 1.0 if cell["arm"] != BALANCED or cell["lr"] < 8e-3 else 0.5
+
+    wider, more = round_of(tmp_path, tasks="burgers"), FakePool(value=value)
+    tempbalance_evidence.plan(wider._given)
+    assert "48 to 96 runs of 20.0 s are left, of 168" in capsys.readouterr().out
+    wider.execute(more)
+    again = [c for c in more.given if c["seed"]]
+    assert {(c["arm"], c["lr"]) for c in again} == {(BALANCED, 8e-3)}
+    assert len(again) == 4 * 2
+    assert {c["lr"] for c in more.given if c["seed"] == 0} == {4e-3, 8e-3}
+    assert wider.summary() == f"{48 + 8} runs finished, 0 failed, 0 of 168 are left"
+    made = rows(Records(tmp_path / "r.jsonl").read(), "burgers")
+    assert {(r.arm, r.lr, r.seeds) for r in made if r.arm == BALANCED} == {
+        (BALANCED, 8e-3, (0, 1, 2))
+    }
+
+
+def test_a_round_refuses_another_text(tmp_path: Path):
+    given = argparse.Namespace(results=tmp_path / "r.jsonl", tiny=False)
+    tempbalance_evidence.refuse_another_text("a", given)
+    Records(given.results).append({"task": "llama", "data": "a", "tiny": False})
+    tempbalance_evidence.refuse_another_text("a", given)
+    with pytest.raises(SystemExit, match="expected runs on the text b, got a; give the same"):
+        tempbalance_evidence.refuse_another_text("b", given)
 
 
 def test_a_round_starts_nothing_that_does_not_fit_and_no_run_twice(tmp_path: Path):
@@ -351,8 +390,8 @@ def test_a_round_starts_nothing_that_does_not_fit_and_no_run_twice(tmp_path: Pat
     failing = round_of(tmp_path)
     failing.execute(pool)
     uniform = [c for c in pool.given if c["arm"] == UNIFORM]
-    assert len(uniform) == 3 * (4 + 3), "seed 0 once; its rate is never known"
-    assert "21 failed, 35 of 210 are left" in failing.summary()
+    assert len(uniform) == 5 * 4 + 4 * 3, "seed 0 once; its rate is never known"
+    assert "32 failed, 46 of 276 are left" in failing.summary()
 
 
 def test_later_seeds_wait_for_the_rate_of_seed_0():
@@ -364,14 +403,14 @@ def test_later_seeds_wait_for_the_rate_of_seed_0():
         order.append(found)
         value = abs(found["lr"] - 1e-3) + found["seed"]  # 1e-3 is the best rate
         if found["arm"] == BALANCED:
-            value = -found["lr"]  # for this arm 2e-3
+            value = -found["lr"]  # for this arm 8e-3
         done[key(found)] = found | {"validation": value, "mean_multiplier": found["lr"]}
     assert all(key(c) in done for c in cells(task, False, done))
     later = [c for c in order if c["seed"]]
-    assert {c["lr"] for c in later if c["arm"] == BALANCED} == {2e-3}
+    assert {c["lr"] for c in later if c["arm"] == BALANCED} == {8e-3}
     assert {c["lr"] for c in later if c["arm"] != BALANCED} == {1e-3}
     # the twin ran at its own rate
-    assert {c["mean"] for c in later if c["arm"] == MEAN} == {2e-3}
+    assert {c["mean"] for c in later if c["arm"] == MEAN} == {8e-3}
     assert all(c["mean"] == c["lr"] for c in order if c["arm"] == MEAN and c["seed"] == 0)
     assert [c["seed"] for c in order] == sorted(c["seed"] for c in order)
     assert wanted(task, False, 5) == wanted(task, False, 3) + 2 * 4 * len(ARMS)
@@ -388,9 +427,9 @@ def test_a_page_says_what_is_missing():
     ]
     lines = missing(runs, TASKS["burgers"], False, 3)
     assert lines[0].startswith("2.5%: balanced (seed 2); uniform (seed 2); ")
-    assert "25.0%: balanced (1 of 3 rates, seed 2)" in lines[-1]
+    assert "25.0%: balanced (1 of 5 rates, seed 2)" in lines[-1]
     made = rows(runs, "burgers")
-    assert "| 0.0005 (of 2) | 2 |" in table(made, TASKS["burgers"])
+    assert "| 0.0005 (of 4) | 2 |" in table(made, TASKS["burgers"])
     assert "balanced +0.00 ± 0.00 (2 seeds)" in trend(made)
     # seed 2 ran for nothing else: no gain, and no error of one value
     alone = rows([record(UNIFORM, 1e-3, 0, 1.0, 2.0)], "burgers")
