@@ -46,7 +46,6 @@ from temperature.records import (
     rows,
     table,
     trend,
-    wanted,
 )
 
 if TYPE_CHECKING:
@@ -100,6 +99,10 @@ def seconds(task: Task, records: Iterable[dict[str, Any]]) -> float:
     return sum(took) / len(took) if took else 0.0
 
 
+def counted(fewest: int, most: int) -> str:
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"
+
+
 def plan(given: argparse.Namespace) -> None:
     """Print how many runs are left, and their seconds by those in the file; run nothing."""
     done, low, high = Records(given.results).done(), 0.0, 0.0
@@ -108,8 +111,7 @@ def plan(given: argparse.Namespace) -> None:
         fewest, most = left(task, given.tiny, done, given.seeds)
         low, high = low + fewest * each, high + most * each
         print(
-            f"{task.name}, {task.steps} steps: {fewest} to {most} runs of {each:.1f} s are left, "
-            f"of {wanted(task, given.tiny, given.seeds)}"
+            f"{task.name}, {task.steps} steps: {counted(fewest, most)} runs of {each:.1f} s are left"
         )
     low, high = low / given.at_once, high / given.at_once
     print(f"about {low:.0f} to {high:.0f} s with {given.at_once} workers, and their start")
@@ -169,12 +171,12 @@ class Round:
         print(f"{name}, {record['lr']:g}: {record['test']:.4f} ({took})", flush=True)
 
     def summary(self) -> str:
-        tiny, seeds = self._given.tiny, self._given.seeds
-        want = sum(wanted(t, tiny, seeds) for t in self._tasks)
-        most = sum(left(t, tiny, self._done, seeds)[1] for t in self._tasks)
-        return (
-            f"{self.finished} runs finished, {len(self._failed)} failed, {most} of {want} are left"
+        found = [left(t, self._given.tiny, self._done, self._given.seeds) for t in self._tasks]
+        fewest, most = (sum(counts) for counts in zip(*found, strict=True))
+        words = (
+            f"{self.finished} runs finished, {len(self._failed)} failed, {counted(fewest, most)}"
         )
+        return f"{words} are left"
 
 
 def worker_command(given: argparse.Namespace) -> list[str]:
@@ -245,7 +247,7 @@ def probe(given: argparse.Namespace) -> None:
         cell = next(cells(task, given.tiny, {}, 1))
         cell |= {"steps": given.probe_steps, "arm": "balanced", "every": given.probe_steps}
         try:
-            _probe_task(cell, task, wanted(task, given.tiny), place)
+            _probe_task(cell, task, left(task, given.tiny, {})[1], place)
         except Exception as error:  # any: the other task is probed too
             print(f"{task.name}: {type(error).__name__}: {error}", flush=True)
 

@@ -60,21 +60,24 @@ def grid(task: Task, tiny: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return (task.fractions, task.rates) if not tiny else (task.fractions[-2:], (1e-3,))
 
 
+def _settings(task: Task, tiny: bool) -> Record:
+    steps, every = (8, 2) if tiny else (task.steps, task.every)
+    return {"task": task.name, "steps": steps, "every": every, "tiny": tiny}
+
+
 def cells(task: Task, tiny: bool, done: Done, seeds: int = LEAST_SEEDS) -> Iterator[Record]:
-    """Yield all runs of a task that are known: all rates of seed 0, then the others at one rate.
+    """Yield all runs of a task that are known: all rates of seed 0, then the others at few rates.
 
     Further seeds of an arm follow when its rate is chosen, and the arm at the mean multiplier
     follows its balanced twin.
     """
-    steps, every = (8, 2) if tiny else (task.steps, task.every)
     fractions, rates = grid(task, tiny)
-    settings = {"task": task.name, "steps": steps, "every": every, "tiny": tiny}
+    settings = _settings(task, tiny)
     for seed in range(seeds):
         for fraction in fractions:
             for arm in ARMS:
                 base = settings | {"fraction": fraction, "arm": arm, "seed": seed}
-                found = chosen(base, rates, done)
-                for lr in rates if seed == 0 else [] if found is None else [found]:
+                for lr in rates if seed == 0 else later_rates(base, rates, done):
                     cell = base | {"lr": lr}
                     mean = mean_multiplier(cell, rates, done) if arm == MEAN else None
                     if arm != MEAN:
@@ -83,10 +86,13 @@ def cells(task: Task, tiny: bool, done: Done, seeds: int = LEAST_SEEDS) -> Itera
                         yield cell | {"mean": mean}
 
 
-def wanted(task: Task, tiny: bool, seeds: int = LEAST_SEEDS) -> int:
-    """Return the number of runs of a task."""
-    fractions, rates = grid(task, tiny)
-    return len(fractions) * len(ARMS) * (len(rates) + seeds - 1)
+def later_rates(cell: Record, rates: Sequence[float], done: Done) -> list[float]:
+    """Return the rates of further seeds that are known: the arm's own, and that of the uniform arm.
+
+    At the latter, arms differ in nothing but their multipliers.
+    """
+    found = [chosen(cell | {"arm": arm}, rates, done) for arm in (cell["arm"], UNIFORM)]
+    return sorted({lr for lr in found if lr is not None})
 
 
 def by_seed(tasks: Sequence[Task], tiny: bool, done: Done, seeds: int) -> Iterator[Record]:
@@ -98,15 +104,23 @@ def by_seed(tasks: Sequence[Task], tiny: bool, done: Done, seeds: int) -> Iterat
 def left(task: Task, tiny: bool, done: Done, seeds: int = LEAST_SEEDS) -> tuple[int, int]:
     """Return how many runs are certainly left, and how many at most.
 
-    Until all rates of seed 0 have run, a further seed may run at another rate than those that ran.
+    Until all rates of seed 0 have run, it is open at which rates further seeds run.
     """
     fractions, rates = grid(task, tiny)
-    known = list(cells(task, tiny, done, seeds))
-    first = [c for c in known if c["seed"] == 0 and key(c) in done]
-    later = [c for c in known if c["seed"] and key(c) in done]
-    open_ = len(fractions) * len(ARMS) * len(rates) - len(first)
-    lacking = sum(bool(c["seed"]) and key(c) not in done for c in known)
-    return open_ + lacking, wanted(task, tiny, seeds) - len(first) - len(later)
+    fewest = most = 0
+    for fraction in fractions:
+        for arm in ARMS:
+            base = _settings(task, tiny) | {"fraction": fraction, "arm": arm}
+            first = sum(key(base | {"seed": 0, "lr": lr}) not in done for lr in rates)
+            later = later_rates(base, rates, done)
+            if all(chosen(base | {"arm": a}, rates, done) is not None for a in (arm, UNIFORM)):
+                runs = [base | {"seed": s, "lr": lr} for s in range(1, seeds) for lr in later]
+                lacking = atmost = sum(key(run) not in done for run in runs)
+            else:
+                different = min(len(rates), 1 if arm == UNIFORM else 2)
+                lacking, atmost = 0, (seeds - 1) * different
+            fewest, most = fewest + first + lacking, most + first + atmost
+    return fewest, most
 
 
 def chosen(cell: Record, rates: Sequence[float], done: Done) -> float | None:
@@ -163,14 +177,17 @@ def _last_byte(path: Path) -> bytes:
 def mean_multiplier(cell: Record, rates: Sequence[float], done: Done) -> float | None:
     """Return the mean multiplier of the balanced twin; None before it has run.
 
-    The twin has the same settings. If that rate was not chosen for it, it is the balanced run of the
-    same seed and data at its own rate.
+    The twin has the same settings. If no balanced run has this rate, it is the one of the same seed
+    and data at its own rate.
     """
-    twin = done.get(key(cell | {"arm": BALANCED}))
-    if twin is None and cell["seed"] > 0:
-        lr = chosen(cell | {"arm": BALANCED}, rates, done)
-        twin = done.get(key(cell | {"arm": BALANCED, "lr": lr}))
-    return None if twin is None else float(twin["mean_multiplier"])
+    twin = cell | {"arm": BALANCED}
+    if cell["seed"] > 0:
+        own, uniform = (chosen(cell | {"arm": arm}, rates, done) for arm in (BALANCED, UNIFORM))
+        if own is None or uniform is None:
+            return None
+        twin["lr"] = cell["lr"] if cell["lr"] == uniform else own
+    found = done.get(key(twin))
+    return None if found is None else float(found["mean_multiplier"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +203,8 @@ class Row:
     test: np.ndarray  # by seed
     gain: np.ndarray  # in percent over uniform, by common seed; positive is better
     common: tuple[int, ...]  # seeds that uniform has too
+    same: np.ndarray  # the gain at the uniform arm's rate, by the seeds that ran there
+    by_rate: dict[float, float]  # test of seed 0
 
     @property
     def error(self) -> float:
@@ -205,11 +224,12 @@ def rows(records: Iterable[Record], task: str, tiny: bool = False) -> list[Row]:
             arm: [r for r in runs if r["fraction"] == fraction and r["arm"] == arm] for arm in ARMS
         }
         best = {arm: _best(found) for arm, found in of_arm.items()}
-        base = best[UNIFORM][1]
+        base_lr, base, _ = best[UNIFORM]
         for arm, (lr, values, tried) in best.items():
             if not values:
                 continue
             common = sorted(set(values) & set(base))
+            there = {r["seed"]: r["test"] for r in of_arm[arm] if r["lr"] == base_lr}
             seeds = tuple(sorted(values))
             made.append(
                 Row(
@@ -222,6 +242,10 @@ def rows(records: Iterable[Record], task: str, tiny: bool = False) -> list[Row]:
                     test=np.array([values[s] for s in seeds]),
                     gain=np.array([100 * (1 - values[s] / base[s]) for s in common]),
                     common=tuple(common),
+                    same=np.array(
+                        [100 * (1 - there[s] / base[s]) for s in sorted(there) if s in base]
+                    ),
+                    by_rate={r["lr"]: r["test"] for r in of_arm[arm] if r["seed"] == 0},
                 )
             )
     return made
@@ -243,10 +267,17 @@ def missing(records: Iterable[Record], task: Task, tiny: bool, seeds: int) -> li
     lines = []
     for fraction in fractions:
         words = []
+        base, _, _ = _best([r for r in runs if r["fraction"] == fraction and r["arm"] == UNIFORM])
         for arm in ARMS:
             mine = [r for r in runs if r["fraction"] == fraction and r["arm"] == arm]
             _, values, tried = _best(mine)
             lacking = [f"seed {s}" for s in range(1, seeds) if s not in values]
+            there = {r["seed"] for r in mine if r["lr"] == base}
+            lacking += [
+                f"seed {s} at the uniform arm's rate"
+                for s in range(1, seeds)
+                if s in values and s not in there
+            ]
             if tried < len(rates):
                 lacking.insert(0, f"{len(rates) - tried} of {len(rates)} rates")
             words += [f"{arm} ({', '.join(lacking)})"] * bool(lacking)
