@@ -16,6 +16,7 @@ other seeds run at that rate only, and test values are compared by seed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -37,13 +38,18 @@ from temperature.records import (
     TASKS,
     Records,
     Task,
+    beyond_chance,
     by_seed,
     cells,
+    described,
+    first_seed,
     key,
     left,
     missing,
+    other_choices,
     plot,
     rows,
+    score,
     table,
     trend,
 )
@@ -331,9 +337,11 @@ def show(given: argparse.Namespace) -> None:
     records = [r for r in Records(given.results).read() if r["tiny"] == given.tiny]
     parts = [
         "# TempBalance and its controls\n",
-        "Gains are over the uniform rate, by seed: positive is better. ± is the standard error over "
-        "seeds. The rate of every arm was chosen on the validation value of seed 0, from the same "
-        "grid; other seeds ran at that rate only.\n",
+        "Arms: TempBalance (balanced: by block, exponents by `farms`, `linear` from 0.5 to 1.5) and "
+        "five controls. Gain: 1 - test / test of the uniform arm with the same seed, in percent: "
+        "positive is better. ± is the standard error over seeds. The rate of every arm was chosen on "
+        "the validation value of seed 0, from the same grid; other seeds ran at that rate, and at the "
+        "uniform arm's. Test values chose nothing. All values are those after the last step.\n",
     ]
     plots: dict[str, str] = {}
     for task in tasks_of(given):
@@ -341,9 +349,12 @@ def show(given: argparse.Namespace) -> None:
     failed = sum("failed" in r for r in records)
     devices = sorted({r["device"] for r in records if "device" in r})
     eager = sum(not r["graph"] for r in records if "graph" in r)
+    diverged = sum("test" in r and not math.isfinite(score(r)) for r in records)
+    versions = sorted({f"torch {r['torch']}" for r in records if "torch" in r})
     parts.append(
-        f"{len(records)} runs in the file, {failed} failed, {eager} without a CUDA graph; "
-        f"{', '.join(devices) or 'no device'}. Run: `{command_line('tempbalance_evidence.py')}`\n"
+        f"{len(records)} runs in the file, {failed} failed, {diverged} diverged, {eager} without a CUDA "
+        f"graph; {', '.join([*devices, *versions]) or 'no device'}. Rounds: `python "
+        f"tempbalance_evidence.py run`. This page: `{command_line('tempbalance_evidence.py')}`\n"
     )
     if given.save and not given.tiny:
         machine = "H200" if any("H200" in d for d in devices) else this_machine()
@@ -374,15 +385,25 @@ def _section(
     made = rows(mine, task.name, given.tiny)
     lacking = missing(mine, task, given.tiny, given.seeds)
     parts = [f"## {task.name}: {task.metric}\n"]
+    parts += [described(task)] * (not given.tiny)
     if made:
         fewest = min(len(row.seeds) for row in made)
         few = f"Some arms have fewer than {LEAST_SEEDS} seeds: no result yet.\n"
         parts += [few] * (fewest < LEAST_SEEDS)
         texts = {r["data"] for r in mine if "data" in r}
         parts += [f"{len(texts)} different texts: runs are not comparable.\n"] * (len(texts) > 1)
-        parts += [table(made, task, given.tiny), "", trend(made)]
-        if svg := plot(made, f"Gains of the arms by the amount of data, {task.name}"):
+        parts += [table(made, task, given.tiny), "", beyond_chance(made), trend(made)]
+        parts += [
+            other_choices(made),
+            "Test values of seed 0 at all rates:\n",
+            first_seed(made),
+            "",
+        ]
+        about = f"Gains of the arms by the amount of data, {task.name}"
+        if svg := plot(made, about):
             plots[task.name] = plot_file(svg)
+        if svg := plot(made, f"{about}, at equal rates", same=True):
+            plots[f"{task.name}-equal-rates"] = plot_file(svg)
     if lacking:
         parts += ["Missing:\n", *(f"- {line}" for line in lacking), ""]
     return parts

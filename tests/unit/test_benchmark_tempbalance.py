@@ -34,11 +34,15 @@ from temperature.pool import Pool
 from temperature.records import (
     TASKS,
     Records,
+    beyond_chance,
     cells,
+    described,
+    first_seed,
     key,
     left,
     mean_multiplier,
     missing,
+    other_choices,
     plot,
     rows,
     table,
@@ -436,7 +440,7 @@ def test_a_page_says_what_is_missing():
     assert lines[0].startswith("2.5%: balanced (seed 2); uniform (seed 2); ")
     assert "25.0%: balanced (1 of 5 rates, seed 2)" in lines[-1]
     made = rows(runs, "burgers")
-    assert "| 0.0005 (of 4) | 2 |" in table(made, TASKS["burgers"])
+    assert "| 0.0005 (of 4), lower edge | 2 |" in table(made, TASKS["burgers"])
     assert "balanced +0.00 ± 0.00 (2 seeds)" in trend(made)
     # seed 2 ran for nothing else: no gain, and no error of one value
     alone = rows([record(UNIFORM, 1e-3, 0, 1.0, 2.0)], "burgers")
@@ -476,6 +480,44 @@ def test_the_rate_is_chosen_on_validation_and_gains_are_by_seed():
     assert plot([base, ours], "x") == ""  # one amount of data is no line
     more = [r | {"fraction": 1.0} for r in runs]
     assert plot(rows(runs + more, "burgers"), "x").count('class="line"') == 1
+
+
+def test_a_page_marks_what_weakens_a_gain():
+    """Rates at an edge, gains that are gains of rates, and gains that chance would give."""
+    rates = TASKS["burgers"].rates
+    runs = [record(UNIFORM, lr, 0, validation=abs(lr - 1e-3), test=2.0) for lr in rates]
+    runs += [record(BALANCED, lr, 0, validation=1.0 - lr, test=1.0) for lr in rates]
+    runs += [record(UNIFORM, 1e-3, s, validation=9.0, test=2.0) for s in (1, 2)]
+    runs += [record(BALANCED, 8e-3, s, validation=9.0, test=1.0 + s / 100) for s in (1, 2)]
+    runs += [record(BALANCED, 1e-3, s, validation=9.0, test=2.5 - s) for s in (1, 2)]
+    made = rows(runs, "burgers")
+    shown = table(made, TASKS["burgers"])
+    assert "| 0.008, upper edge | 3 | 1.0100 ± 0.0058 | +49.50 ± 0.29 | +50.00 ± 14.43 |" in shown
+    assert "| uniform | 0.001 | 3 |" in shown
+    words = beyond_chance(made)
+    assert "at their own rate, of 1 gains 1 are above zero and 0 below" in words
+    assert "at the uniform arm's rate, of 1 gains 0 are above zero and 0 below" in words
+    assert beyond_chance(made[:0]) == ""
+    assert "balanced at 10.0%: 0.9920 at 0.008, 0.9990 at 0.001, 0.7 % apart" in other_choices(made)
+    assert other_choices([r for r in made if r.arm == UNIFORM]) == ""
+    assert "| 10.0% | balanced | 1.0000 | 1.0000 |" in first_seed(made)
+    more = rows([*runs, *({**r, "fraction": 1.0} for r in runs)], "burgers")
+    assert "all at the uniform arm&#x27;s rate" in plot(more, "x", same=True)
+    alike = [r for r in more if r.arm == UNIFORM]
+    assert plot(alike, "x", same=True) == ""
+    without = [r for r in runs if r["arm"] == UNIFORM or r["lr"] == 8e-3]
+    assert "| - (0 of 3 seeds) |" in table(rows(without, "burgers"))
+
+
+def test_what_a_page_says_of_a_task_is_what_runs():
+    assert TASKS["llama"].whole == llama.TEXT
+    assert TASKS["llama"].batch == llama.SIZES["batch"] * llama.SIZES["context"]
+    assert TASKS["burgers"].whole == burgers.TRAIN
+    assert TASKS["burgers"].batch == burgers.SIZES["batch"]
+    words = described(TASKS["burgers"])
+    assert "1,500 steps of 20 samples, of 1,000 in all" in words
+    assert "1,200 (2.5%), 600 (5.0%)" in words
+    assert "9.8 (1.0%), 0.98 (10.0%), 0.098 (100.0%)" in described(TASKS["llama"])
 
 
 def test_runs_in_the_file_are_not_repeated_and_a_cut_line_is_ignored(tmp_path: Path):
