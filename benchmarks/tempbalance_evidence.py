@@ -2,6 +2,7 @@
 
     python benchmarks/tempbalance_evidence.py prepare                     # data files, needs no GPU
     python benchmarks/tempbalance_evidence.py probe                       # on an H200: seconds per step
+    python benchmarks/tempbalance_evidence.py plan                        # runs that are left, and their seconds
     python benchmarks/tempbalance_evidence.py run --budget 540            # a round; call it again
     python benchmarks/tempbalance_evidence.py table --save                # table and plot of all rounds
     python benchmarks/tempbalance_evidence.py run --device cpu --tiny     # shows that it runs, and proves nothing
@@ -15,9 +16,11 @@ other seeds run at that rate only, and test values are compared by seed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -35,14 +38,20 @@ from temperature.records import (
     TASKS,
     Records,
     Task,
+    beyond_chance,
+    by_seed,
     cells,
+    described,
+    first_seed,
     key,
+    left,
     missing,
+    other_choices,
     plot,
     rows,
+    score,
     table,
     trend,
-    wanted,
 )
 
 if TYPE_CHECKING:
@@ -69,8 +78,49 @@ def prepare(given: argparse.Namespace) -> None:
     if "burgers" in given.tasks:
         burgers.dataset(given.data, given.tiny)
     if "llama" in given.tasks:
-        llama.text(given.data, given.text, given.tiny)
+        _, digest = llama.text(given.data, given.text, given.tiny)
+        refuse_another_text(digest, given)
     print(f"data is there after {time.monotonic() - began:.1f} s", flush=True)
+
+
+def refuse_another_text(digest: str, given: argparse.Namespace) -> None:
+    """End the program if runs in the file had another text: theirs and new ones do not compare."""
+    before = {
+        r["data"] for r in Records(given.results).read() if "data" in r and r["tiny"] == given.tiny
+    }
+    if before - {digest}:
+        raise SystemExit(
+            f"{given.results}: expected runs on the text {digest}, got {', '.join(sorted(before))}; "
+            "give the same --text and packages, or another --results"
+        )
+
+
+def seconds(task: Task, records: Iterable[dict[str, Any]]) -> float:
+    """Return the mean time of a run of this task by those that finished; zero if none has."""
+    took = [
+        r["seconds"]
+        for r in records
+        if r["task"] == task.name and r["steps"] == task.steps and "seconds" in r
+    ]
+    return sum(took) / len(took) if took else 0.0
+
+
+def counted(fewest: int, most: int) -> str:
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"
+
+
+def plan(given: argparse.Namespace) -> None:
+    """Print how many runs are left, and their seconds by those in the file; run nothing."""
+    done, low, high = Records(given.results).done(), 0.0, 0.0
+    for task in tasks_of(given):
+        each = seconds(task, done.values())
+        fewest, most = left(task, given.tiny, done, given.seeds)
+        low, high = low + fewest * each, high + most * each
+        print(
+            f"{task.name}, {task.steps} steps: {counted(fewest, most)} runs of {each:.1f} s are left"
+        )
+    low, high = low / given.at_once, high / given.at_once
+    print(f"about {low:.0f} to {high:.0f} s with {given.at_once} workers, and their start")
 
 
 class Round:
@@ -100,23 +150,18 @@ class Round:
 
     def _next(self, pool: Pool) -> dict[str, Any] | None:
         taken = self._failed | set(self._done) | {key(w.cell) for w in pool.busy if w.cell}
-        left = self._end - time.monotonic()
-        for task in self._tasks:
-            if left < self._expected(task):
-                continue
-            for cell in cells(task, self._given.tiny, self._done, self._given.seeds):
-                if key(cell) not in taken:
-                    return cell
+        fits = self._fitting()
+        for cell in by_seed(fits, self._given.tiny, self._done, self._given.seeds):
+            if key(cell) not in taken:
+                return cell
         return None
 
-    def _expected(self, task: Task) -> float:
-        """Seconds of a run by those that finished; zero if none has."""
-        took = [
-            r["seconds"]
-            for r in self._done.values()
-            if r["task"] == task.name and r["steps"] == task.steps and "seconds" in r
-        ]
-        return MARGIN * sum(took) / len(took) if took and not self._given.tiny else 0.0
+    def _fitting(self) -> list[Task]:
+        """Tasks of which a run is expected to end before the round does."""
+        if self._given.tiny:
+            return self._tasks
+        time_left = self._end - time.monotonic()
+        return [t for t in self._tasks if time_left >= MARGIN * seconds(t, self._done.values())]
 
     def _keep(self, record: dict[str, Any]) -> None:
         self._records.append(record)
@@ -132,16 +177,12 @@ class Round:
         print(f"{name}, {record['lr']:g}: {record['test']:.4f} ({took})", flush=True)
 
     def summary(self) -> str:
-        want = sum(wanted(t, self._given.tiny, self._given.seeds) for t in self._tasks)
-        have = sum(
-            key(cell) in self._done
-            for t in self._tasks
-            for cell in cells(t, self._given.tiny, self._done, self._given.seeds)
+        found = [left(t, self._given.tiny, self._done, self._given.seeds) for t in self._tasks]
+        fewest, most = (sum(counts) for counts in zip(*found, strict=True))
+        words = (
+            f"{self.finished} runs finished, {len(self._failed)} failed, {counted(fewest, most)}"
         )
-        return (
-            f"{self.finished} runs finished, {len(self._failed)} failed, {want - have} of {want} "
-            "are left"
-        )
+        return f"{words} are left"
 
 
 def worker_command(given: argparse.Namespace) -> list[str]:
@@ -212,7 +253,7 @@ def probe(given: argparse.Namespace) -> None:
         cell = next(cells(task, given.tiny, {}, 1))
         cell |= {"steps": given.probe_steps, "arm": "balanced", "every": given.probe_steps}
         try:
-            _probe_task(cell, task, wanted(task, given.tiny), place)
+            _probe_task(cell, task, left(task, given.tiny, {})[1], place)
         except Exception as error:  # any: the other task is probed too
             print(f"{task.name}: {type(error).__name__}: {error}", flush=True)
 
@@ -296,9 +337,11 @@ def show(given: argparse.Namespace) -> None:
     records = [r for r in Records(given.results).read() if r["tiny"] == given.tiny]
     parts = [
         "# TempBalance and its controls\n",
-        "Gains are over the uniform rate, by seed: positive is better. ± is the standard error over "
-        "seeds. The rate of every arm was chosen on the validation value of seed 0, from the same "
-        "grid; other seeds ran at that rate only.\n",
+        "Arms: TempBalance (balanced: by block, exponents by `farms`, `linear` from 0.5 to 1.5) and "
+        "five controls. Gain: 1 - test / test of the uniform arm with the same seed, in percent: "
+        "positive is better. ± is the standard error over seeds. The rate of every arm was chosen on "
+        "the validation value of seed 0, from the same grid; other seeds ran at that rate, and at the "
+        "uniform arm's. Test values chose nothing. All values are those after the last step.\n",
     ]
     plots: dict[str, str] = {}
     for task in tasks_of(given):
@@ -306,9 +349,12 @@ def show(given: argparse.Namespace) -> None:
     failed = sum("failed" in r for r in records)
     devices = sorted({r["device"] for r in records if "device" in r})
     eager = sum(not r["graph"] for r in records if "graph" in r)
+    diverged = sum("test" in r and not math.isfinite(score(r)) for r in records)
+    versions = sorted({f"torch {r['torch']}" for r in records if "torch" in r})
     parts.append(
-        f"{len(records)} runs in the file, {failed} failed, {eager} without a CUDA graph; "
-        f"{', '.join(devices) or 'no device'}. Run: `{command_line('tempbalance_evidence.py')}`\n"
+        f"{len(records)} runs in the file, {failed} failed, {diverged} diverged, {eager} without a CUDA "
+        f"graph; {', '.join([*devices, *versions]) or 'no device'}. Rounds: `python "
+        f"tempbalance_evidence.py run`. This page: `{command_line('tempbalance_evidence.py')}`\n"
     )
     if given.save and not given.tiny:
         machine = "H200" if any("H200" in d for d in devices) else this_machine()
@@ -339,15 +385,25 @@ def _section(
     made = rows(mine, task.name, given.tiny)
     lacking = missing(mine, task, given.tiny, given.seeds)
     parts = [f"## {task.name}: {task.metric}\n"]
+    parts += [described(task)] * (not given.tiny)
     if made:
         fewest = min(len(row.seeds) for row in made)
         few = f"Some arms have fewer than {LEAST_SEEDS} seeds: no result yet.\n"
         parts += [few] * (fewest < LEAST_SEEDS)
         texts = {r["data"] for r in mine if "data" in r}
         parts += [f"{len(texts)} different texts: runs are not comparable.\n"] * (len(texts) > 1)
-        parts += [table(made, task, given.tiny), "", trend(made)]
-        if svg := plot(made, f"Gains of the arms by the amount of data, {task.name}"):
+        parts += [table(made, task, given.tiny), "", beyond_chance(made), trend(made)]
+        parts += [
+            other_choices(made),
+            "Test values of seed 0 at all rates:\n",
+            first_seed(made),
+            "",
+        ]
+        about = f"Gains of the arms by the amount of data, {task.name}"
+        if svg := plot(made, about):
             plots[task.name] = plot_file(svg)
+        if svg := plot(made, f"{about}, at equal rates", same=True):
+            plots[f"{task.name}-equal-rates"] = plot_file(svg)
     if lacking:
         parts += ["Missing:\n", *(f"- {line}" for line in lacking), ""]
     return parts
@@ -355,7 +411,7 @@ def _section(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("action", choices=("prepare", "probe", "run", "table", "worker"))
+    parser.add_argument("action", choices=("prepare", "probe", "plan", "run", "table", "worker"))
     parser.add_argument("--tasks", default="burgers,llama", help="in the order of their runs")
     parser.add_argument("--steps", default="", help="other numbers of steps, as llama=300")
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS)
@@ -371,7 +427,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    actions = {"prepare": prepare, "probe": probe, "run": run_round, "table": show, "worker": work}
+    actions = {"prepare": prepare, "probe": probe, "plan": plan, "run": run_round}
+    actions |= {"table": show, "worker": work}
     actions[given.action](given)
 
 

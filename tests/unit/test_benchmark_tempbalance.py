@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,15 +34,19 @@ from temperature.pool import Pool
 from temperature.records import (
     TASKS,
     Records,
+    beyond_chance,
     cells,
+    described,
+    first_seed,
     key,
+    left,
     mean_multiplier,
     missing,
+    other_choices,
     plot,
     rows,
     table,
     trend,
-    wanted,
 )
 from temperature.training import Place, trained
 
@@ -300,10 +305,10 @@ def test_a_run_that_takes_too_long_is_killed(tmp_path: Path):
 class FakePool:
     """Executes runs at once; those of one arm fail."""
 
-    def __init__(self, fails: str = ""):
+    def __init__(self, fails: str = "", value: Callable[[dict[str, Any]], float] = lambda _: 1.0):
         self.worker = SimpleNamespace(cell=None, give=self.give)
         self.given: list[dict[str, Any]] = []
-        self.fails = fails
+        self.fails, self.value = fails, value
 
     def give(self, cell: dict[str, Any]) -> None:
         self.worker.cell = cell
@@ -321,24 +326,62 @@ class FakePool:
         done, self.worker.cell = self.worker.cell, None
         if done["arm"] == self.fails:
             return done | {"failed": "x"}
-        value = {"validation": 1.0, "test": 1.0, "mean_multiplier": 1.0, "graph": True}
+        value = {"validation": self.value(done), "test": 1.0, "mean_multiplier": 1.0, "graph": True}
         return done | value | {"seconds": 20.0}
 
 
 def round_of(folder: Path, **changes: Any) -> tempbalance_evidence.Round:
     given = {"results": folder / "r.jsonl", "tasks": "burgers,llama", "steps": "", "seeds": 3}
     end = time.monotonic() + changes.pop("budget", 1000)
-    return tempbalance_evidence.Round(argparse.Namespace(**given, tiny=False, **changes), end)
+    given |= {"tiny": False, "at_once": 4, **changes}
+    return tempbalance_evidence.Round(argparse.Namespace(**given), end)
 
 
 def test_a_round_executes_every_run_once_and_the_next_one_nothing(tmp_path: Path):
     first, pool = round_of(tmp_path), FakePool()
     first.execute(pool)
-    assert len({key(c) for c in pool.given}) == len(pool.given) == 120 + 90
-    assert first.summary() == "210 runs finished, 0 failed, 0 of 210 are left"
+    assert len({key(c) for c in pool.given}) == len(pool.given) == 168 + 108
+    assert first.summary() == "276 runs finished, 0 failed, 0 are left"
+    seeds = [c["seed"] for c in pool.given]
+    assert seeds == sorted(seeds), "a seed of all tasks before the next"
     again = FakePool()
     round_of(tmp_path).execute(again)
     assert again.given == []
+
+
+def test_a_wider_grid_runs_only_what_is_missing(tmp_path: Path, capsys):
+    """New rates run on seed 0; further seeds run again only where the chosen rate is a new one."""
+    narrow = replace(TASKS["burgers"], rates=TASKS["burgers"].rates[:3])
+    first, pool = round_of(tmp_path, tasks="burgers"), FakePool()
+    first._tasks = [narrow]
+    first.execute(pool)
+    assert len(pool.given) == 4 * len(ARMS) * (3 + 2)
+
+    def value(cell: dict[str, Any]) -> float:
+        return 1.0 if cell["arm"] != BALANCED or cell["lr"] < 8e-3 else 0.5
+
+    wider, more = round_of(tmp_path, tasks="burgers"), FakePool(value=value)
+    tempbalance_evidence.plan(wider._given)
+    assert "48 to 136 runs of 20.0 s are left" in capsys.readouterr().out
+    wider.execute(more)
+    again = [c for c in more.given if c["seed"]]
+    assert {(c["arm"], c["lr"]) for c in again} == {(BALANCED, 8e-3)}, "0.0005 has run"
+    assert len(again) == 4 * 2
+    assert {c["lr"] for c in more.given if c["seed"] == 0} == {4e-3, 8e-3}
+    assert wider.summary() == f"{48 + 8} runs finished, 0 failed, 0 are left"
+    made = rows(Records(tmp_path / "r.jsonl").read(), "burgers")
+    assert {(r.arm, r.lr, r.seeds) for r in made if r.arm == BALANCED} == {
+        (BALANCED, 8e-3, (0, 1, 2))
+    }
+
+
+def test_a_round_refuses_another_text(tmp_path: Path):
+    given = argparse.Namespace(results=tmp_path / "r.jsonl", tiny=False)
+    tempbalance_evidence.refuse_another_text("a", given)
+    Records(given.results).append({"task": "llama", "data": "a", "tiny": False})
+    tempbalance_evidence.refuse_another_text("a", given)
+    with pytest.raises(SystemExit, match="expected runs on the text b, got a; give the same"):
+        tempbalance_evidence.refuse_another_text("b", given)
 
 
 def test_a_round_starts_nothing_that_does_not_fit_and_no_run_twice(tmp_path: Path):
@@ -351,30 +394,37 @@ def test_a_round_starts_nothing_that_does_not_fit_and_no_run_twice(tmp_path: Pat
     failing = round_of(tmp_path)
     failing.execute(pool)
     uniform = [c for c in pool.given if c["arm"] == UNIFORM]
-    assert len(uniform) == 3 * (4 + 3), "seed 0 once; its rate is never known"
-    assert "21 failed, 35 of 210 are left" in failing.summary()
+    assert len(uniform) == 5 * 4 + 4 * 3, "seed 0 once; its rate is never known"
+    assert "32 failed, 32 to 186 are left" in failing.summary()
 
 
 def test_later_seeds_wait_for_the_rate_of_seed_0():
     task = TASKS["burgers"]
     done: dict[Any, dict[str, Any]] = {}
     order: list[dict[str, Any]] = []
-    for _ in range(wanted(task, False)):
-        found = next(c for c in cells(task, False, done) if key(c) not in done)
+    assert left(task, False, done) == (120, 120 + 2 * 4 * (1 + 5 * 2))
+    while found := next((c for c in cells(task, False, done) if key(c) not in done), None):
         order.append(found)
         value = abs(found["lr"] - 1e-3) + found["seed"]  # 1e-3 is the best rate
-        if found["arm"] == BALANCED:
-            value = -found["lr"]  # for this arm 2e-3
+        if found["arm"] in (BALANCED, MEAN):
+            value = -found["lr"]  # for these arms 8e-3
+        if found["arm"] == PERMUTED:
+            value = abs(found["lr"] - 2e-3)
         done[key(found)] = found | {"validation": value, "mean_multiplier": found["lr"]}
+    assert left(task, False, done) == (0, 0)
     assert all(key(c) in done for c in cells(task, False, done))
     later = [c for c in order if c["seed"]]
-    assert {c["lr"] for c in later if c["arm"] == BALANCED} == {2e-3}
-    assert {c["lr"] for c in later if c["arm"] != BALANCED} == {1e-3}
-    # the twin ran at its own rate
-    assert {c["mean"] for c in later if c["arm"] == MEAN} == {2e-3}
-    assert all(c["mean"] == c["lr"] for c in order if c["arm"] == MEAN and c["seed"] == 0)
+    ran = {arm: {c["lr"] for c in later if c["arm"] == arm} for arm in ARMS}
+    # at their own rate and at that of the uniform arm
+    assert ran[UNIFORM] == ran[EMBED] == ran[REVERSED] == {1e-3}
+    assert ran[BALANCED] == ran[MEAN] == {1e-3, 8e-3}
+    assert ran[PERMUTED] == {1e-3, 2e-3}
+    assert all(c["mean"] == c["lr"] for c in order if c["arm"] == MEAN)
     assert [c["seed"] for c in order] == sorted(c["seed"] for c in order)
-    assert wanted(task, False, 5) == wanted(task, False, 3) + 2 * 4 * len(ARMS)
+    assert left(task, False, done, 5) == (2 * 4 * 9, 2 * 4 * 9)
+    # a mean at a rate of neither the balanced nor the uniform arm has the twin at its own rate
+    other = next(c for c in later if c["arm"] == MEAN) | {"lr": 2e-3}
+    assert mean_multiplier(other, task.rates, done) == 8e-3
 
 
 def test_a_page_says_what_is_missing():
@@ -388,9 +438,9 @@ def test_a_page_says_what_is_missing():
     ]
     lines = missing(runs, TASKS["burgers"], False, 3)
     assert lines[0].startswith("2.5%: balanced (seed 2); uniform (seed 2); ")
-    assert "25.0%: balanced (1 of 3 rates, seed 2)" in lines[-1]
+    assert "25.0%: balanced (1 of 5 rates, seed 2)" in lines[-1]
     made = rows(runs, "burgers")
-    assert "| 0.0005 (of 2) | 2 |" in table(made, TASKS["burgers"])
+    assert "| 0.0005 (of 4), lower edge | 2 |" in table(made, TASKS["burgers"])
     assert "balanced +0.00 ± 0.00 (2 seeds)" in trend(made)
     # seed 2 ran for nothing else: no gain, and no error of one value
     alone = rows([record(UNIFORM, 1e-3, 0, 1.0, 2.0)], "burgers")
@@ -430,6 +480,44 @@ def test_the_rate_is_chosen_on_validation_and_gains_are_by_seed():
     assert plot([base, ours], "x") == ""  # one amount of data is no line
     more = [r | {"fraction": 1.0} for r in runs]
     assert plot(rows(runs + more, "burgers"), "x").count('class="line"') == 1
+
+
+def test_a_page_marks_what_weakens_a_gain():
+    """Rates at an edge, gains that are gains of rates, and gains that chance would give."""
+    rates = TASKS["burgers"].rates
+    runs = [record(UNIFORM, lr, 0, validation=abs(lr - 1e-3), test=2.0) for lr in rates]
+    runs += [record(BALANCED, lr, 0, validation=1.0 - lr, test=1.0) for lr in rates]
+    runs += [record(UNIFORM, 1e-3, s, validation=9.0, test=2.0) for s in (1, 2)]
+    runs += [record(BALANCED, 8e-3, s, validation=9.0, test=1.0 + s / 100) for s in (1, 2)]
+    runs += [record(BALANCED, 1e-3, s, validation=9.0, test=2.5 - s) for s in (1, 2)]
+    made = rows(runs, "burgers")
+    shown = table(made, TASKS["burgers"])
+    assert "| 0.008, upper edge | 3 | 1.0100 ± 0.0058 | +49.50 ± 0.29 | +50.00 ± 14.43 |" in shown
+    assert "| uniform | 0.001 | 3 |" in shown
+    words = beyond_chance(made)
+    assert "at their own rate, of 1 gains 1 are above zero and 0 below" in words
+    assert "at the uniform arm's rate, of 1 gains 0 are above zero and 0 below" in words
+    assert beyond_chance(made[:0]) == ""
+    assert "balanced at 10.0%: 0.9920 at 0.008, 0.9990 at 0.001, 0.7 % apart" in other_choices(made)
+    assert other_choices([r for r in made if r.arm == UNIFORM]) == ""
+    assert "| 10.0% | balanced | 1.0000 | 1.0000 |" in first_seed(made)
+    more = rows([*runs, *({**r, "fraction": 1.0} for r in runs)], "burgers")
+    assert "all at the uniform arm&#x27;s rate" in plot(more, "x", same=True)
+    alike = [r for r in more if r.arm == UNIFORM]
+    assert plot(alike, "x", same=True) == ""
+    without = [r for r in runs if r["arm"] == UNIFORM or r["lr"] == 8e-3]
+    assert "| - (0 of 3 seeds) |" in table(rows(without, "burgers"))
+
+
+def test_what_a_page_says_of_a_task_is_what_runs():
+    assert TASKS["llama"].whole == llama.TEXT
+    assert TASKS["llama"].batch == llama.SIZES["batch"] * llama.SIZES["context"]
+    assert TASKS["burgers"].whole == burgers.TRAIN
+    assert TASKS["burgers"].batch == burgers.SIZES["batch"]
+    words = described(TASKS["burgers"])
+    assert "1,500 steps of 20 samples, of 1,000 in all" in words
+    assert "1,200 (2.5%), 600 (5.0%)" in words
+    assert "9.8 (1.0%), 0.98 (10.0%), 0.098 (100.0%)" in described(TASKS["llama"])
 
 
 def test_runs_in_the_file_are_not_repeated_and_a_cut_line_is_ignored(tmp_path: Path):

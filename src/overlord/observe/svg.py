@@ -27,6 +27,7 @@ class PlotLine:
 
     ``wanted``: the target values, drawn as a dashed line in the same colour, below the series.
     ``error``: the length of the bars above and below each point.
+    ``shift``: pixels to the right, so that bars of several series stand side by side.
     """
 
     label: str
@@ -35,6 +36,7 @@ class PlotLine:
     wanted: np.ndarray | None = None
     kind: str = "line"  # or "bound": a limit, drawn dashed
     error: np.ndarray | None = None
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,10 +109,11 @@ def lines(
         if s.wanted is not None:
             out.append(_path(sx, sy, x, s.wanted, s.color, f"{s.label}, wanted", "wanted"))
     for s in series:
-        out.append(_path(sx, sy, x, s.y, s.color, s.label, s.kind))
+        moved = _scale(float(x[0]), float(x[-1]), left + s.shift, WIDTH - right + s.shift)
+        out.append(_path(moved, sy, x, s.y, s.color, s.label, s.kind))
         for at, y, error in zip(x, s.y, s.error if s.error is not None else (), strict=False):
             ends = np.array([y - error, y + error])
-            out.append(_path(sx, sy, np.array([at, at]), ends, s.color, s.label, "leader"))
+            out.append(_path(moved, sy, np.array([at, at]), ends, s.color, s.label, "leader"))
     out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
     return document(height, about, out)
 

@@ -242,7 +242,11 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as fault:
         raise JobError(
-            [f"{file}: expected a file of safetensors, got {fault}; convert it first"], "spectra"
+            [
+                f"{file}: expected a whole file of safetensors, got {fault}; copy it again if "
+                "it is cut off, or convert it from its format"
+            ],
+            "spectra",
         ) from fault
 
 
@@ -271,7 +275,16 @@ def _files(path: Path) -> tuple[list[Path], Path]:
                 [f"{path}: expected an index with weight_map, got {fault!r}; give the files"],
                 "spectra",
             ) from fault
-        return [path.parent / name for name in sorted(set(names))], path.parent
+        files = [path.parent / name for name in sorted(set(names))]
+        if lost := [file.name for file in files if not file.is_file()]:
+            raise JobError(
+                [
+                    f"{path}: expected all {len(files)} files of the index in its folder, got none "
+                    f"of {', '.join(lost[:3])}{', ..' * (len(lost) > 3)}; copy these files too"
+                ],
+                "spectra",
+            )
+        return files, path.parent
     return [path], path.parent
 
 
