@@ -101,7 +101,7 @@ def free_sizes(
     mean = rings.mean_load(length, costs, rules)
     size = least.copy()
     now = rings.seconds(length, size, costs, rules)
-    going = np.flatnonzero(now > mean)
+    going = np.flatnonzero((now > mean) & (mean > 0))
     while len(going):
         wanted = np.ceil(size[going] * np.minimum(2.0, now[going] / mean)).astype(np.int64)
         more = np.minimum(np.maximum(size[going] + 1, wanted), rules.ranks)
