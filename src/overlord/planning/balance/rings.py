@@ -98,9 +98,19 @@ def crossing(size: np.ndarray, rules: HybridRules) -> np.ndarray:
 def seconds(
     length: np.ndarray, size: np.ndarray, costs: RingCosts, rules: HybridRules
 ) -> np.ndarray:
-    """Return the time of each document alone on a ring of its size."""
+    """Return the time of each document on a ring of its size, with its share of a full task."""
     exact = length.astype(np.float64)
-    return costs.seconds(exact, exact * exact, size, crossing(size, rules))
+    alone = costs.seconds(exact, exact * exact, size, crossing(size, rules))
+    constant = costs.coefficients(size)[2]
+    return alone - constant + constant * np.minimum(1.0, exact / (size * rules.capacity))
+
+
+def held(length: np.ndarray, size: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return an upper bound of the tokens of each document on a rank of its ring: int64."""
+    if rules.multiple:
+        return ring.padded(length, size, rules.multiple) // size
+    pieces: np.ndarray = -(-length // size) + (size > 1)
+    return pieces
 
 
 def mean_load(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> float:
