@@ -87,7 +87,7 @@ class Model:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, ring)
 
-        ring.layout.block(0, self.device)
+        ring.layout.block(0, self.x.device)  # with an index, as tensors have
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated() if cuda else 0

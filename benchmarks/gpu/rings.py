@@ -97,11 +97,11 @@ def _by_reference(block: Tensor, ring: LocalRing, step: int) -> _Arrived:
 @contextmanager
 def by_reference() -> Iterator[None]:
     """Replace the transfers of `ring_attention` inside the context."""
-    before, ring_code._rotate = ring_code._rotate, _by_reference
+    before, ring_code.rotate = ring_code.rotate, _by_reference
     try:
         yield
     finally:
-        ring_code._rotate = before
+        ring_code.rotate = before
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, ring: Any) -> Tensor:
