@@ -72,7 +72,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
         block = torch.stack((k, v))
         for step in range(ring.layout.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
+            coming = rotate(block, ring, step) if step + 1 < ring.layout.size else None
             if (at := ring.layout.block(step, q.device)) is not None:
                 keys, values = (take(x, at.keys) for x in block)
                 part = kernel.forward(take(q, at.queries), keys, values, at, scale)
@@ -91,7 +91,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         d_query = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         block, home = torch.stack((k, v)), None
         for step in range(ring.layout.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
+            coming = rotate(block, ring, step) if step + 1 < ring.layout.size else None
             d_block = torch.zeros(block.shape, dtype=lse.dtype, device=q.device)
             if (at := ring.layout.block(step, q.device)) is not None:
                 keys, values = (take(x, at.keys) for x in block)
@@ -108,7 +108,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
                 add(d_block[1], at.keys, dv)
             if home is not None:
                 d_block += home.wait()  # gradients that earlier positions added for this block
-            home = _rotate(d_block, ring, step)
+            home = rotate(d_block, ring, step)
             block = block if coming is None else coming.wait()
         d_key, d_value = (d_block if home is None else home.wait()).to(k.dtype)
         return d_query.to(q.dtype), d_key, d_value, None, None
@@ -129,7 +129,7 @@ class _Transfer:
         return self._received
 
 
-def _rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
+def rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
     """Send the block of a step to the next position, and receive the block of the next step.
 
     Blocks without tokens are not sent: both ends compute their sizes. On a ring of one rank the
