@@ -53,7 +53,7 @@ TASKS = {
         unit="bytes",
         seeded="the initial weights and the batches",
         held="1 MiB of text each, of other files than the training text but for one at each "
-        "boundary. Texts of packages resemble each other",
+        "boundary. Texts of packages resemble each other, and the two texts are not equally hard",
     ),
     "burgers": Task(
         name="burgers",

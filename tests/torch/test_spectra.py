@@ -219,6 +219,11 @@ def test_equal_sizes_are_solved_at_once_and_a_small_budget_changes_nothing(monke
     assert calls == [5, 2, 2, 1]
 
 
+def test_a_single_text_is_no_list_of_patterns():
+    with pytest.raises(JobError, match=r'got .head.; write \("head",\)'):
+        ot.spectra(nn.Linear(4, 4), skip="head")
+
+
 def test_unknown_settings_are_refused_together():
     with pytest.raises(JobError, match=r"3 problems(.|\n)*expected one of hill, farms"):
         Estimator(name="median", xmin_pos=1.0, min_eigs=1)

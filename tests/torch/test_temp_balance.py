@@ -565,6 +565,9 @@ def test_a_state_of_other_settings_or_another_model_is_refused_unchanged():
     assert larger.state_dict() == before
     with pytest.raises(StateMismatch, match="not a state of TempBalance"):
         larger.load_state_dict({"last_epoch": 3})
+    for partial in ({"version": 1}, None, []):
+        with pytest.raises(StateMismatch, match="not a state of TempBalance"):
+            larger.load_state_dict(partial)
 
 
 def test_an_optimizer_state_from_before_the_split_is_loaded_before_it():
@@ -608,6 +611,15 @@ def test_settings_that_cannot_work_are_refused():
         ({"estimator": "median"}, "estimator: expected one of hill"),
         ({"map": "sqrt", "scale": (1, 2)}, "scale: expected None"),
         ({"evry": 5}, "got evry"),
+        # of a wrong kind: they would fail at the first measurement, or be ignored
+        ({"every": 2.5}, "every: expected a whole number of steps, got 2.5"),
+        ({"until": "end"}, "until: expected None or a whole number of steps, got 'end'"),
+        ({"scale": (1,)}, r"scale: expected None or two numbers, got \(1,\)"),
+        ({"scale": 3, "limits": 5, "tau": "x"}, "3 problems"),
+        ({"skip": "head"}, "skip: expected a tuple of patterns, as .*, got .head."),
+        ({"fused": {"qkv": 3}}, "fused: expected sizes of parts by pattern"),
+        ({"fused": [1]}, "fused: expected sizes of parts by pattern"),
+        ({"min_eigs": None}, "min_eigs: expected a whole number, got None"),
     ):
         with pytest.raises(JobError, match=says):
             ot.TempBalance(optimizer, scheduler, model=model, **settings)
@@ -616,6 +628,10 @@ def test_settings_that_cannot_work_are_refused():
         ot.TempBalance(torch.optim.SGD(stack().parameters(), lr=1.0), scheduler, model=model)
     with pytest.raises(JobError, match="for a constant rate use"):
         ot.TempBalance(optimizer, None, model=model)
+    with pytest.raises(JobError, match="model: expected a Module of torch, got NoneType"):
+        ot.TempBalance(optimizer, scheduler, model=None)
+    with pytest.raises(JobError, match="optimizer: expected one of torch, got NoneType"):
+        ot.TempBalance(None, scheduler, model=model)
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(JobError, match="LBFGS"):
         ot.TempBalance(lbfgs, constant(lbfgs), model=model, min_eigs=8)

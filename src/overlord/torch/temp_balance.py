@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 UNITS = ("block", "matrix")
 VERSION = 1
+STATE = frozenset({"settings", "step", "begun", "start", "target", "alphas", "groups", "base"})
 
 
 class BalanceOptions(TypedDict, total=False):
@@ -115,12 +117,59 @@ class Settings:
                 "TempBalance",
             )
         given: dict[str, Any] = dict(options)
+        if problems := _wrong_kinds(given):
+            raise JobError(problems, "TempBalance")
         if "fused" in given:
             given["fused"] = tuple((k, tuple(v)) for k, v in given["fused"].items())
         for name in ("skip", "scale", "limits"):
             if isinstance(given.get(name), (list, tuple)):
                 given[name] = tuple(given[name])
         return Settings(**given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_patterns(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(sizes, (list, tuple)) and all(map(_is_whole, sizes)) for sizes in value.values()
+    )
+
+
+# what a wrong kind of value would break at the first measurement only, or in silence
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "every": (_is_whole, "a whole number of steps"),
+    "smooth": (_is_whole, "a whole number of steps"),
+    "until": (lambda v: v is None or _is_whole(v), "None or a whole number of steps"),
+    "min_eigs": (_is_whole, "a whole number"),
+    "tau": (_is_number, "a number"),
+    "xmin_pos": (_is_number, "a number"),
+    "scale": (lambda v: v is None or _is_pair(v), "None or two numbers"),
+    "limits": (_is_pair, "two numbers"),
+    "skip": (_is_patterns, 'a tuple of patterns, as ("head",)'),
+    "fused": (_is_sizes, 'sizes of parts by pattern, as {"*.wqkv.weight": (64, 32, 32)}'),
+}
+
+
+def _wrong_kinds(options: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: expected {words}, got {options[name]!r}"
+        for name, (fits, words) in KINDS.items()
+        if name in options and not fits(options[name])
+    ]
 
 
 class TempBalance:
@@ -265,8 +314,9 @@ class TempBalance:
         self._groups.scale(self.multipliers)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            found = (f"{state.get('version')}", f"{VERSION}")
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != VERSION or STATE - set(state):
+            found = (f"{version}", f"{VERSION} with {', '.join(sorted(STATE))}")
             raise StateMismatch(
                 {"version": found},
                 "load a result of TempBalance.state_dict()",
@@ -360,6 +410,16 @@ def _check_supported(optimizer: torch.optim.Optimizer, base: Any, model: nn.Modu
                 "for a constant rate use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)"
             )
             break
+    if not hasattr(optimizer, "param_groups"):
+        got = type(optimizer).__name__
+        raise JobError(
+            [f"optimizer: expected one of torch, got {got}; make it first"], "TempBalance"
+        )
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise JobError(
+            [f"model: expected a Module of torch, got {got}; give model="], "TempBalance"
+        )
     owner = getattr(base, "optimizer", optimizer)
     if getattr(owner, "param_groups", None) is not optimizer.param_groups:
         problems.append(

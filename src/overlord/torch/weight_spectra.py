@@ -158,7 +158,7 @@ def spectra(
     The arguments are those of ``TempBalance``. On several ranks every rank must call it. The work
     is spread over them, and all get the same result.
     """
-    rules = MatrixRules(skip=tuple(skip), fused=FusedRules(sizes=dict(fused or {})))
+    rules = MatrixRules(skip=_patterns(skip), fused=FusedRules(sizes=dict(fused or {})))
     matrices, parameters = model_matrices(model, rules), named_parameters(model)
     fit = Estimator(name=estimator, min_eigs=min_eigs)
     return measured(matrices, parameters.__getitem__, fit, Ranks.of(process_group))
@@ -178,7 +178,7 @@ def checkpoint_spectra(
     projections.
     """
     files, folder = _files(Path(path))
-    rules = MatrixRules(skip=tuple(skip), fused=FusedRules(sizes=dict(fused or {})))
+    rules = MatrixRules(skip=_patterns(skip), fused=FusedRules(sizes=dict(fused or {})))
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -231,6 +231,15 @@ def measured(
         for i, m in enumerate(matrices)
     )
     return Spectra(rows, estimator.name)
+
+
+def _patterns(skip: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns as a tuple; raise ``JobError`` for a single text, which has letters."""
+    if isinstance(skip, str):
+        raise JobError(
+            [f'skip: expected a tuple of patterns, got {skip!r}; write ("{skip}",)'], "spectra"
+        )
+    return tuple(skip)
 
 
 def _open(file: Path) -> Any:
