@@ -456,7 +456,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
 
         told = until(named)
     assert any(
-        what == "cannot keep up" and words.startswith("slow has 1 loaders, needs ")
+        what == "cannot keep up" and words.startswith("slow has 1 loader, needs ")
         for what, words in scaling_facts(told)
     )
     slow_one = told["cannot_keep_up"]["slow"]
