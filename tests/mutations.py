@@ -865,7 +865,7 @@ MUTATIONS = [
         "sources/chunk_reader.py",
         (
             "a file that changes while it is read is believed",
-            "if self._files.local or raw.bad:",
+            "if self._files.local or raw.bad or raw.last:",
             "if False:",
         ),
         ("reads that hang are never given up", "if seconds < limit:", "if True:"),
@@ -888,7 +888,7 @@ MUTATIONS = [
             "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))",
             "True",
         ),
-        ("any size will do", "status.st_size != file.size or not", "not"),
+        ("any size will do", "size != file.size or not", "not"),
         ("a file that went is given up at once", "_RESTORE)", "_RESTORE, 1)"),
     ),
     *_at(

@@ -110,6 +110,20 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
     assert found.per_node == found.total / 2
 
 
+@given(FLEETS, st.integers(2, 9))
+@examples(60)
+def test_sets_of_loaders_multiply_workers_and_sources_and_share_the_samples(
+    fleet: ClusterShape, copies: int
+) -> None:
+    one, more = replace(fleet, copies=1), replace(fleet, copies=copies)
+    free = replace(LIKELY, host_bytes=0, source_bytes=0, link_bytes=0)
+    shared = [overlord_memory(made, free).by_role["loaders"] for made in (one, more)]
+    assert shared[0] == shared[1]
+    alone = replace(free, sample_bytes=0, host_bytes=1, source_bytes=1)
+    apart = [overlord_memory(made, alone).by_role["loaders"] for made in (one, more)]
+    assert apart[1] == copies * apart[0]
+
+
 @given(FLEETS, st.integers(1, 100))
 @examples(60)
 def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster import rebalance
 from overlord.observe.tables import scaling_facts
 from tests.corpus import write_rows
 from tests.internals import has_launcher, launcher_of, loop_of, runtime_of
@@ -120,6 +121,21 @@ def test_workers_are_added_and_taken_away_and_the_stream_is_the_same(
         found = play(session, act={6: grow, 22: shrink, 32: ended})
         assert session.metrics()["recoveries"] == []
     assert found == alone
+
+
+def test_workers_that_answer_late_take_over_and_the_log_names_them(
+    alone: Played, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rebalance, "FOLLOW_S", 0.0)
+
+    def grow(session: ov.Session) -> None:
+        assert session.scale("heavy", 2)
+        until(lambda: loaders_apart(session) == 2)
+
+    with launch(job(), **ONE) as session, caplog.at_level("WARNING", "overlord"):
+        assert play(session, act={8: grow}) == alone
+    words = f"loaders of heavy moved before {FIRST_SCALED} caught up: no answer within 0 s"
+    assert words in caplog.text
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
@@ -440,7 +456,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
 
         told = until(named)
     assert any(
-        what == "cannot keep up" and words.startswith("slow has 1 loaders, needs ")
+        what == "cannot keep up" and words.startswith("slow has 1 loader, needs ")
         for what, words in scaling_facts(told)
     )
     slow_one = told["cannot_keep_up"]["slow"]

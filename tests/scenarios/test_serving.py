@@ -556,8 +556,9 @@ def test_a_state_of_another_job_is_refused_with_its_parts() -> None:
             clients[0].load_state_dict(other)
         assert "seed" in here.value.differences
         for damaged in ({}, "text", {"version": object()}):
-            with pytest.raises(StateMismatch):
+            with pytest.raises(StateMismatch) as refused:
                 clients[0].load_state_dict(damaged)  # type: ignore[arg-type]
+            assert "saved damaged" not in str(refused.value)
         assert take(clients[0], 1)[0][0] == 0, "a refused state changes nothing"
         closing(clients)
 

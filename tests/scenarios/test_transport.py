@@ -278,7 +278,7 @@ def test_the_peer_unmaps_segments_that_the_pool_has_dropped():
 def test_a_message_larger_than_the_pool_goes_through_the_socket():
     with (
         Story(echo=True) as story,
-        dialled(story.address, pool=SharedMemoryPool(max_bytes=MB)) as link,
+        dialled(story.address, pool=SharedMemoryPool(name="client", max_bytes=MB)) as link,
     ):
         link.send(message(1, 3 * MB))
         assert is_message(link.recv(SOON_S), 1, 3 * MB)
@@ -342,7 +342,9 @@ def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: 
         go_on.wait(SOON_S)
 
     with Server(token=TOKEN, on_message=on_message) as server:
-        link = dialled(server.address, transport, pool=SharedMemoryPool(max_segments=4))
+        link = dialled(
+            server.address, transport, pool=SharedMemoryPool(name="client", max_segments=4)
+        )
         link.send(1)
         assert stuck.wait(SOON_S)
         with pytest.raises(DataStall, match="overlord://"):

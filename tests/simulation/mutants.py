@@ -130,12 +130,12 @@ def _cursor_off_by_one(real: Any) -> Any:
 
 
 def _hear_the_past(real: Any) -> Any:
-    def handle(self: Planner, event: Any, now: float = 0.0) -> Any:
+    def handle(self: Planner, event: Any) -> Any:
         if isinstance(event, Announce):
             event = replace(
                 event, generation=self._generations[self._demand.source_of[event.loader]]
             )
-        return real(self, event, now)
+        return real(self, event)
 
     return handle
 

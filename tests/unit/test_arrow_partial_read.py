@@ -306,3 +306,20 @@ def test_a_file_cut_short_while_it_is_read_is_an_error_that_names_it_and_not_the
             said.append(child.stdout.readline())
     assert child.returncode == 0
     assert any("the file changed since the source was indexed" in line for line in said), said
+
+
+def test_blank_memory_is_blank_again_after_an_error() -> None:
+    """A later batch is decoded over the same memory."""
+    data = b"\1" * 2**18
+    feed = arrow_partial_read.Feed(pa.BufferReader(data), 0, len(data))
+    blank = feed.read(2**18)
+    assert blank.to_pybytes() == bytes(2**18)
+    with feed.filled([(0, 8), (64, 8)]):
+        assert blank.to_pybytes()[:72].count(1) == 16
+    with pytest.raises(ValueError, match="not valid"), feed.filled([(0, 8), (64, 8)]):
+        raise ValueError("not valid")
+    assert blank.to_pybytes() == bytes(2**18)
+    ranges: list[Any] = [(0, 8), (64, "8")]
+    with pytest.raises(TypeError), feed.filled(ranges):
+        pass
+    assert blank.to_pybytes() == bytes(2**18), "a copy that failed"

@@ -125,12 +125,17 @@ def test_a_state_of_another_version_and_a_damaged_one_are_not_called_another_job
     state = json.loads(path.read_text())
     for change, word in (
         ({"version": 99}, "the state has another version"),
-        ({"cursors": {"web": [1], "code": [1]}}, "the state is damaged"),
+        (
+            {"cursors": {"web": [1], "code": [1]}},
+            "the state is damaged: ValueError: cursors: expected six numbers for each source, got "
+            "another number; save and load the result of state_dict() unchanged",
+        ),
     ):
         path.write_text(json.dumps({**state, **change}))
         words = said("run", job, "--steps", "1", "--resume", path)
         assert word in words
         assert "another job" not in words
+        assert "saved damaged" not in words, "the error of a damaged state is not what the job has"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "arrow"])

@@ -84,3 +84,13 @@ def test_one_that_is_stuck_is_told_so_though_its_last_answer_is_late(late: int) 
 
 def test_what_it_answered_before_it_moved_does_not_count() -> None:
     assert [why for _, why in killed_for(STANDS, STANDS, MOVED, NEVER)] == [SILENT]
+
+
+def test_one_that_was_never_killed_has_no_cause() -> None:
+    control = Control([])
+    heartbeat = CoordinatorHeartbeat(control, 2.0, lambda: None)  # type: ignore[arg-type]
+    planner = ActorHandle("planner", None, ActorRecord("planner"))
+    assert heartbeat.cause(None) is None, "before the first coordinator"
+    assert heartbeat.cause(planner) is None
+    heartbeat.kill(planner, SILENT)
+    assert (heartbeat.cause(planner), heartbeat.cause(None)) == (SILENT, None)

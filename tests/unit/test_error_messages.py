@@ -332,7 +332,10 @@ def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
             lambda s: s.explain(ov.SampleId("web", "0", "0", "3")),
             "expected the number of a step, a SampleId",
         ),  # type: ignore[arg-type]
-        (lambda s: s.explain(ov.SampleId("web", -1, 0, 3)), "epochs are counted from 0"),
+        (
+            lambda s: s.explain(ov.SampleId("web", -1, 0, 3)),
+            "expected an epoch of at least 0, got -1",
+        ),
         (lambda s: s.explain(ov.SampleId("web", 0, -1, 3)), "has files 0 to 0"),
     ],
 )

@@ -413,7 +413,7 @@ def test_a_row_that_a_filter_dropped_is_no_sample() -> None:
     [
         ("wb/e0/f0/r0", "unknown source 'wb'; did you mean 'web'?"),
         ("web/e0/f7/r0", "source 'web' has files 0 to 1"),
-        ("web/e3/f0/r0", "source 'web' has 1 epoch, counted from 0"),
+        ("web/e3/f0/r0", "expected epoch 0 of source 'web', got 3"),
         ("web/e0/f0/r30", "part-00000.parquet has no row 30"),
         ("web/e0/f0", "expected a sample id such as web/e0/f2/r17"),
         ("web/e0/f0/r-1", "expected a sample id such as"),

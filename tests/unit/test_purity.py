@@ -5,8 +5,10 @@ interpreter, and in the text of the files.
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -221,3 +223,11 @@ def test_data_is_only_data(what: str):
 )
 def test_the_search_for_dangerous_words_finds_them(what: str, line: str):
     assert re.search(DANGEROUS[what], line)
+
+
+@pytest.mark.parametrize(
+    "core", ["planning.planner:Planner", "loader.loader:Loader", "constructor.assembler:Assembler"]
+)
+def test_the_cores_of_the_stream_receive_no_time(core: str):
+    handle = pkgutil.resolve_name(f"overlord.{core}").handle
+    assert list(inspect.signature(handle).parameters) == ["self", "event"]

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from overlord.concurrency.platform import NetworkPlatform
+from overlord.errors import JobError
 from overlord.ray.auth import (
     ClusterRefused,
     authentication_disabled,
     check_joined,
+    check_open_cluster,
     check_token,
     same_head,
 )
@@ -121,6 +123,15 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
         "the cluster is used without token authentication: everyone who reaches its ports can "
         "run code in it"
     )
+
+
+def test_a_wrong_mode_is_a_job_error_where_the_program_connected_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "of")
+    words = r"^launch: RAY_AUTH_MODE: expected token or disabled, got 'of'; set one"
+    with pytest.raises(JobError, match=words):
+        check_open_cluster()
 
 
 def test_a_process_listens_where_the_environment_says_then_at_its_node_then_at_the_default_route(

@@ -110,7 +110,7 @@ def test_a_segment_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) 
 
 @given(st.lists(st.tuples(st.integers(1, 3_000_000), st.integers(0, 5)), max_size=40))
 def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int, int]]) -> None:
-    ring = SharedMemoryPool(max_bytes=8_000_000, max_segments=5)
+    ring = SharedMemoryPool(name="test", max_bytes=8_000_000, max_segments=5)
     held: np.ndarray | None = None
     live: list[tuple[int, np.ndarray]] = []
     for mark, (nbytes, drop) in enumerate(calls):
@@ -165,7 +165,7 @@ def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
 def test_who_waits_is_woken_when_a_view_dies() -> None:
-    ring = SharedMemoryPool(max_segments=1, wait_s=60)
+    ring = SharedMemoryPool(name="test", max_segments=1, wait_s=60)
     held = [ring(MB)]
     got: list[np.ndarray] = []
     waiter = threading.Thread(target=lambda: got.append(ring(MB)))
@@ -426,7 +426,7 @@ def test_memory_that_is_only_announced_is_not_paid_for() -> None:
 def test_nothing_lies_in_the_file_system() -> None:
     """Check the open files of this process: the folder may contain files of others."""
     before = opened()
-    ring = SharedMemoryPool()
+    ring = SharedMemoryPool(name="test")
     array = ring(MB)
     assert re.fullmatch(r"/memfd:.* \(deleted\)", mapped_at(address(array)))
     assert not [path for path in opened() - before if path.startswith("/dev/shm")]

@@ -10,6 +10,8 @@ from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.files import Files
 from overlord.sources.index import build_index
 from tests.corpus import FORMATS, write_rows
+from tests.internals import LOCAL_FILES
+from tests.mounts import mounted
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(90)]
 OPTIONS = ReadOptions(slice_rows=10, columns=("text",))
@@ -162,6 +164,23 @@ def test_a_file_that_changes_between_two_slices_is_not_read_on(tmp_path, format,
     path.write_bytes(path.read_bytes()[::-1])  # in place and of the same size: what is open sees it
     with pytest.raises(StorageError, match=r"the file changed since the source was indexed"):
         chunks.slice(0, 1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_chunk_of_a_changed_file_is_refused_at_its_end_where_slices_are_not_checked(
+    tmp_path, format, monkeypatch
+):
+    """A status of ``hdfs://`` is a request, so there is one at each end of a chunk."""
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.01")
+    LOCAL_FILES.replace(monkeypatch, lambda: mounted(tmp_path / "switches"))
+    chunks = reader(tmp_path, format)
+    chunks.slice(0, 0)
+    path = min((tmp_path / "data").iterdir())
+    path.write_bytes(path.read_bytes())  # of the same size: only its time differs
+    with pytest.raises(StorageError, match=r"the file changed since the source was indexed"):
+        [chunks.slice(0, t) for t in (1, 2)]
+    with pytest.raises(StorageError, match=r"the file changed since the source was indexed"):
+        chunks.slice(0, 0)
 
 
 def test_the_cache_keeps_what_was_used_last():

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from overlord.errors import SourceError
+from overlord.sources import tables
 from overlord.sources.base import ReadOptions, StorageUnreachable
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import FORMATS
@@ -199,6 +200,28 @@ def test_memory_follows_the_slice_and_not_the_row_group(tmp_path):
         peak = max(peak, pa.total_allocated_bytes())
         last, t = raw.last, t + 1
     assert peak - before < 6_000_000  # the row group has 40 MB, a slice 0.64 MB, a page 1 MB
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"x" * 1000] * 1000),
+        pa.array(range(1000)),
+        pa.array([[1, 2, 3]] * 1000),
+        pa.array([{"a": "y" * 50, "b": 1.5}] * 1000),
+        pa.array([True, None] * 500),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_copied_rows_do_not_hold_the_memory_of_their_row_group(column: pa.Array, rows: int):
+    table = pa.table({"a": column})
+    for first in (0, 500):
+        copied = tables.compact(table.slice(first, rows))
+        assert copied == table.slice(first, rows)
+        [mine] = copied["a"].chunks
+        held = {buffer.address for buffer in column.buffers() if buffer is not None}
+        assert not held & {buffer.address for buffer in mine.buffers() if buffer is not None}
 
 
 @pytest.mark.parametrize("format", ["arrow", "arrow-stream"])

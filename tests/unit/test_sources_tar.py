@@ -151,6 +151,16 @@ def test_a_header_with_a_wrong_checksum_ends_the_reading_there(tmp_path):
     assert everything.reasons == [(1024, "expected the checksum 3232 in a tar header, got 3231")]
 
 
+def test_a_checksum_that_is_no_number_is_reported_as_it_is(tmp_path):
+    path = put(tmp_path, [("0.a", b"1")])
+    data = bytearray(Path(path).read_bytes())
+    data[148:156] = b"0064x0\0 "
+    Path(path).write_bytes(data)
+    [(_, reason)] = read_all(path).reasons
+    assert reason.startswith("expected the checksum ")
+    assert reason.endswith(r"in a tar header, got b'0064x0\x00 '")
+
+
 def test_a_huge_extended_header_is_refused(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as out:

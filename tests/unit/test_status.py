@@ -116,8 +116,7 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
     assert f"workers without a reserved core, {why}: loader-worker/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
     assert (
-        "cannot keep up: scenes has 1 loaders, needs 4: 62 samples per second of 95 ms each"
-        in lines
+        "cannot keep up: scenes has 1 loader, needs 4: 62 samples per second of 95 ms each" in lines
     )
 
 

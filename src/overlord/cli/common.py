@@ -26,8 +26,8 @@ REFUSED_OPTIONS = {
     "on_stall": "expected in a program, since it is a function, got --option",
     "progress": "expected in a program, since it is a function, got --option",
 }
-# Exit codes. FAILED: failures were found, or an unexpected error; UNUSABLE: the job cannot run;
-# STOPPED: Ctrl-C; TERMINATED: SIGTERM.
+# Exit codes. FAILED: failures were found, or an unexpected error; UNUSABLE: the job cannot run, or
+# the command lacks a package; STOPPED: Ctrl-C; TERMINATED: SIGTERM.
 FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143
 
 job_argument = click.argument(

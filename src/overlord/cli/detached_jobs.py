@@ -22,7 +22,7 @@ from overlord.concurrency.platform import INTERFACE
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.ray import cluster
-from overlord.ray.auth import MODE, authentication_disabled
+from overlord.ray.auth import MODE, is_open_by_choice
 from overlord.serving.session_server import ServedAddress
 from overlord.setup.options import address_problems
 
@@ -237,7 +237,7 @@ def submit(
                 host,
                 port,
                 token,
-                authentication_disabled(),
+                is_open_by_choice("submit"),
             )
             what = f"job {job.name!r} to start (start_s sets the limit)"
             address_there, token_there = cluster.ask(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from overlord.cli.common import debug_option, fail, make_console, run_guarded
+from overlord.cli.common import UNUSABLE, debug_option, fail, make_console, run_guarded
 from overlord.errors import JobError
 
-UNAVAILABLE = 2
 ESTIMATORS = ("hill", "farms", "ks", "published")
 
 
@@ -78,7 +77,7 @@ def spectra(
                 checkpoint, estimator=estimator, skip=skip or SKIP, min_eigs=min_eigs
             )
         except ImportError as missing:
-            fail(missing, debug, UNAVAILABLE, _remedy(missing))
+            fail(missing, debug, UNUSABLE, _remedy(missing))
         if plot is not None:
             found.plot(plot)
         if as_json:

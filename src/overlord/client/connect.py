@@ -264,9 +264,7 @@ class SessionConnection:
             )
         except FrameError as fault:  # the encoding fails only for a damaged state
             remedy = "load the state that state_dict() returned, unchanged"
-            raise StateMismatch(
-                {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
-            ) from fault
+            raise StateMismatch({}, remedy, f"the state is damaged: {fault}") from fault
         new = self._connect_queue(at)
         old.end(
             OverlordError(

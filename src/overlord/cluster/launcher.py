@@ -63,7 +63,7 @@ class CoordinatorHeartbeat:
     def __init__(self, control: ActorSystem, lost_after_s: float, on_tick: Callable[[], None]):
         self._control, self._lost_after_s, self._on_tick = control, lost_after_s, on_tick
         self._watched: ActorHandle | None = None
-        self._killed: tuple[ActorHandle | None, str] = (None, "")  # last killed one, and the cause
+        self._killed: tuple[ActorHandle, str] | None = None  # last killed one, and the cause
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -78,8 +78,8 @@ class CoordinatorHeartbeat:
 
     def cause(self, coordinator: ActorHandle | None) -> str | None:
         """Return why ``kill`` killed a coordinator; None if it did not. Runs on: any thread."""
-        killed, why = self._killed
-        return why if killed is coordinator else None
+        killed = self._killed
+        return killed[1] if killed is not None and killed[0] is coordinator else None
 
     def run(self) -> None:
         silent, answers, beat, polled = 0, False, Future[Any](), self._watched

@@ -19,7 +19,7 @@ from overlord.cluster.current_job import CurrentJob, JobWorkers, LoaderStarts
 from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.worker_pool import ProcessContext, WorkerHandle
 from overlord.concurrency.event_loop import CommandLoop
-from overlord.errors import JobError, OverlordError
+from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job.hooks import LOADER, of_kind
 from overlord.messages.control import (
     DropLoader,
@@ -311,20 +311,23 @@ class Rebalancer:
             for h, worker in workers.items()
             if worker is not None
         }
-        unable = set[int]()
+        unable, late = set[int](), set[int]()
         for h, future in asked.items():
             try:
                 if not self._pool.get(future, max(0.0, deadline - self._platform.now())):
                     unable.add(h)
-            except OverlordError:
-                # a late worker takes its loaders over as it is; the loaders of a lost one stay
+            except DataStall:  # it takes its loaders over as it is
+                late.add(h)
+            except OverlordError:  # the loaders of a lost worker stay
                 continue
-        self._event_loop.post(lambda: self._switch(migration, unable))
+        self._event_loop.post(lambda: self._switch(migration, unable, late))
 
-    def _switch(self, migration: Migration, unable: Set[int] = frozenset()) -> None:
+    def _switch(
+        self, migration: Migration, unable: Set[int] = frozenset(), late: Set[int] = frozenset()
+    ) -> None:
         """Move the loaders between two steps: the next step pops samples from the new workers.
 
-        ``unable`` are workers that cannot read their loaders.
+        ``unable`` are workers that cannot read their loaders; ``late`` ones have not caught up.
         """
         if self._pool.closed or self._migration is not migration:
             return  # a rollback has completed or cancelled it
@@ -342,6 +345,13 @@ class Rebalancer:
             for loader, h in migration.moves.items()
             if h in living and worker(loader) in living
         }
+        if early := late & set(moves.values()):
+            log.warning(
+                "loaders of %s moved before %s caught up: no answer within %g s",
+                migration.what,
+                ", ".join(f"loader-worker/{h}" for h in sorted(early)),
+                FOLLOW_S,
+            )
         for loader, h in migration.moves.items():
             if loader not in moves and h in every:
                 self._pool.send(h, DropLoader(loader))

@@ -60,7 +60,7 @@ class StartupWatchdog:
     def overdue(self) -> list[ActorHandle]:
         """Return the starting workers that more than TICKS consecutive calls have found stopped.
 
-        The caller must kill them.
+        The caller must kill them. Each worker is returned once.
         """
         found = []
         for handle, heartbeat in list(self._starting.items()):
@@ -74,6 +74,7 @@ class StartupWatchdog:
                 self._given_up[handle.name] = (
                     f"it was stopped for {self._lost_after_s:g} s while it was being started"
                 )
+                del self._starting[handle], self._ticks[handle]
                 found.append(handle)
         return found
 

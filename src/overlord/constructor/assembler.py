@@ -40,7 +40,7 @@ class Assembler:
         self._end: EndOfJob | None = None
         self._ended: set[int] = set()  # ranks that were notified of the end
 
-    def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+    def handle(self, event: Any) -> list[Command]:
         match event:
             case PlannedStep(plan=plan, skipped=skipped):
                 if not skipped and not self._is_over(plan.step):

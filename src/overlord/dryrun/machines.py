@@ -78,7 +78,7 @@ class ClusterShape:
     sources_per_host: int = 25
     hosts: int = 1  # least number of loader workers, such as reading needs at the trainers' speed
     # Sets of loaders, each with all sources. Overlord has one; without partitioned sources there
-    # is one per data-parallel group.
+    # is one per data-parallel group, which reads that group's part of every batch.
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -181,7 +181,8 @@ def overlord_memory(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
     """
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
-    # Buffered samples, and samples retained until all ranks have taken the step.
+    # Buffered samples, and samples retained until all ranks have taken the step. Several sets of
+    # loaders share every batch, so together they hold as many samples as one set.
     held = (fleet.read_ahead + fleet.prefetch) * payload
     loaders = (
         fleet.loader_hosts * c.host_bytes + fleet.copies * fleet.sources * c.source_bytes + held

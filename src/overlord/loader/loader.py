@@ -136,7 +136,7 @@ class Loader:
             *self._next_work(),
         ]
 
-    def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+    def handle(self, event: Any) -> list[Command]:
         match event:
             case Pop(samples=n, ready_bytes=left):
                 self.ready -= n

@@ -422,12 +422,11 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
             f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}"
         )
     if sample.epoch < 0 or (epochs is not None and sample.epoch >= epochs):
-        counted = (
-            "epochs are"
-            if epochs is None
-            else f"source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)},"
-        )
-        raise PlanError(f"no sample {sample}: {counted} counted from 0")
+        wanted = "an epoch of at least 0"
+        if epochs is not None:
+            wanted = "epoch 0" if epochs == 1 else f"an epoch from 0 to {epochs - 1}"
+            wanted += f" of source {sample.source!r}"
+        raise PlanError(f"no sample {sample}: expected {wanted}, got {sample.epoch}")
     chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")

@@ -178,11 +178,11 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("scaling", f"after step {d['step']}: {d['words']}")
         for d in scaling.get("decisions", ())[-DECISIONS:]
     ]
-    lacks = "{has} {what}, needs {needs}: {reason}"
-    short = scaling.get("cannot_keep_up", {}).items()
-    return decisions + [
-        ("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short
-    ]
+    lacks = "{has} {unit}, needs {needs}: {reason}"
+    for name, s in scaling.get("cannot_keep_up", {}).items():
+        unit = s["what"].removesuffix("s") if s["has"] == 1 else s["what"]
+        decisions.append(("cannot keep up", f"{name} has {lacks.format(**s, unit=unit)}"))
+    return decisions
 
 
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:

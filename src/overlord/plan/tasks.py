@@ -109,7 +109,10 @@ class TaskTable:
         return np.concatenate(([0], np.cumsum(self.counts(ranks)))), of[by]
 
     def digest(self) -> str:
-        """Return a digest of all columns: of rings, index, order and offload ratios."""
+        """Return a digest of all columns: of rings, index, order and offload ratios.
+
+        It identifies the plan in journals. Offload ratios count although they change no value.
+        """
         columns = (self.task_ptr, self.task_rank, self.index, self.order, self.offload)
         return digest("tasks", *columns)
 

@@ -278,7 +278,7 @@ class Planner:
 
     # events
 
-    def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+    def handle(self, event: Any) -> list[Command]:
         """Apply an event and return the resulting commands, to be executed in order.
 
         Raise ``PlanError`` for an event of the user that cannot be applied; nothing has changed.

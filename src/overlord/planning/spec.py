@@ -434,10 +434,14 @@ KEPT_SAMPLES = 2**21  # of the kept plans: about 100 bytes each, and a step may 
 
 
 class RecentPlans(deque[PlannedStep]):
-    """The last plans, for status queries: at most KEPT_PLANS, and about KEPT_SAMPLES samples."""
+    """The last plans, for status queries: at most KEPT_PLANS and KEPT_SAMPLES samples.
+
+    The last plan is always kept.
+    """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=KEPT_PLANS)
+        super().__init__()
+        self._samples = 0  # of all kept plans
 
     def of(self, step: int) -> list[PlannedStep]:
         """Return the kept plan of a step as a list, empty if it is not kept."""
@@ -448,5 +452,6 @@ class RecentPlans(deque[PlannedStep]):
 
     def keep(self, stage: PlannedStep) -> None:
         self.append(stage)
-        while len(self) > 1 and len(self) * len(stage.plan) > KEPT_SAMPLES:
-            self.popleft()
+        self._samples += len(stage.plan)
+        while len(self) > KEPT_PLANS or (len(self) > 1 and self._samples > KEPT_SAMPLES):
+            self._samples -= len(self.popleft().plan)

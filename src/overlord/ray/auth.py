@@ -136,6 +136,17 @@ def authentication_disabled() -> bool:
     return mode.lower() == "disabled"
 
 
+def is_open_by_choice(where: str) -> bool:
+    """Return ``authentication_disabled()``, for a cluster to which the program connected itself.
+
+    Raise ``JobError`` for another mode; ``where`` is the function that the user called.
+    """
+    try:
+        return authentication_disabled()
+    except ClusterRefused as fault:
+        raise JobError([str(fault)], where) from fault
+
+
 def token_named() -> bool:
     """Return whether a variable of the environment has a token or the path of one."""
     return any(os.environ.get(key) for key in TOKENS)
@@ -212,7 +223,7 @@ def check_open_cluster() -> None:
 
     It is called for a cluster without tokens to which the program connected itself.
     """
-    if not authentication_disabled():
+    if not is_open_by_choice("launch"):
         remedy = f"start it with {MODE}=token, and set that before ray.init, too ({REFUSE})"
         problem = "it requires no token, so everyone who reaches its ports can run code there"
         raise JobError(

@@ -134,17 +134,18 @@ def _owning(
 ) -> Client:
     """Let the client end the session when it closes, after all other ranks have closed.
 
-    Other ranks have ``leave_s`` seconds to close. ``store`` is kept open until then, since rank 0
-    may own it.
+    Other ranks have ``leave_s`` seconds to close. A wait in the client's previous callback counts.
+    ``store`` is kept open until then, since rank 0 may own it.
     """
     client.session = session
 
     def close(detach: Callable[[], None], store: _Board | None = store) -> None:
         atexit.unregister(at_exit)
+        began = time.monotonic()
         detach()
         remote_ranks = session.internals.remote_ranks
         if not client.failed and remote_ranks is not None:
-            remote_ranks.wait_until_left(leave_s)
+            remote_ranks.wait_until_left(leave_s, began)
         session.close()
 
     def at_exit() -> None:

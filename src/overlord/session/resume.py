@@ -139,11 +139,8 @@ def _same_job(then: Mapping[str, str], prepared: PreparedJob, allow: Sequence[st
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)
     ]
     if parts:
-        remedy = (
-            "the journal belongs to another job: give this one its own journal, or pass "
-            f"allow=({', '.join(map(repr, parts))},)"
-        )
+        remedy = f"give this job its own journal, or pass allow=({', '.join(map(repr, parts))},)"
         differ = {p: (then[p], now[p]) for p in parts}
         if "batch" in differ:
             differ["batch"] = describe_batches(*differ["batch"], prepared.job)
-        raise StateMismatch(differ, remedy)
+        raise StateMismatch(differ, remedy, "the journal belongs to another job")

@@ -310,12 +310,13 @@ class ServedRanks:
             acked, last = running.generation.acked, min(self._last, end.step - 1)
             return all(acked.get(rank, -1) >= last for rank in running.clients)
 
-    def wait_until_left(self, timeout_s: float) -> bool:
+    def wait_until_left(self, timeout_s: float, since: float | None = None) -> bool:
         """Wait until all clients in other processes have closed or disconnected.
 
-        Clients that have not connected yet are waited for too. Return False after ``timeout_s``.
+        Clients that have not connected yet are waited for too. Return False after ``timeout_s``,
+        counted from the monotonic time ``since`` (None: now).
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = (time.monotonic() if since is None else since) + timeout_s
         while waiting := [c for c in self.remote_clients if c.there or not c.peer]:
             if time.monotonic() >= deadline:
                 ranks = [c.rank for c in waiting]

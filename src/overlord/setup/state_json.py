@@ -207,10 +207,9 @@ def state_from_json(
         _check_fingerprint(saved, job, fingerprint, allow)
         state = _state_of(saved, job, orders)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
-        damage = {"form": ("damaged", f"{type(e).__name__}: {e}")}
-        raise StateMismatch(
-            damage, "save and load the result of state_dict() unchanged", "the state is damaged"
-        ) from e
+        remedy = "save and load the result of state_dict() unchanged"
+        problem = f"the state is damaged: {type(e).__name__}: {e}"
+        raise StateMismatch({}, remedy, problem) from e
     _check_ahead(state, job)
     return _with_schedule(state, job, allow)
 

@@ -92,12 +92,15 @@ class Feed:
     @contextmanager
     def filled(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
         """Copy ranges (offset, length) of the body into the blank memory; zero them on exit."""
-        ranges = list(ranges)
-        for at, n in ranges:
-            self._pages[at : at + n] = self.fetch(self.body + at, n)
-        yield
-        for at, n in ranges:
-            self._pages[at : at + n] = bytes(n)
+        copied = list[tuple[int, int]]()
+        try:
+            for at, n in ranges:
+                self._pages[at : at + n] = self.fetch(self.body + at, n)
+                copied.append((at, n))
+            yield
+        finally:
+            for at, n in copied:
+                self._pages[at : at + n] = bytes(n)
 
     def fetch(self, at: int, n: int) -> bytes:
         """Return n bytes of the file at ``at``; fewer only where the messages end.

@@ -160,7 +160,8 @@ class ChunkReader:
     def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
         """Read a slice. Raises StorageUnreachable if the file changed meanwhile.
 
-        A successful read of a remote mount is not checked unless the slice has unreadable rows.
+        A status costs a request where files are not local. There it is requested for slices with
+        unreadable rows, and at both ends of a chunk.
         """
         try:
             raw = self._slice(chunk, t, file)
@@ -170,7 +171,7 @@ class ChunkReader:
             if not isinstance(getattr(error, "errno", None), int):
                 self._files.check_unchanged(file)
             raise
-        if self._files.local or raw.bad:
+        if self._files.local or raw.bad or raw.last:
             self._files.check_unchanged(file)
         return raw
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, StorageUnreachable, short_read
 from overlord.sources.object_store import ListedObject, RemoteStore
-from overlord.sources.retry import RESTORE_FILE, StorageStats, check_same_file, retry_briefly
+from overlord.sources.retry import StorageStats, check_same_file, check_same_status, retry_briefly
 from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, masked_uri, scrub, uri_problems
 
 if TYPE_CHECKING:
@@ -262,12 +262,7 @@ class Files:
                 "restore it, or start a new run without it",
                 "gone",
             )
-        if info.size != file.size:
-            problem = (
-                f"the file changed since the source was indexed: expected {file.size} bytes, "
-                f"got {info.size}"
-            )
-            raise StorageUnreachable(problem, RESTORE_FILE, "changed")
+        check_same_status(file, info.size, info.mtime_ns or 0)  # 0: the same as in the index
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:

@@ -330,15 +330,20 @@ def check_same_file(file: File) -> os.stat_result:
             RESTORE_FILE,
             "changed",
         )
-    if status.st_size != file.size or not _same_time(file.mtime_ns, status.st_mtime_ns):
+    check_same_status(file, status.st_size, status.st_mtime_ns)
+    return status
+
+
+def check_same_status(file: File, size: int, mtime_ns: int) -> None:
+    """Raise ``StorageUnreachable`` unless a file has the size and time of the indexed one."""
+    if size != file.size or not _same_time(file.mtime_ns, mtime_ns):
         difference = (
-            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {status.st_size} "
-            f"bytes of {_time_text(status.st_mtime_ns)}"
+            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {size} "
+            f"bytes of {_time_text(mtime_ns)}"
         )
         raise StorageUnreachable(
             f"the file changed since the source was indexed: {difference}", RESTORE_FILE, "changed"
         )
-    return status
 
 
 def _same_time(indexed_ns: int, found_ns: int) -> bool:

@@ -436,7 +436,7 @@ def too_large(size: int, limit: int) -> str:
 def compact(table: pa.Table) -> pa.Table:
     """Copy the rows into their own memory, so that their row group or file can be freed.
 
-    A column of a single row, of more than 2 GB of text or of differing dictionaries is not copied.
+    A column of more than 2 GB of text or of differing dictionaries is not copied.
     """
     return (
         pa.table([_copied(column) for column in table.columns], schema=table.schema)
@@ -449,9 +449,9 @@ def _copied(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
         return pa.nulls(0, column.type)
-    # concat_arrays returns a single array unchanged; two pieces force a copy.
-    if len(pieces) == 1 and len(pieces[0]) > 1:
-        pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
+    # A version of concat_arrays may return a single array unchanged; an empty piece forces a copy.
+    if len(pieces) == 1:
+        pieces.append(pieces[0].slice(0, 0))
     try:
         return pa.concat_arrays(pieces)
     except pa.ArrowInvalid:  # more than 2 GB of text, or differing dictionaries

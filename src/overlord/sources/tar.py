@@ -157,14 +157,15 @@ def _check(block: bytes, first: int) -> None:
 
     Some old writers sum signed bytes, so that sum is accepted too.
     """
+    field = block[148:156]
     try:
-        wanted = int(block[148:156].strip(b" \0") or b"0", 8)
+        wanted: int | bytes = int(field.strip(b" \0") or b"0", 8)
     except ValueError:
-        wanted = -1
+        wanted = field
     body = block[:148] + block[156:]
     unsigned = 256 + sum(body)
     if wanted != unsigned and wanted != unsigned - 256 * sum(b > 127 for b in body):
-        raise BrokenTar(first, f"expected the checksum {unsigned} in a tar header, got {wanted}")
+        raise BrokenTar(first, f"expected the checksum {unsigned} in a tar header, got {wanted!r}")
 
 
 def _size(block: bytes, pax: dict[str, bytes], first: int) -> int:

@@ -278,7 +278,7 @@ class _ClientFactory:
     def _owned(self, client: Client) -> Client:
         """Make ``close()`` of a client close the session after the other ranks have closed.
 
-        It waits at most ``leave_s`` for served ranks, then as long for the others. A client that is
+        It waits at most ``leave_s`` in all: for served ranks, then for the others. A client that is
         marked as failed does not wait.
         """
         assert self._session is not None

@@ -255,16 +255,12 @@ class Lease:
 class SharedMemoryPool:
     """A pool of shared-memory segments; a call with a size returns an unused ``uint8`` array.
 
-    It has the interface of ``BufferPool``. A call waits while all segments are in use.
+    It has the interface of ``BufferPool``. A call waits while all segments are in use. ``name`` is
+    that of its owner, for errors and ``/proc``.
     """
 
     def __init__(
-        self,
-        *,
-        max_bytes: int = 2**30,
-        max_segments: int = 64,
-        name: str = "",
-        wait_s: float = 60.0,
+        self, *, name: str, max_bytes: int = 2**30, max_segments: int = 64, wait_s: float = 60.0
     ):
         self.max_bytes, self.max_segments, self.name, self.wait_s = (
             max_bytes,

@@ -164,6 +164,35 @@ def those_whom_a_fetcher_leaves_are_told_why(out: Path) -> None:
         dist.barrier()
 
 
+class PolledClock:
+    """A time that passes in ``sleep`` alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def rank_zero_waits_once_for_all_that_do_not_close(out: Path) -> None:
+    client = ot.join(job(PLACE, SERVED), leave_s=6.0)
+    next(client)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        clock = PolledClock()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("overlord.session.rendezvous.time", clock)
+            patch.setattr("overlord.session.served_ranks.time", clock)
+            client.close()
+        assert 6.0 <= clock.now < 6.5, "for a served rank and for one with a connection"
+    dist.barrier()
+    client.close()
+    dist.barrier()
+
+
 def a_prefetching_fetcher_that_fails_says_why(out: Path) -> None:
     steps = ot.DevicePrefetcher(joined(prefetch=4), "cpu", depth=2)
     next(steps)
@@ -233,6 +262,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         ranks_with_another_job_are_refused_and_all_others_told,
         a_rank_with_another_job_is_refused_by_the_plain_join_too,
         those_whom_a_fetcher_leaves_are_told_why,
+        rank_zero_waits_once_for_all_that_do_not_close,
         a_prefetching_fetcher_that_fails_says_why,
         a_fetcher_is_told_who_left_it,
         a_fetcher_ends_with_the_stream_though_one_left_before_it,
