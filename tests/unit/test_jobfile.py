@@ -402,7 +402,7 @@ jobs = st.builds(
     sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name),
     batch=batches,
     place=places,
-    strategy=st.sampled_from(sorted(STRATEGIES)),
+    strategy=st.sampled_from(sorted({*STRATEGIES} - {"hdp_balance"})),  # it has demands on a batch
     seed=st.integers(0, 2**70),
     until=st.sampled_from(["all", "first"]) | st.integers(1, 99),
     draw=st.sampled_from(DRAWS),

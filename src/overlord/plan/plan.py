@@ -16,6 +16,7 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
 from overlord.mesh import BUCKET_AXES, Mesh, broadcast_dims
+from overlord.plan.tasks import PlanTasks
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class LoadingPlan:
     place: Mesh | None = None  # the mesh of its buckets; None: a plan made by hand
     # JSON values for people (strategy name, target weights)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # a hybrid plan: rings of ranks share samples of the backbone, whose bucket is the first of them
+    tasks: PlanTasks | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -131,6 +134,16 @@ class LoadingPlan:
                 "add a module to the plan with samples.plan(encoder=images)",
             )
         return self.modules[name]
+
+    def pieces(self, module: str = "backbone") -> Assignment:
+        """Return a placement with a row for each rank that holds tokens of an item.
+
+        Samples of a hybrid plan are split over the ranks of their task; others have one row.
+        """
+        from overlord.plan.pieces import pieces_of  # it imports this module
+
+        split = self.tasks is not None and module == "backbone"
+        return pieces_of(self) if split else self.module(module)
 
     @property
     def n_microbatches(self) -> int:
@@ -185,7 +198,8 @@ class LoadingPlan:
             self._validate_columns(name, a)
             self._validate_served(name, a)
             bins = a.bins()
-            self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
+            if self.tasks is None or name != "backbone":
+                self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
             if a.memory is not None:
                 self._validate_capacity(
                     name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING
@@ -201,6 +215,10 @@ class LoadingPlan:
                 self.step,
                 "a strategy neither adds nor drops samples",
             )
+        if self.tasks is not None:
+            from overlord.plan.pieces import check_tasks
+
+            check_tasks(self, self.tasks)
         return self
 
     def _validate_columns(self, name: str, a: Assignment) -> None:
@@ -372,6 +390,8 @@ class LoadingPlan:
                 if self.place is None or getattr(self.place, d.lower()) > 1
             ]
             parts += [f"broadcast {','.join(dims)}"] if dims else []
+        if self.tasks is not None:
+            parts += ["tasks", self.tasks.table.digest(), str(self.tasks.rules.multiple)]
         if self.place is not None and self.place.world_size > self.place.dp:
             # otherwise the number of buckets determines the mesh
             parts.append(f"place {self.place}")
@@ -426,7 +446,7 @@ class LoadingPlan:
 
         ``bucket``: the most expensive bucket. ``microbatch``: the sum over slots of the most
         expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every placement
-        of these samples.
+        of these samples; 1 in a hybrid plan, whose samples can be split.
         """
         from overlord.plan.summary import bounds
 
@@ -439,7 +459,8 @@ class LoadingPlan:
             "bucket": float(loads.sum(axis=1).max()) / mean,
             "microbatch": float(loads.max(axis=0).sum()) / mean,
         }
-        return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
+        limits = bounds(self.module(module)) if self.tasks is None else (1.0, 1.0)
+        return found | dict(zip(("bound", "slot_bound"), limits, strict=True))
 
     def summary(self) -> dict[str, Any]:
         """Return plain values: balance and its bound, predicted time, peak, fill, mixture."""
@@ -455,7 +476,7 @@ class LoadingPlan:
 
     def loads(self, module: str = "backbone") -> np.ndarray:
         """Return the cost by [bucket, microbatch]."""
-        a = self.module(module)
+        a = self.pieces(module)
         flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(
             a.n_buckets, a.n_microbatches
@@ -464,36 +485,15 @@ class LoadingPlan:
     def fill(self) -> float:
         """Return the share of the microbatches' capacity that holds tokens."""
         a = self.main
-        room = a.capacity * a.n_buckets * a.n_microbatches
+        n = a.n_buckets * a.n_microbatches
+        room = a.capacity * (n if self.tasks is None else len(self.tasks.table.task_rank))
         return float(a.size.sum()) / room if room else 1.0
 
     def to_table(self) -> str:
         """Return a table of cost, tokens and samples by bucket and microbatch."""
-        a = self.main
-        flat = a.bins()
-        shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
-        tokens = (
-            np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
-        )
-        samples = np.bincount(flat, minlength=n).reshape(shape)
-        loads = self.loads()
-        mean = loads.sum() / a.n_buckets or 1.0
-        lines = [
-            repr(self),
-            f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
-            "(samples) by microbatch",
-        ]
-        for b in range(min(a.n_buckets, 64)):
-            cells = "  ".join(
-                f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16))
-            )
-            lines.append(
-                f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  "
-                f"{samples[b].sum():>7}  {cells}"
-            )
-        if a.n_buckets > 64:
-            lines.append(f"... {a.n_buckets - 64} more buckets")
-        return "\n".join(lines)
+        from overlord.plan.summary import table
+
+        return table(self)
 
     def to_bytes(self) -> bytes:
         """Return a small binary form, without pickle (``plan/codec.py``)."""
