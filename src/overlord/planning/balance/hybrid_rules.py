@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.plan.tasks import TaskRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +22,15 @@ class HybridRules:
     groups: "any" ring, or "power_of_two": aligned blocks of 1, 2, 4, ... ranks, and all ranks.
     node: ranks of a node. Rings stay in one node, or have whole nodes, as far as possible.
     stages: pipeline stages. Members of a ring then run it as microbatch of the same number.
+    virtual: chunks of a pipeline stage (interleaved stages).
     equal_counts: all ranks run the same number of tasks; empty ones are added.
     count_multiple: the number of tasks of each rank is a multiple of it.
     multiple: 0: documents are cut unevenly. Else each is padded to a multiple of 2 x ring size x
         this number.
+    offload_share: share of the memory of a token that ratio 1 moves to the host, as
+        (layers - 2) / layers; 0: no offload.
+    offload_base, offload_slope: computation of a document of s tokens hides a ratio of
+        base + slope x s, at most 1.
     """
 
     ranks: int
@@ -32,17 +38,37 @@ class HybridRules:
     groups: Literal["any", "power_of_two"] = "any"
     node: int = 8
     stages: int = 1
+    virtual: int = 1
     equal_counts: bool = False
     count_multiple: int = 1
     multiple: int = 0
+    offload_share: float = 0.0
+    offload_base: float = 0.0
+    offload_slope: float = 0.0
+
+    def task_rules(self) -> TaskRules:
+        """Return the rules of the table.
+
+        With offload the capacity is one of memory: tokens whose activations stay on the rank.
+        """
+        return TaskRules(
+            ranks=self.ranks,
+            stages=self.stages,
+            capacity=0 if self.offload_share else self.capacity,
+            multiple=self.multiple,
+            equal_counts=self.equal_counts,
+            count_multiple=self.count_multiple,
+            memory_capacity=float(self.capacity) if self.offload_share else 0.0,
+        )
 
 
 def check(lengths: np.ndarray, rules: HybridRules) -> None:
     """Refuse rules and lengths that have no meaning."""
-    for name in ("ranks", "capacity", "node", "stages", "count_multiple"):
-        if getattr(rules, name) < 1:
+    least = {"ranks": 1, "capacity": 1, "node": 1, "stages": 1, "virtual": 1, "count_multiple": 1}
+    for name, bound in {**least, "multiple": 0}.items():
+        if getattr(rules, name) < bound:
             raise PlanError(
-                f"hybrid schedule: expected {name} of at least 1, got {getattr(rules, name)}",
+                f"hybrid schedule: expected {name} of at least {bound}, got {getattr(rules, name)}",
                 remedy="correct the rules",
             )
     if rules.groups not in ("any", "power_of_two"):
@@ -50,10 +76,15 @@ def check(lengths: np.ndarray, rules: HybridRules) -> None:
             f'hybrid schedule: expected groups "any" or "power_of_two", got {rules.groups!r}',
             remedy="choose one of them",
         )
+    for name, most in (("offload_share", 1.0), ("offload_base", 1.0), ("offload_slope", np.inf)):
+        if not 0 <= getattr(rules, name) <= most:
+            raise PlanError(
+                f"hybrid schedule: expected {name} of 0 to {most:g}, got {getattr(rules, name)}",
+                remedy="correct the rules",
+            )
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or (
-        len(lengths) and (lengths.dtype.kind not in "iu" or lengths.min() < 0)
-    ):
+    whole = not len(lengths) or (lengths.dtype.kind in "iu" and lengths.min() >= 0)
+    if lengths.ndim != 1 or not whole:
         raise PlanError(
             "hybrid schedule: expected lengths as one column of whole numbers of at least 0, got "
             f"{lengths.dtype} of shape {lengths.shape}",

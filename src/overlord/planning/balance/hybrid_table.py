@@ -9,80 +9,111 @@ from overlord.hashing import position_in_key
 from overlord.plan.tasks import TaskTable
 from overlord.planning.balance import binpack
 from overlord.planning.balance.hybrid_rules import HybridRules
-from overlord.planning.balance.rings import Rings
+from overlord.planning.balance.ring_placement import Rings
 from overlord.planning.cost.ring import RingCosts
 
 
 def build(
-    length: np.ndarray,
-    long: np.ndarray,
-    placed: Rings,
-    short: np.ndarray,
-    rank: np.ndarray,
-    costs: RingCosts,
-    rules: HybridRules,
-) -> tuple[TaskTable, np.ndarray, np.ndarray, np.ndarray]:
-    """Return table, task, slot and load. Tasks are rings, packs of short documents in the free indices, and empty tasks."""
-    n_rings = len(placed.doc)
+    length: np.ndarray, placed: Rings, short: np.ndarray, rank: np.ndarray, rules: HybridRules
+) -> tuple[TaskTable, np.ndarray, np.ndarray]:
+    """Return the table, and the tasks and slots of samples.
+
+    Packs of short documents take the indices without a ring; empty tasks fill what is left.
+    """
     pack, pack_rank = packs(length[short], rank, rules)
-    used = _used(placed, rules.ranks)
-    pack_index = _free_index(used, pack_rank)
-    ranks = np.concatenate((placed.rank, pack_rank)).astype(np.int32)
-    size = np.concatenate((np.diff(placed.ptr), np.ones(len(pack_rank), np.int64)))
-    index = np.concatenate((placed.index, pack_index))
-    empty_rank, empty_index = _empty(ranks, np.repeat(index, size), rules)
-    ranks = np.concatenate((ranks, empty_rank)).astype(np.int32)
-    size = np.concatenate((size, np.ones(len(empty_rank), np.int64)))
-    index = np.concatenate((index, empty_index))
-    task = np.empty(len(length), np.int32)
-    task[long[placed.doc]] = np.arange(n_rings)
-    task[short] = pack + n_rings
-    # tasks in their global order: by index, then as placed
+    pack_index = _free_index(placed.rank, _of_members(placed), pack_rank, rules.ranks)
+    ranks = np.concatenate((placed.rank, pack_rank))
+    index_of = np.concatenate((_of_members(placed), pack_index))
+    empty_rank, empty_index = _empty(ranks, index_of, rules)
+    single = len(pack_rank) + len(empty_rank)
+    size = np.concatenate((np.diff(placed.ptr), np.ones(single, np.int64)))
+    index = np.concatenate((placed.index, pack_index, empty_index))
+    # the global order: by index, then rings before packs and packs before empty tasks
     by = np.argsort(index, kind="stable")
     number = np.empty(len(by), np.int32)
     number[by] = np.arange(len(by))
-    ptr = np.concatenate(([0], np.cumsum(size)))
-    start, held = ptr[:-1][by], size[by]
-    new_ptr = np.concatenate(([0], np.cumsum(held)))
-    take = np.repeat(start - new_ptr[:-1], held) + np.arange(int(new_ptr[-1]))
+    task = np.empty(len(length), np.int32)
+    task[placed.doc] = number[: len(placed.doc)]
+    task[short] = number[len(placed.doc) + pack]
     table = TaskTable(
-        task_ptr=new_ptr.astype(np.int64),
-        task_rank=ranks[take],
+        task_ptr=np.concatenate(([0], np.cumsum(size[by]))).astype(np.int64),
+        task_rank=_gathered(np.concatenate((ranks, empty_rank)), size, by).astype(np.int32),
         index=index[by].astype(np.int32),
         order=np.arange(len(by), dtype=np.int64),
         offload=np.zeros(len(by), np.float32),
     )
-    task = number[task] if len(by) else task
-    slot = position_in_key(task.astype(np.int64), max(1, len(by)), np.int32)
-    return table, task, slot, times(table, task, length, costs, rules)
+    slot = position_in_key(task, max(1, len(by)), np.int32)
+    if rules.offload_share:
+        held = tokens_of(table, task, length, rules)
+        needed = (1 - rules.capacity / np.maximum(held, 1)) / rules.offload_share
+        # a little more: the ratio is rounded
+        ratio = np.where(held > rules.capacity, np.clip(needed + 1e-7, 0, 1), 0)
+        table.offload[:] = np.nextafter(ratio.astype(np.float32), np.float32(1)) * (ratio > 0)
+    return table, task, slot
+
+
+def _of_members(placed: Rings) -> np.ndarray:
+    return np.repeat(placed.index, np.diff(placed.ptr))
+
+
+def _gathered(members: np.ndarray, size: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Return the members of tasks in another order of the tasks."""
+    start = np.cumsum(size) - size
+    held = size[by]
+    first = np.cumsum(held) - held
+    take = np.repeat(start[by] - first, held) + np.arange(int(held.sum()))
+    gathered: np.ndarray = members[take]
+    return gathered
 
 
 def packs(
     length: np.ndarray, rank: np.ndarray, rules: HybridRules
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pack of every short document, and the rank of every pack."""
+    """Return the pack of every short document, and the rank of every pack, rank by rank.
+
+    Longest first into the fullest pack with room; if that needs more packs than next fit, as that.
+    """
     held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+    inside = np.zeros(len(rank), np.int64)
     order = np.lexsort((-held, rank))
-    inside = np.empty(len(rank), np.int64)
     inside[order] = binpack.next_fit_inside(rank[order], held[order], rules.ranks, rules.capacity)
-    width = int(inside.max(initial=-1)) + 1
-    key = rank.astype(np.int64) * max(1, width) + inside
-    known, pack = np.unique(key, return_inverse=True)
-    return pack, known // max(1, width)
+    width = int(inside.max(initial=0)) + 1
+    if 1 < width <= MANY:
+        tight = binpack.pack_inside(
+            rank,
+            held.astype(np.float64),
+            held,
+            n_parents=rules.ranks,
+            n_bins=width,
+            capacity=rules.capacity,
+            tight=True,
+        )
+        failed = np.bincount(rank[tight < 0], minlength=rules.ranks) > 0
+        inside = np.where(failed[rank], inside, tight)
+    key = rank.astype(np.int64) * width + inside
+    found = np.zeros(rules.ranks * width, bool)
+    found[key] = True
+    number = np.cumsum(found) - 1
+    return number[key], np.flatnonzero(found) // width
+
+
+MANY = 64  # packs of a rank above which next fit is good enough
 
 
 def times(
     table: TaskTable, task: np.ndarray, length: np.ndarray, costs: RingCosts, rules: HybridRules
 ) -> np.ndarray:
-    """Return the end of every rank: a ring starts when its last member is free."""
-    n = len(table)
+    """Return the time of every rank: a ring starts when its last member is free.
+
+    With stages it includes the time to fill and drain the pipeline.
+    """
     load = np.zeros(rules.ranks)
-    if not n:
+    if not len(table):
         return load
     exact = length.astype(np.float64)
-    tokens = np.bincount(task, weights=exact, minlength=n)
-    squares = np.bincount(task, weights=exact * exact, minlength=n)
-    seconds = costs.seconds(tokens, squares, table.sizes(), crossing(table, rules.node))
+    tokens = np.bincount(task, weights=exact, minlength=len(table))
+    squares = np.bincount(task, weights=exact * exact, minlength=len(table))
+    seconds = costs.seconds(tokens, squares, table.sizes(), _crosses(table, rules.node))
     levels = np.searchsorted(table.index, np.arange(int(table.index[-1]) + 2))
     for first, last in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
         if first == last:
@@ -91,31 +122,55 @@ def times(
         ranks = table.task_rank[at[0] : at[-1]]
         end = np.maximum.reduceat(load[ranks], at[:-1] - at[0]) + seconds[first:last]
         load[ranks] = np.repeat(end, np.diff(at))
-    return load
+    if rules.stages == 1:
+        return load
+    filled = (rules.stages - 1) / rules.virtual / np.maximum(1, table.counts(rules.ranks))
+    return load + load * filled
 
 
-def crossing(table: TaskTable, node: int) -> np.ndarray:
+def _crosses(table: TaskTable, node: int) -> np.ndarray:
     """Return whether each task has ranks of several nodes."""
     where = table.task_rank // node
     first = table.task_ptr[:-1]
     return np.maximum.reduceat(where, first) != np.minimum.reduceat(where, first)
 
 
-def _used(placed: Rings, ranks: int) -> np.ndarray:
-    """Return which indices of each rank have a ring: bool [ranks, indices]."""
-    used = np.zeros((ranks, int(placed.index.max(initial=-1)) + 1), bool)
-    used[placed.rank, np.repeat(placed.index, np.diff(placed.ptr))] = True
-    return used
+def tokens_of(
+    table: TaskTable, task: np.ndarray, length: np.ndarray, rules: HybridRules
+) -> np.ndarray:
+    """Return the tokens of the fullest member of each task: int64."""
+    d = table.sizes()[task]
+    whole = ring.padded(length, d, rules.multiple) if rules.multiple else length
+    sample = np.repeat(np.arange(len(task)), d)
+    position = np.arange(len(sample)) - np.repeat(np.cumsum(d) - d, d)
+    piece = ring.sizes(whole[sample], d[sample], position)
+    load = np.zeros(len(table.task_rank), np.int64)
+    np.add.at(load, table.task_ptr[task][sample] + position, piece)
+    if not len(table):
+        return load
+    return np.maximum.reduceat(load, table.task_ptr[:-1])
 
 
-def _free_index(used: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """Return indices for packs, rank by rank: those without a ring first, then those behind."""
-    ranks, width = used.shape
+def memory_of(
+    table: TaskTable, task: np.ndarray, length: np.ndarray, rules: HybridRules
+) -> np.ndarray:
+    """Return the tokens whose activations stay on the fullest member of each task: float64."""
+    held = tokens_of(table, task, length, rules)
+    return held * (1 - rules.offload_share * table.offload.astype(np.float64))
+
+
+def _free_index(
+    taken_rank: np.ndarray, taken_index: np.ndarray, rank: np.ndarray, ranks: int
+) -> np.ndarray:
+    """Return indices for more tasks of ranks: those that are not taken first, then those behind."""
+    width = int(taken_index.max(initial=-1)) + 1
+    used = np.zeros((ranks, width), bool)
+    used[taken_rank, taken_index] = True
     nth = position_in_key(rank, ranks)
-    free = width - used.sum(axis=1)
+    free = (width - used.sum(axis=1))[rank]
     by = np.argsort(used, axis=1, kind="stable")
-    index = nth - free[rank] + width
-    inside = nth < free[rank]
+    index = nth - free + width
+    inside = nth < free
     index[inside] = by[rank[inside], nth[inside]]
     return index
 
@@ -125,15 +180,12 @@ def _empty(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rank and index of every empty task: in gaps of pipelines, and to pad counts."""
     counts = np.bincount(ranks, minlength=rules.ranks)
-    ends = np.zeros(rules.ranks, np.int64)
-    np.maximum.at(ends, ranks, index + 1)
-    wanted = ends if rules.stages > 1 else counts
+    wanted = counts
+    if rules.stages > 1:
+        wanted = np.zeros(rules.ranks, np.int64)
+        np.maximum.at(wanted, ranks, index + 1)
     if rules.equal_counts:
         wanted = np.full(rules.ranks, int(wanted.max(initial=0)))
     wanted = -(-wanted // rules.count_multiple) * rules.count_multiple
-    missing = wanted - counts
-    width = int(max(ends.max(initial=0), 0))
-    used = np.zeros((rules.ranks, width), bool)
-    used[ranks, index] = True
-    where = np.repeat(np.arange(rules.ranks), missing)
-    return where, _free_index(used, where)
+    where = np.repeat(np.arange(rules.ranks), wanted - counts)
+    return where, _free_index(ranks, index, where, rules.ranks)

@@ -1,8 +1,10 @@
-"""Rings of long documents: how many ranks each needs, and which."""
+"""Sizes of rings: what documents need, and what a number of ranks can be divided into.
+
+A *chain* is a rising list of sizes, each a divisor of the next. Its blocks nest: ranks k d to
+(k + 1) d - 1 are the k-th block of size d, and each block consists of whole smaller ones.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,139 +13,119 @@ from overlord.planning.balance import binpack
 from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.cost.ring import RingCosts
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rings:
-    """Rings in the order of their placement: document ``doc[i]`` on ranks ptr[i]:ptr[i+1]."""
-
-    doc: np.ndarray  # int64: position in the list of long documents
-    ptr: np.ndarray  # int64 [rings + 1]
-    rank: np.ndarray  # int32, in ring order
-    index: np.ndarray  # int64: microbatch, equal on all members
-    load: np.ndarray  # float64 [ranks]: end of the last ring of each rank
+WASTE = 1.1  # ranks times seconds of a larger ring over those of the one before it
+FAR = np.int64(2**40)  # more ranks than any job has
 
 
-def sizes(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> np.ndarray:
-    """Return the number of ranks of each document: int64.
+def chains(rules: HybridRules) -> list[np.ndarray]:
+    """Return the chains to try: powers of two with all ranks, and divisors of nodes and ranks.
 
-    It is the larger of two floors: its memory, and a time of at most the mean load of a rank.
+    The number of all ranks ends each chain, also where it is no multiple of the size before it.
     """
-    least, exact = memory_floor(length, rules)
-    d = np.maximum(least, 1)
-    if rules.ranks > 1 and len(length):
-        d = np.maximum(d, _balance_floor(length, d, costs, rules))
-    d = allowed_size(np.minimum(d, rules.ranks), rules)
-    d[exact] = least[exact]
-    return d
+    ranks, node = rules.ranks, rules.node
+    powers = [2**k for k in range(ranks.bit_length()) if 2**k < ranks] + [ranks]
+    found = [powers]
+    if rules.groups == "any" and (ranks <= node or ranks % node == 0):
+        divisors = _halved(ranks, min(ranks, node)) + _halved(min(ranks, node), 1)[1:]
+        found.append(divisors[::-1])
+    return [np.array(c, np.int64) for c in found if c != powers or c is powers]
 
 
-def memory_floor(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarray]:
-    """Return the fewest ranks that hold each document, and whether it allows no larger ring.
+def _halved(number: int, until: int) -> list[int]:
+    """Return ``number`` and its quotients by the smallest prime of number / until, to ``until``."""
+    found = [number]
+    while found[-1] > until:
+        rest = found[-1] // until
+        prime = next((p for p in range(2, int(rest**0.5) + 1) if rest % p == 0), rest)
+        found.append(found[-1] // prime)
+    return found
 
-    Two chunks of a piece are rounded by themselves. So a piece fits an odd capacity for certain
-    only if it fits the even number below, or if chunks fill the capacity exactly.
+
+def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarray]:
+    """Return the fewest ranks whose memory holds each document, and where no larger ring does.
+
+    Both chunks of a piece are rounded by themselves. So a piece surely fits an odd capacity only if
+    it fits the even number below, or if all chunks have half of the capacity.
     """
-    whole = 2 * rules.multiple or 1
-    single = rules.capacity // whole * whole
-    shared = rules.capacity // (2 * max(1, rules.multiple)) * (2 * max(1, rules.multiple))
-    far = np.int64(2**62)
-    least = -(-length // shared) if shared else np.full(len(length), far)
-    least = np.where(length <= single, 1, np.maximum(least, 2))
-    exact = np.zeros(len(length), bool)
-    if not rules.multiple and rules.capacity % 2 and rules.groups == "any":
-        exact = (least > rules.ranks) & (length == length // rules.capacity * rules.capacity)
-        least = np.where(exact, length // rules.capacity, least)
-    least = np.where(exact, least, allowed_size(least, rules))
+    unit = 2 * rules.multiple
+    alone = rules.capacity // max(1, unit) * max(1, unit)
+    shared = rules.capacity // max(2, unit) * max(2, unit)
+    kept = length if not rules.offload_share else _kept(length, rules)
+    least = -(-kept // shared) if shared else np.where(length > 0, FAR, 1)
+    least = np.where(kept <= alone, 1, np.maximum(least, 2))
+    fixed = np.zeros(len(length), bool)
+    if not rules.multiple and rules.capacity % 2:
+        whole = length // rules.capacity
+        fixed = (least > rules.ranks) & (whole * rules.capacity == length) & (whole <= rules.ranks)
+        if rules.groups != "any":
+            fixed &= np.isin(whole, chains(rules)[0])
+        least = np.where(fixed, whole, least)
     if (least > rules.ranks).any():
         i = int((least > rules.ranks).argmax())
-        most = max(single, shared * int(largest_size(rules)))
         raise PlanError(
-            f"sample {i}: expected at most {most} tokens, {rules.capacity} on each of "
-            f"{rules.ranks} ranks, got {int(length[i])}",
-            remedy="cut longer documents (context), or give more capacity or ranks",
+            f"sample {i}: expected at most {max(alone, shared * rules.ranks)} tokens, "
+            f"{rules.capacity} on each of {rules.ranks} ranks, got {int(length[i])}",
+            remedy="cut documents to a shorter context, or give more ranks or capacity",
         )
-    return least, exact
+    return least, fixed
 
 
-def largest_size(rules: HybridRules) -> int:
-    return rules.ranks
+def _kept(length: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return the tokens whose activations stay on ranks if offload takes all that it hides.
 
-
-def allowed_size(d: np.ndarray, rules: HybridRules) -> np.ndarray:
-    """Round ring sizes up to allowed ones."""
-    if rules.groups == "any":
-        return d
-    big = d > rules.ranks
-    power = np.ones_like(d)
-    while (power < np.minimum(d, rules.ranks)).any():
-        power = np.where(power < np.minimum(d, rules.ranks), 2 * power, power)
-    return np.where(big, d, np.minimum(power, rules.ranks))
-
-
-def _balance_floor(
-    length: np.ndarray, d: np.ndarray, costs: RingCosts, rules: HybridRules
-) -> np.ndarray:
-    """Return the fewest ranks with which no document takes longer than the mean rank.
-
-    More ranks do not help where their transfers take longer than they save; then it is the fastest
-    size.
+    Two tokens more than that: the most that rounding can add to a piece.
     """
-    square = length.astype(np.float64) ** 2
-    one = np.ones(len(length), np.int64)
-    ideal = binpack.total(costs.compute(length, square, one)) / rules.ranks
-    best, seconds = d.copy(), costs.seconds(length, square, d, d > rules.node)
-    going = np.flatnonzero(seconds > ideal)
-    for _ in range(64):
-        if not len(going):
-            break
-        more = np.minimum(
-            np.maximum(best[going] + 1, np.ceil(best[going] * seconds[going] / ideal)).astype(
-                np.int64
-            ),
-            rules.ranks,
-        )
-        more = allowed_size(more, rules)
-        then = costs.seconds(length[going], square[going], more, more > rules.node)
-        better = then < seconds[going]
-        best[going[better]], seconds[going[better]] = more[better], then[better]
-        going = going[better & (then > ideal) & (more < rules.ranks)]
-    return best
+    kept = np.ceil(length * (1 - rules.offload_share * hidden_ratio(length, rules)))
+    return np.minimum(length, kept.astype(np.int64) + 2)
 
 
-def place(length: np.ndarray, size: np.ndarray, costs: RingCosts, rules: HybridRules) -> Rings:
-    """Place rings by falling time, each on the least busy ranks."""
-    seconds = costs.seconds(length, length.astype(np.float64) ** 2, size, size > rules.node)
-    aligned = rules.groups == "power_of_two"
-    order = (
-        np.lexsort((np.arange(len(size)), -seconds, -size))
-        if aligned
-        else binpack.by_falling(seconds)
-    )
-    load, following = np.zeros(rules.ranks), np.zeros(rules.ranks, np.int64)
-    ranks: list[np.ndarray] = []
-    index = np.empty(len(order), np.int64)
-    for i, (d, t) in enumerate(zip(size[order].tolist(), seconds[order].tolist(), strict=True)):
-        found = _block(load, d) if aligned else _least_busy(load, d, rules.node)
-        index[i] = following[found].max()
-        load[found] = load[found].max() + t
-        following[found] = index[i] + 1
-        ranks.append(found)
-    return Rings(
-        doc=order,
-        ptr=np.concatenate(([0], np.cumsum(size[order]))),
-        rank=np.concatenate(ranks).astype(np.int32) if ranks else np.zeros(0, np.int32),
-        index=index,
-        load=load,
-    )
+def hidden_ratio(length: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return the largest ratio of offload that computation hides, for documents of a length."""
+    ratio: np.ndarray = np.minimum(1.0, rules.offload_base + rules.offload_slope * length)
+    return ratio if rules.offload_share else np.zeros(len(length))
 
 
-def _block(load: np.ndarray, d: int) -> np.ndarray:
-    if d == len(load):
-        return np.arange(d)
-    blocks = len(load) // d
-    busiest = load[: blocks * d].reshape(blocks, d).max(axis=1)
-    return np.arange(d) + d * int(busiest.argmin())
+def crossing(size: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return whether an aligned block of each size may have ranks of several nodes."""
+    several: np.ndarray = (size > rules.node) | (rules.node % size != 0)
+    return several & (rules.ranks > rules.node)
 
 
-def _least_busy(load: np.ndarray, d: int, node: int) -> np.ndarray:
-    return np.sort(np.argsort(load, kind="stable")[:d])
+def seconds(
+    length: np.ndarray, size: np.ndarray, costs: RingCosts, rules: HybridRules
+) -> np.ndarray:
+    """Return the time of each document alone on a ring of its size."""
+    exact = length.astype(np.float64)
+    return costs.seconds(exact, exact * exact, size, crossing(size, rules))
+
+
+def mean_load(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> float:
+    """Return the computation of a mean rank, without transfers and constants."""
+    exact, one = length.astype(np.float64), np.ones(len(length), np.int64)
+    linear, square, _ = costs.coefficients(one)
+    return binpack.total(linear * exact + square * (exact * exact)) / rules.ranks
+
+
+def within(
+    length: np.ndarray,
+    level: np.ndarray,
+    chain: np.ndarray,
+    most: float,
+    costs: RingCosts,
+    rules: HybridRules,
+) -> np.ndarray:
+    """Return levels of the chain with which no document takes longer than ``most``.
+
+    A document whose next size wastes time of ranks, since its transfers show, keeps its size.
+    """
+    level = level.copy()
+    going = np.arange(len(length))
+    while len(going):
+        now = seconds(length[going], chain[level[going]], costs, rules)
+        going, now = going[now > most], now[now > most]
+        going, now = going[level[going] + 1 < len(chain)], now[level[going] + 1 < len(chain)]
+        then = seconds(length[going], chain[level[going] + 1], costs, rules)
+        wider = chain[level[going] + 1] / chain[level[going]]
+        going = going[then * wider <= now * WASTE]
+        level[going] += 1
+    return level

@@ -1,0 +1,119 @@
+"""Places of rings on ranks.
+
+``in_blocks`` places rings of a chain from the largest size to the smallest, those of a size by LPT
+over its blocks. All ranks of a block then have the same tasks so far, and a ring starts on all its
+members at once: nobody waits, and indices are equal and dense by themselves. ``listed`` places
+rings of any size on the least busy ranks, where members may wait for each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.hashing import position_in_key
+from overlord.planning.balance import binpack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rings:
+    """Documents with their ranks, ``rank[ptr[i]:ptr[i+1]]`` of the i-th, in the order of start."""
+
+    doc: np.ndarray  # int64
+    ptr: np.ndarray  # int64 [rings + 1]
+    rank: np.ndarray  # int32, in ring order
+    index: np.ndarray  # int64: microbatch, equal on all members
+    end: np.ndarray  # float64 [ranks]: end of the last ring of each rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Documents on ranks ``first`` to ``first + size - 1`` each."""
+
+    first: np.ndarray  # int64
+    index: np.ndarray  # int64
+    end: np.ndarray  # float64 [ranks]
+
+
+def nest(seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int) -> Blocks:
+    """Place documents on blocks of their size, the largest size first, each size by LPT."""
+    first, index = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    end, following = np.zeros(ranks), np.zeros(ranks, np.int64)
+    for d in chain[::-1].tolist():
+        rows = np.flatnonzero(size == d)
+        if not len(rows):
+            continue
+        rows = rows[binpack.by_falling(seconds[rows])]
+        blocks = ranks // d
+        block = binpack.lpt(seconds[rows], blocks, start=end[: blocks * d : d])
+        first[rows] = block.astype(np.int64) * d
+        index[rows] = following[first[rows]] + position_in_key(block, blocks)
+        more = np.bincount(block, weights=seconds[rows], minlength=blocks)
+        end[: blocks * d] += np.repeat(more, d)
+        following[: blocks * d] += np.repeat(np.bincount(block, minlength=blocks), d)
+    return Blocks(first, index, end)
+
+
+def members(first: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Return the ranks of blocks, one block after the other."""
+    start = np.cumsum(size) - size
+    ranks: np.ndarray = np.repeat(first - start, size) + np.arange(int(size.sum()))
+    return ranks
+
+
+def in_blocks(
+    docs: np.ndarray, seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int
+) -> Rings:
+    """Place documents on nested blocks."""
+    made = nest(seconds, size, chain, ranks)
+    order = np.lexsort((made.first, made.index))
+    rank = members(made.first[order], size[order]).astype(np.int32)
+    ptr = np.concatenate(([0], np.cumsum(size[order])))
+    return Rings(docs[order], ptr, rank, made.index[order], made.end)
+
+
+def listed(
+    docs: np.ndarray, seconds: np.ndarray, size: np.ndarray, *, ranks: int, node: int
+) -> Rings:
+    """Place documents on the least busy ranks, the largest rings first; members may wait.
+
+    A ring that fits a node takes the node where it starts first. A larger one takes the least busy
+    nodes, and of the last of them the least busy ranks.
+    """
+    node = min(node, ranks)
+    nodes = -(-ranks // node)
+    end = np.full((nodes, node), np.inf)  # ranks that the last node does not have are never free
+    end.reshape(-1)[:ranks] = 0.0
+    width = np.minimum(node, ranks - node * np.arange(nodes))
+    following = np.zeros(nodes * node, np.int64)
+    order = np.lexsort((-seconds, -size))
+    rank, index = [], np.empty(len(order), np.int64)
+    for i, (d, time) in enumerate(zip(size[order].tolist(), seconds[order].tolist(), strict=True)):
+        where = _in_a_node(end, d) if d <= node else _over_nodes(end, width, d)
+        index[i] = following[where].max()
+        following[where] = index[i] + 1
+        flat = end.reshape(-1)
+        flat[where] = flat[where].max() + time
+        rank.append(where)
+    ptr = np.concatenate(([0], np.cumsum(size[order])))
+    found = np.concatenate(rank) if rank else np.zeros(0, np.int64)
+    return Rings(docs[order], ptr, found.astype(np.int32), index, end.reshape(-1)[:ranks].copy())
+
+
+def _in_a_node(end: np.ndarray, d: int) -> np.ndarray:
+    at = int(np.partition(end, d - 1, axis=1)[:, d - 1].argmin())
+    ranks: np.ndarray = at * end.shape[1] + np.sort(np.argsort(end[at], kind="stable")[:d])
+    return ranks
+
+
+def _over_nodes(end: np.ndarray, width: np.ndarray, d: int) -> np.ndarray:
+    busy = np.where(np.isinf(end), -1.0, end).max(axis=1)
+    by = np.argsort(busy, kind="stable")
+    by = by[: int(np.searchsorted(np.cumsum(width[by]), d)) + 1]
+    whole, last = np.sort(by[:-1]), int(by[-1])
+    rest = d - int(width[whole].sum())
+    some = np.sort(np.argsort(end[last], kind="stable")[:rest])
+    ranks = (whole[:, None] * end.shape[1] + np.arange(end.shape[1])).reshape(-1)
+    held = np.isfinite(end.reshape(-1)[ranks])
+    return np.concatenate((ranks[held], last * end.shape[1] + some))

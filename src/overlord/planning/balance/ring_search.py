@@ -1,0 +1,105 @@
+"""Search of ring sizes with which the slowest rank of a step is as fast as possible.
+
+Memory gives each document a least size. More ranks shorten a document that a rank would wait for,
+but cost transfers. So a search begins with sizes with which no document takes longer than a share
+of the mean rank. Then the longest document of each of the busiest ranks gets the next size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from overlord.planning.balance import binpack, rings
+from overlord.planning.balance.hybrid_rules import HybridRules
+from overlord.planning.balance.ring_placement import Blocks, members, nest
+from overlord.planning.cost.ring import RingCosts
+
+SHARES = (1.0, 0.5, 0.25)  # of the mean rank: the longest documents that searches begin with
+FLUID = 16  # documents below this part of the mean rank level by themselves
+FASTER = 0.95  # time of a larger ring that is worth its ranks
+LEVEL = 1.002  # over the bound: good enough to stop
+MISSES = 8  # consecutive tries that are no better
+TRIES, STEPS = 48, 1 << 18  # tries of a search; and ranks and documents over all its tries
+
+
+def nested_sizes(
+    length: np.ndarray, least: np.ndarray, chain: np.ndarray, costs: RingCosts, rules: HybridRules
+) -> tuple[np.ndarray, float]:
+    """Return the sizes for nested blocks, and the time of the slowest rank with them."""
+    mean = rings.mean_load(length, costs, rules)
+    smallest = np.searchsorted(chain, least)
+    best, found = np.inf, smallest
+    for share in SHARES:
+        level = rings.within(length, smallest, chain, share * mean, costs, rules)
+        slowest, level, bound = _searched(length, level, chain, mean, costs, rules)
+        if slowest < best:
+            best, found = slowest, level
+        if slowest <= bound * LEVEL:
+            break
+    return chain[found], float(best)
+
+
+def _searched(
+    length: np.ndarray,
+    level: np.ndarray,
+    chain: np.ndarray,
+    mean: float,
+    costs: RingCosts,
+    rules: HybridRules,
+) -> tuple[float, np.ndarray, float]:
+    """Return the time of the slowest rank, the levels that lead to it, and their bound."""
+    best, found, lowest, missed = np.inf, level, 0.0, 0
+    seconds = rings.seconds(length, chain[level], costs, rules)
+    for _ in range(max(4, min(TRIES, STEPS // (len(length) + rules.ranks)))):
+        size = chain[level]
+        bound = binpack.total(seconds * size) / rules.ranks
+        big = np.flatnonzero((size > 1) | (seconds * FLUID > mean))
+        made = nest(seconds[big], size[big], chain, rules.ranks)
+        slowest = max(bound, float(made.end.max()))
+        missed = 0 if slowest < best else missed + 1
+        if slowest < best:
+            best, found, lowest = slowest, level, bound
+        if slowest <= bound * LEVEL or missed > MISSES:
+            break
+        again = _late(big, size, seconds, made, (bound + slowest) / 2)
+        again = again[level[again] + 1 < len(chain)]
+        then = rings.seconds(length[again], chain[level[again] + 1], costs, rules)
+        faster = then < FASTER * seconds[again]
+        again, then = again[faster], then[faster]
+        if not len(again):
+            break
+        level, seconds = level.copy(), seconds.copy()
+        level[again] += 1
+        seconds[again] = then
+    return best, found, lowest
+
+
+def _late(
+    big: np.ndarray, size: np.ndarray, seconds: np.ndarray, made: Blocks, late: float
+) -> np.ndarray:
+    """Return the longest document of each rank that ends after ``late``."""
+    order = np.argsort(seconds[big], kind="stable")
+    rank = members(made.first[order], size[big][order])
+    longest = np.full(len(made.end), -1)
+    longest[rank] = np.repeat(big[order], size[big][order])  # the last one stays
+    found = np.unique(longest[made.end > late])
+    return found[found >= 0]
+
+
+def free_sizes(
+    length: np.ndarray, least: np.ndarray, costs: RingCosts, rules: HybridRules
+) -> np.ndarray:
+    """Return sizes of any number: what memory needs, or a time of at most the mean rank."""
+    mean = rings.mean_load(length, costs, rules)
+    size = least.copy()
+    now = rings.seconds(length, size, costs, rules)
+    going = np.flatnonzero(now > mean)
+    while len(going):
+        wanted = np.ceil(size[going] * np.minimum(2.0, now[going] / mean)).astype(np.int64)
+        more = np.minimum(np.maximum(size[going] + 1, wanted), rules.ranks)
+        then = rings.seconds(length[going], more, costs, rules)
+        worth = then * more <= now[going] * size[going] * rings.WASTE
+        worth &= more > size[going]
+        size[going[worth]], now[going[worth]] = more[worth], then[worth]
+        going = going[worth & (then > mean)]
+    return size
