@@ -17,6 +17,7 @@ from overlord.mesh import AXES, Mesh
 from overlord.plan.plan import (
     ITEM_COLUMNS,
     MAX_BINS,
+    MOST,
     OPTIONAL_COLUMNS,
     SAMPLE_COLUMNS,
     Assignment,
@@ -66,6 +67,7 @@ def write(plan: LoadingPlan) -> bytes:
         columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS} | {"task": tasks.task}
         head["tasks"] = {
             "rules": asdict(tasks.rules),
+            "offload_share": tasks.offload_share,
             "columns": {n: put(column) for n, column in columns_of.items()},
         }
     text = json.dumps(head).encode()
@@ -148,7 +150,10 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
         or max(rules.ranks, rules.multiple) > MAX_BINS
     ):
         raise ValueError(f"rules of tasks: expected at least one rank and stage, got {rules}")
-    return PlanTasks(table=TaskTable(**columns), task=task, rules=rules)
+    share = float(head["offload_share"])
+    if not (0 <= share <= 1 and 0 <= rules.memory_capacity < MOST):
+        raise ValueError(f"offload of tasks: expected a share of 0 to 1, got {share}")
+    return PlanTasks(table=TaskTable(**columns), task=task, rules=rules, offload_share=share)
 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:

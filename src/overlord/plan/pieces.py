@@ -78,6 +78,17 @@ def tasks_of_ranks(plan: LoadingPlan, ranks: np.ndarray) -> RankTasks:
     )
 
 
+def _kept_tokens(plan: LoadingPlan, tasks: PlanTasks) -> np.ndarray:
+    """Return the tokens whose activations stay on the fullest rank of each task: float64."""
+    held, table = pieces_of(plan), tasks.table
+    key = tasks.task[held.sample].astype(np.int64) * plan.main.n_buckets + held.bucket
+    each, number = np.unique(key, return_inverse=True)
+    tokens = np.bincount(number, weights=held.size, minlength=len(each))
+    most = np.zeros(len(table))
+    np.maximum.at(most, each // plan.main.n_buckets, tokens)
+    return most * (1 - tasks.offload_share * table.offload.astype(np.float64))
+
+
 def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
     """Raise ``PlanError`` unless tasks are safe, and agree with the placement of the samples."""
     a, step = plan.main, plan.step
@@ -99,9 +110,10 @@ def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
             step,
             "call .split() on a graph of this mesh",
         )
-    if a.capacity != tasks.rules.capacity:
+    capacity = tasks.rules.capacity or int(tasks.rules.memory_capacity)
+    if a.capacity != capacity:
         raise PlanError(
-            f"tasks: expected a capacity of {tasks.rules.capacity}, got {a.capacity}",
+            f"tasks: expected a capacity of {capacity}, got {a.capacity}",
             step,
             "give .split() and the plan one capacity",
         )
@@ -109,6 +121,9 @@ def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
     if (n := float(tasks.table.sizes()[of].sum(dtype=np.float64))) > MAX_PIECES:
         raise PlanError(f"tasks: expected at most {MAX_PIECES} pieces, got {n:.0f}", step)
     tasks.table.check(tasks.rules, task=tasks.task, tokens=plan.tokens, step=step)
+    if tasks.rules.memory_capacity:
+        memory = _kept_tokens(plan, tasks)
+        tasks.table.check(tasks.rules, memory=memory, step=step)
     task = tasks.task[a.sample]
     owner = tasks.table.task_rank[tasks.table.task_ptr[:-1]][task]
     for what, column, wanted in (

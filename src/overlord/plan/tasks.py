@@ -12,7 +12,7 @@ order is not enough, since warm-up forwards of one column would wait for backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -378,6 +378,7 @@ class PlanTasks:
     table: TaskTable
     task: np.ndarray  # int32 [samples]
     rules: TaskRules
+    offload_share: float = 0.0  # share of the memory of a token that offload ratio 1 moves
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
         """Return the lengths of all samples as their rings cut them: with padding if there is any.
@@ -391,7 +392,7 @@ class PlanTasks:
     def of_samples(self, rows: np.ndarray, tasks: np.ndarray) -> PlanTasks:
         """Return these tasks, in rising order, for these samples, which belong to them."""
         task = np.searchsorted(tasks, self.task[rows]).astype(np.int32)
-        return PlanTasks(table=self.table.take(tasks), task=task, rules=self.rules)
+        return replace(self, table=self.table.take(tasks), task=task)
 
 
 def _refuse(wrong: np.ndarray, text: Callable[[int], tuple[str, str]], step: int) -> None:

@@ -100,7 +100,7 @@ def hdp(
     *,
     capacity: int | None = None,
     groups: str = "any",
-    **rules: int | bool,
+    **rules: float | bool,
 ) -> Strategy:
     """Return a strategy that splits samples over rings of ranks: hybrid data parallelism.
 

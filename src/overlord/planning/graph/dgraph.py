@@ -357,7 +357,7 @@ class DGraph:
         )
 
     def split(
-        self, capacity: int | None = None, groups: str = "any", **rules: int | bool
+        self, capacity: int | None = None, groups: str = "any", **rules: float | bool
     ) -> DGraph:
         """Return the graph with every sample on a ring of ranks that share its tokens.
 

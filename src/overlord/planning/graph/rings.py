@@ -10,10 +10,9 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.plan.pieces import AXES
-from overlord.plan.tasks import PlanTasks, TaskRules
+from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
-from overlord.planning.balance.hybrid_table import crossing
 from overlord.planning.cost import CostFn, fingerprint_of
 from overlord.planning.cost.ring import RingCosts
 
@@ -121,9 +120,10 @@ def _placed(
     sizes = table.sizes()
     d = sizes[task]
     exact = lengths.astype(np.float64)
-    across = crossing(table, rules.node)[task] if len(task) else np.zeros(0, bool)
+    node, first = table.task_rank // rules.node, table.task_ptr[:-1]
+    across = np.maximum.reduceat(node, first) > np.minimum.reduceat(node, first)
     constant = costs.coefficients(d)[2]
-    seconds = costs.seconds(exact, exact * exact, d, across) - constant
+    seconds = costs.seconds(exact, exact * exact, d, across[task]) - constant
     n = int(table.index.max(initial=0)) + 1
     rings = int((sizes > 1).sum())
     placement = ItemPlacement(
@@ -133,16 +133,7 @@ def _placed(
         algorithm=f"{len(table)} tasks, {rings} of them rings of up to {int(sizes.max(initial=1))}",
     )
     tasks = PlanTasks(
-        table=table,
-        task=task,
-        rules=TaskRules(
-            ranks=rules.ranks,
-            stages=rules.stages,
-            capacity=rules.capacity,
-            multiple=rules.multiple,
-            equal_counts=rules.equal_counts,
-            count_multiple=rules.count_multiple,
-        ),
+        table=table, task=task, rules=rules.task_rules(), offload_share=rules.offload_share
     )
     whole = replace(graph, costs=seconds * d, tasks=tasks)
     what = f"split({rules.capacity}, {rules.groups}{', padded' if rules.multiple else ''})"
