@@ -8,6 +8,7 @@ to the earlier sample.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,46 +38,53 @@ class HybridPlan:
 
 
 def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> HybridPlan:
-    """Return the schedule of documents of these lengths."""
+    """Return the schedule of documents of these lengths: the best of some, the first of equals."""
     check(lengths, rules)
     length = np.asarray(lengths, np.int64)
-    placed = _rings(length, costs, rules)
+    best, slowest = None, np.inf
+    near = NEAR * rings.mean_load(length, costs, rules)
+    for placed in _placements(length, costs, rules):
+        found = _planned(length, placed, costs, rules)
+        if best is None or float(found.load.max()) < slowest:
+            best, slowest = found, float(found.load.max())
+        if slowest <= near:
+            break
+    assert best is not None, "the last placement always exists"
+    return best
+
+
+def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
+    """Yield placements of long documents: on nested blocks, then on the least busy ranks."""
+    least, fixed = rings.floors(length, rules)
+    held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+    found = 0
+    for chain in rings.chains(rules):
+        if not np.isin(least[fixed], chain).all():
+            continue
+        size = ring_search.nested_sizes(length, least, chain, costs, rules)
+        size[fixed] = least[fixed]
+        docs = np.flatnonzero((size > 1) | (held > rules.capacity))
+        seconds = rings.seconds(length[docs], size[docs], costs, rules)
+        yield ring_placement.in_blocks(docs, seconds, size[docs], chain, rules.ranks)
+        found += 1
+    if found and rules.groups != "any":
+        return
+    size = ring_search.free_sizes(length, least, costs, rules)
+    size[fixed] = least[fixed]
+    docs = np.flatnonzero((size > 1) | (held > rules.capacity))
+    if not found or len(docs) * rules.ranks <= MUCH:
+        seconds = rings.seconds(length[docs], size[docs], costs, rules)
+        yield ring_placement.listed(docs, seconds, size[docs], ranks=rules.ranks, node=rules.node)
+
+
+def _planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
+    """Return the plan with these rings: short documents on ranks, packs, and empty tasks."""
     alone = np.zeros(len(length), bool)
     alone[placed.doc] = True
     short = np.flatnonzero(~alone)
     rank = _ranks_of_short(length[short], placed, costs, rules)
     table, task, slot = hybrid_table.build(length, placed, short, rank, rules)
     return HybridPlan(table, task, slot, hybrid_table.times(table, task, length, costs, rules))
-
-
-def _rings(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Rings:
-    """Return the best of some placements of long documents; the first of equals."""
-    least, fixed = rings.floors(length, rules)
-    held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
-    best, found = np.inf, None
-    for chain in rings.chains(rules):
-        if np.isin(least[fixed], chain).all():
-            size, slowest = ring_search.nested_sizes(length, least, chain, costs, rules)
-            size[fixed] = least[fixed]
-            if slowest < best:
-                docs = np.flatnonzero((size > 1) | (held > rules.capacity))
-                seconds = rings.seconds(length[docs], size[docs], costs, rules)
-                best = slowest
-                found = ring_placement.in_blocks(docs, seconds, size[docs], chain, rules.ranks)
-    mean = rings.mean_load(length, costs, rules)
-    if found is not None and (rules.groups != "any" or best <= NEAR * mean):
-        return found
-    size = ring_search.free_sizes(length, least, costs, rules)
-    size[fixed] = least[fixed]
-    docs = np.flatnonzero((size > 1) | (held > rules.capacity))
-    if found is not None and len(docs) * rules.ranks > MUCH:
-        return found
-    seconds = rings.seconds(length[docs], size[docs], costs, rules)
-    other = ring_placement.listed(docs, seconds, size[docs], ranks=rules.ranks, node=rules.node)
-    # waits for members are time of ranks too
-    rest = binpack.total(np.delete(rings.seconds(length, size, costs, rules), docs))
-    slowest = max(float(other.end.max()), (binpack.total(other.end) + rest) / rules.ranks)
-    return other if found is None or slowest < best else found
 
 
 def _ranks_of_short(

@@ -14,9 +14,16 @@ from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.balance.ring_placement import Blocks, members, nest
 from overlord.planning.cost.ring import RingCosts
 
-SHARES = (1.0, 0.5, 0.25)  # of the mean rank: the longest documents that searches begin with
+SHARES = (
+    1.0,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+    0.125,
+)  # of the mean rank: the longest documents that searches begin with
 FLUID = 16  # documents below this part of the mean rank level by themselves
-FASTER = 0.95  # time of a larger ring that is worth its ranks
+FASTER = 0.98  # time of a larger ring that is worth its ranks
 LEVEL = 1.002  # over the bound: good enough to stop
 MISSES = 8  # consecutive tries that are no better
 TRIES, STEPS = 48, 1 << 18  # tries of a search; and ranks and documents over all its tries
@@ -24,8 +31,8 @@ TRIES, STEPS = 48, 1 << 18  # tries of a search; and ranks and documents over al
 
 def nested_sizes(
     length: np.ndarray, least: np.ndarray, chain: np.ndarray, costs: RingCosts, rules: HybridRules
-) -> tuple[np.ndarray, float]:
-    """Return the sizes for nested blocks, and the time of the slowest rank with them."""
+) -> np.ndarray:
+    """Return sizes for nested blocks."""
     mean = rings.mean_load(length, costs, rules)
     smallest = np.searchsorted(chain, least)
     best, found = np.inf, smallest
@@ -36,7 +43,8 @@ def nested_sizes(
             best, found = slowest, level
         if slowest <= bound * LEVEL:
             break
-    return chain[found], float(best)
+    sizes: np.ndarray = chain[found]
+    return sizes
 
 
 def _searched(

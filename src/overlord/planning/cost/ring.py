@@ -43,6 +43,7 @@ class RingCosts(Cost):
     constant: seconds of a task, on each of its ranks.
     token_bytes: bytes per token that pass a rank in a ring, of all layers, forward and backward.
     inside, across: bytes per second of a rank to its neighbour, inside a node and across nodes.
+    latency: seconds of a transfer of any size; a ring of d ranks makes d - 1 one after the other.
     fitted: coefficients by ring size. A size that was not measured has those of the next smaller.
     """
 
@@ -52,6 +53,7 @@ class RingCosts(Cost):
     token_bytes: float = 0.0
     inside: float = math.inf
     across: float = math.inf
+    latency: float = 0.0
     fitted: tuple[SizeFit, ...] = ()
     column: str = "tokens"
     unit: str = "s"
@@ -96,7 +98,7 @@ class RingCosts(Cost):
     def hops(self, tokens: np.ndarray, d: np.ndarray, crosses: np.ndarray) -> np.ndarray:
         """Return the seconds that keys and values of tasks travel on their rings."""
         seconds = np.where(crosses, self.token_bytes / self.across, self.token_bytes / self.inside)
-        return tokens * (d - 1) / d * seconds
+        return tokens * (d - 1) / d * seconds + self.latency * (d - 1)
 
     def compute(self, tokens: np.ndarray, squares: np.ndarray, d: np.ndarray) -> np.ndarray:
         """Return the seconds of computation of tasks on each of their ranks."""
