@@ -95,31 +95,47 @@ def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     return _plan(_samples(buffer, place).balance("greedy", level="inter"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridStrategy:
+    """The strategy that ``hdp`` returns; another process can receive it."""
+
+    cost: CostFn
+    capacity: int | None
+    groups: str
+    rules: tuple[tuple[str, float | bool], ...]
+    hybrid: ClassVar[bool] = True  # samples may be longer than the context
+    __name__: ClassVar[str] = "hdp_balance"
+
+    @property
+    def fingerprint(self) -> str:
+        rules = ", ".join(f"{name}={value!r}" for name, value in self.rules)
+        return f"hdp({fingerprint_of(self.cost)}, {self.capacity}, {self.groups}, {rules})"
+
+    def __call__(self, buffer: Buffer, place: Mesh) -> LoadingPlan:
+        drawn = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("CP")
+        split = drawn.cost(self.cost).split(self.capacity, self.groups, **dict(self.rules))
+        return split.broadcast_at("TP").plan()
+
+
 def hdp(
     cost: CostFn | str | None = None,
     *,
     capacity: int | None = None,
     groups: str = "any",
     **rules: float | bool,
-) -> Strategy:
+) -> HybridStrategy:
     """Return a strategy that splits samples over rings of ranks: hybrid data parallelism.
 
     ``Batch.context`` is the capacity of one rank, and a sample may need several. The ranks of dp
     and cp form one axis. ``cost``: ``ov.cost.RingCosts`` of your model and network, by default
     those of a 12B model on a cluster with 400 Gb/s links. Other arguments: see ``DGraph.split``.
     """
-    costs = RING_12B if cost is None else named(cost)
-
-    def hdp_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-        drawn = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("CP").cost(costs)
-        return drawn.split(capacity, groups, **rules).broadcast_at("TP").plan()
-
-    given = ", ".join(f"{name}={value!r}" for name, value in sorted(rules.items()))
-    hdp_balance.fingerprint = (  # type: ignore[attr-defined]
-        f"hdp({fingerprint_of(costs)}, {capacity}, {groups}, {given})"
+    return HybridStrategy(
+        cost=RING_12B if cost is None else named(cost),
+        capacity=capacity,
+        groups=groups,
+        rules=tuple(sorted(rules.items())),
     )
-    hdp_balance.hybrid = True  # type: ignore[attr-defined]
-    return hdp_balance
 
 
 hdp_balance = hdp()
