@@ -34,13 +34,17 @@ from overlord.planning.cost.models import (
     vit_1b,
     vit_2b,
 )
+from overlord.planning.cost.on_rings import ring
+from overlord.planning.cost.ring import RingCosts, SizeFit
 
 __all__ = [
     "Cost",
     "CostFn",
     "Fitted",
     "LengthCost",
+    "RingCosts",
     "Scaled",
+    "SizeFit",
     "Sum",
     "Transformer",
     "checked_costs",
@@ -51,6 +55,7 @@ __all__ = [
     "named",
     "quadratic",
     "register_cost",
+    "ring",
     "tmoe_25b",
     "tokens",
     "transformer",

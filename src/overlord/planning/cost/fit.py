@@ -12,16 +12,18 @@ plans.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from overlord.errors import PlanError
 from overlord.planning.cost.models import Cost, over_lengths
+from overlord.planning.cost.ring import RingCosts, SizeFit
 
 TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
 LEAST = 4  # one more than the number of coefficients
@@ -60,9 +62,33 @@ class Fitted(Cost):
         return self.linear * a + self.square * b + self.constant * one
 
 
+@overload
 def fit(
-    samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
-) -> Fitted:
+    samples: Sequence[Any],
+    seconds: Sequence[float] | np.ndarray,
+    *,
+    column: str = ...,
+    ranks: None = ...,
+) -> Fitted: ...
+
+
+@overload
+def fit(
+    samples: Sequence[Any],
+    seconds: Sequence[float] | np.ndarray,
+    *,
+    column: str = ...,
+    ranks: Sequence[int] | np.ndarray,
+) -> RingCosts: ...
+
+
+def fit(
+    samples: Sequence[Any],
+    seconds: Sequence[float] | np.ndarray,
+    *,
+    column: str = "tokens",
+    ranks: Sequence[int] | np.ndarray | None = None,
+) -> Fitted | RingCosts:
     """Fit a cost to measured microbatches and their times in seconds.
 
     A microbatch is an array of lengths, or a mapping of columns.
@@ -70,7 +96,61 @@ def fit(
     Measure microbatches that differ in tokens and in the lengths of their documents. Include 64
     short ones, a few long ones, and one as long as the context. Take the median of some runs after
     a warm-up.
+
+    ``ranks``: the ring size of every microbatch, whose lengths are those of whole documents. The
+    result is then a cost of rings with coefficients by size. Measured times include transfers, so
+    it adds none.
     """
+    if ranks is None:
+        return fit_microbatches(samples, seconds, column=column)
+    try:
+        size = [operator.index(d) for d in ranks]
+    except TypeError:
+        size = [0]
+    if len(size) != len(samples) or min(size, default=1) < 1:
+        raise PlanError(
+            f"cost.fit: expected ranks as {len(samples)} whole numbers of at least 1, one per "
+            f"microbatch, got {ranks!r:.80}",
+            remedy="give the ring size of every measurement",
+        )
+    if 1 not in size:
+        raise PlanError(
+            f"cost.fit: expected measurements on one rank too, got rings of {sorted(set(size))}",
+            remedy="short documents run on one rank: measure them",
+        )
+    found = []
+    for d in sorted(set(size)):
+        rows = [i for i, other in enumerate(size) if other == d]
+        try:
+            one = fit_microbatches(
+                [samples[i] for i in rows], [seconds[i] for i in rows], column=column
+            )
+        except PlanError as e:
+            raise PlanError(f"rings of {d}: {e.problem}", remedy=e.remedy) from None
+        found.append(
+            SizeFit(
+                ranks=d,
+                linear=d * one.linear,
+                square=d * one.square,
+                constant=one.constant,
+                worst_error=one.worst_error,
+                measurements=one.measurements,
+            )
+        )
+    first = found[0]
+    return RingCosts(
+        linear=first.linear,
+        square=first.square,
+        constant=first.constant,
+        fitted=tuple(found),
+        column=column,
+    )
+
+
+def fit_microbatches(
+    samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
+) -> Fitted:
+    """Fit a cost to microbatches of one ring size: ``fit`` without ``ranks``."""
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
         raise PlanError(
             "cost.fit: expected a list of microbatches and a list of seconds, got "

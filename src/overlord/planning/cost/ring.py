@@ -1,10 +1,12 @@
 """Time of documents that a ring of ranks shares: computation, and what of its transfers shows.
 
-    t(s, d) = linear s / d + max(square s^2 / d, hops) + constant
+    t(s, d) = linear s / d + max(square s^2 / d, transfers) + constant
 
 for a document of s tokens on d ranks. The ring moves (d - 1) / d of the keys and values past every
-rank while attention runs, so only the longer of both counts. A cost of whole documents is the same
-with d = 1.
+rank while attention runs, so only the longer of both counts.
+
+    costs = cost.ring(measured, token_bytes=16_384 * layers, inside=450e9, across=50e9)
+    costs = cost.fit(lengths, seconds, ranks=[1, 1, 1, 1, 2, 2, 2, 2])  # measured by ring size
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from overlord.planning.cost.models import Cost, over_lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeFit:
-    """Coefficients that were fitted for one ring size; its measurements include transfers or not.
+    """Coefficients that were fitted for one ring size, with the errors of the fit.
 
     ``linear`` and ``square`` are of the whole document, that is d times those of one rank.
     """
@@ -31,6 +33,8 @@ class SizeFit:
     linear: float
     square: float
     constant: float
+    worst_error: float = 0.0
+    measurements: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
