@@ -56,22 +56,30 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
 def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
     """Yield placements of long documents: on nested blocks, then on the least busy ranks."""
     least, fixed = rings.floors(length, rules)
-    held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+    whole = ring.padded(length, 1, rules.multiple) if rules.multiple else length
     found = 0
     for chain in rings.chains(rules):
         if not np.isin(least[fixed], chain).all():
             continue
         size = ring_search.nested_sizes(length, least, chain, costs, rules)
         size[fixed] = least[fixed]
-        docs = np.flatnonzero((size > 1) | (held > rules.capacity))
+        docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
         seconds = rings.seconds(length[docs], size[docs], costs, rules)
-        yield ring_placement.in_blocks(docs, seconds, size[docs], chain, rules.ranks)
+        yield ring_placement.in_blocks(
+            docs,
+            seconds,
+            size[docs],
+            rings.held(length[docs], size[docs], rules),
+            chain,
+            ranks=rules.ranks,
+            capacity=rules.capacity,
+        )
         found += 1
     if found and rules.groups != "any":
         return
     size = ring_search.free_sizes(length, least, costs, rules)
     size[fixed] = least[fixed]
-    docs = np.flatnonzero((size > 1) | (held > rules.capacity))
+    docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
     if not found or len(docs) * rules.ranks <= MUCH:
         seconds = rings.seconds(length[docs], size[docs], costs, rules)
         yield ring_placement.listed(docs, seconds, size[docs], ranks=rules.ranks, node=rules.node)
@@ -96,9 +104,7 @@ def _ranks_of_short(
     its mean time. Ranks with few long ones then get less (equal W (m V + p - 1) for all).
     """
     exact, one = length.astype(np.float64), np.ones(len(length), np.int64)
-    work = costs.compute(exact, exact * exact, one)
-    constant = costs.coefficients(one)[2]
-    work = work - constant + constant * exact / rules.capacity
+    work = rings.seconds(length, one, costs, rules)
     rank = binpack.lpt(work, rules.ranks, start=placed.end)
     if rules.stages == 1:
         return rank

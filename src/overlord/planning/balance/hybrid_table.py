@@ -33,8 +33,8 @@ def build(
     number = np.empty(len(by), np.int32)
     number[by] = np.arange(len(by))
     task = np.empty(len(length), np.int32)
-    task[placed.doc] = number[: len(placed.doc)]
-    task[short] = number[len(placed.doc) + pack]
+    task[placed.doc] = number[placed.task]
+    task[short] = number[len(placed.index) + pack]
     table = TaskTable(
         task_ptr=np.concatenate(([0], np.cumsum(size[by]))).astype(np.int64),
         task_rank=_gathered(np.concatenate((ranks, empty_rank)), size, by).astype(np.int32),

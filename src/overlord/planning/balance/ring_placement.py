@@ -18,11 +18,12 @@ from overlord.planning.balance import binpack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rings:
-    """Documents with their ranks, ``rank[ptr[i]:ptr[i+1]]`` of the i-th, in the order of start."""
+    """Rings in the order of their start, and the documents on them."""
 
     doc: np.ndarray  # int64
+    task: np.ndarray  # int64: ring of each of these documents
     ptr: np.ndarray  # int64 [rings + 1]
-    rank: np.ndarray  # int32, in ring order
+    rank: np.ndarray  # int32, in ring order: rank[ptr[i]:ptr[i+1]] of ring i
     index: np.ndarray  # int64: microbatch, equal on all members
     end: np.ndarray  # float64 [ranks]: end of the last ring of each rank
 
@@ -32,14 +33,14 @@ class Blocks:
     """Documents on ranks ``first`` to ``first + size - 1`` each."""
 
     first: np.ndarray  # int64
-    index: np.ndarray  # int64
+    nth: np.ndarray  # int64: place among the documents of a block of this size
     end: np.ndarray  # float64 [ranks]
 
 
 def nest(seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int) -> Blocks:
     """Place documents on blocks of their size, the largest size first, each size by LPT."""
-    first, index = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
-    end, following = np.zeros(ranks), np.zeros(ranks, np.int64)
+    first, nth = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    end = np.zeros(ranks)
     for d in chain[::-1].tolist():
         rows = np.flatnonzero(size == d)
         if not len(rows):
@@ -48,11 +49,10 @@ def nest(seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int) -
         blocks = ranks // d
         block = binpack.lpt(seconds[rows], blocks, start=end[: blocks * d : d])
         first[rows] = block.astype(np.int64) * d
-        index[rows] = following[first[rows]] + position_in_key(block, blocks)
+        nth[rows] = position_in_key(block, blocks)
         more = np.bincount(block, weights=seconds[rows], minlength=blocks)
         end[: blocks * d] += np.repeat(more, d)
-        following[: blocks * d] += np.repeat(np.bincount(block, minlength=blocks), d)
-    return Blocks(first, index, end)
+    return Blocks(first, nth, end)
 
 
 def members(first: np.ndarray, size: np.ndarray) -> np.ndarray:
@@ -63,14 +63,49 @@ def members(first: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def in_blocks(
-    docs: np.ndarray, seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int
+    docs: np.ndarray,
+    seconds: np.ndarray,
+    size: np.ndarray,
+    held: np.ndarray,
+    chain: np.ndarray,
+    *,
+    ranks: int,
+    capacity: int,
 ) -> Rings:
-    """Place documents on nested blocks."""
+    """Place documents on nested blocks; those of a block share tasks as far as they fit.
+
+    ``held``: tokens of each on a rank. A document above the capacity has a task of its own.
+    """
     made = nest(seconds, size, chain, ranks)
-    order = np.lexsort((made.first, made.index))
-    rank = members(made.first[order], size[order]).astype(np.int32)
-    ptr = np.concatenate(([0], np.cumsum(size[order])))
-    return Rings(docs[order], ptr, rank, made.index[order], made.end)
+    order = np.lexsort((made.nth, made.first, -size))
+    first, d = made.first[order], size[order]
+    begins = np.concatenate(([True], (first[1:] != first[:-1]) | (d[1:] != d[:-1])))[: len(order)]
+    block = np.cumsum(begins) - 1
+    n = int(block[-1]) + 1 if len(block) else 0
+    inside = binpack.next_fit_inside(block, np.minimum(held[order], capacity), n, capacity)
+    opens = np.concatenate(([True], inside[1:] != inside[:-1]))[: len(order)] | begins
+    task = np.cumsum(opens) - 1
+    first, d, block = first[opens], d[opens], block[opens]
+    index, following = np.zeros(len(first), np.int64), np.zeros(ranks, np.int64)
+    for size_of in chain[::-1].tolist():
+        rows = np.flatnonzero(d == size_of)
+        if not len(rows):
+            continue
+        at = first[rows] // size_of
+        index[rows] = following[first[rows]] + position_in_key(at, ranks)
+        used = ranks // size_of
+        following[: used * size_of] += np.repeat(np.bincount(at, minlength=used), size_of)
+    by = np.lexsort((first, index))
+    number = np.empty(len(by), np.int64)
+    number[by] = np.arange(len(by))
+    return Rings(
+        doc=docs[order],
+        task=number[task],
+        ptr=np.concatenate(([0], np.cumsum(d[by]))),
+        rank=members(first[by], d[by]).astype(np.int32),
+        index=index[by],
+        end=made.end,
+    )
 
 
 def listed(
@@ -98,7 +133,8 @@ def listed(
         rank.append(where)
     ptr = np.concatenate(([0], np.cumsum(size[order])))
     found = np.concatenate(rank) if rank else np.zeros(0, np.int64)
-    return Rings(docs[order], ptr, found.astype(np.int32), index, end.reshape(-1)[:ranks].copy())
+    last = end.reshape(-1)[:ranks].copy()
+    return Rings(docs[order], np.arange(len(order)), ptr, found.astype(np.int32), index, last)
 
 
 def _in_a_node(end: np.ndarray, d: int) -> np.ndarray:

@@ -22,7 +22,8 @@ SHARES = (
     0.25,
     0.125,
 )  # of the mean rank: the longest documents that searches begin with
-FLUID = 16  # documents below this part of the mean rank level by themselves
+# documents below this part of the mean rank level by themselves; from MANY a rank on FLUID
+FLUID, FEW_FLUID, MANY = 16, 256, 64
 FASTER = 0.98  # time of a larger ring that is worth its ranks
 LEVEL = 1.002  # over the bound: good enough to stop
 MISSES = 8  # consecutive tries that are no better
@@ -58,10 +59,12 @@ def _searched(
     """Return the time of the slowest rank, the levels that lead to it, and their bound."""
     best, found, lowest, missed = np.inf, level, 0.0, 0
     seconds = rings.seconds(length, chain[level], costs, rules)
+    stuck = np.zeros(len(length), bool)  # whose next size is no faster
+    fluid = FLUID if len(length) > MANY * rules.ranks else FEW_FLUID
     for _ in range(max(4, min(TRIES, STEPS // (len(length) + rules.ranks)))):
         size = chain[level]
         bound = binpack.total(seconds * size) / rules.ranks
-        big = np.flatnonzero((size > 1) | (seconds * FLUID > mean))
+        big = np.flatnonzero((size > 1) | (seconds * fluid > mean))
         made = nest(seconds[big], size[big], chain, rules.ranks)
         slowest = max(bound, float(made.end.max()))
         missed = 0 if slowest < best else missed + 1
@@ -69,10 +72,15 @@ def _searched(
             best, found, lowest = slowest, level, bound
         if slowest <= bound * LEVEL or missed > MISSES:
             break
-        again = _late(big, size, seconds, made, (bound + slowest) / 2)
-        again = again[level[again] + 1 < len(chain)]
-        then = rings.seconds(length[again], chain[level[again] + 1], costs, rules)
-        faster = then < FASTER * seconds[again]
+        while True:
+            able = level[big] + 1 < len(chain)
+            able &= ~stuck[big]
+            again = big[_late(seconds[big], size[big], able, made, (bound + slowest) / 2)]
+            then = rings.seconds(length[again], chain[level[again] + 1], costs, rules)
+            faster = then < FASTER * seconds[again]
+            stuck[again[~faster]] = True
+            if faster.any() or not len(again):
+                break
         again, then = again[faster], then[faster]
         if not len(again):
             break
@@ -83,13 +91,14 @@ def _searched(
 
 
 def _late(
-    big: np.ndarray, size: np.ndarray, seconds: np.ndarray, made: Blocks, late: float
+    seconds: np.ndarray, size: np.ndarray, able: np.ndarray, made: Blocks, late: float
 ) -> np.ndarray:
-    """Return the longest document of each rank that ends after ``late``."""
-    order = np.argsort(seconds[big], kind="stable")
-    rank = members(made.first[order], size[big][order])
+    """Return the longest document that may grow of each rank that ends after ``late``."""
+    order = np.flatnonzero(able)
+    order = order[np.argsort(seconds[order], kind="stable")]
     longest = np.full(len(made.end), -1)
-    longest[rank] = np.repeat(big[order], size[big][order])  # the last one stays
+    # the last one stays
+    longest[members(made.first[order], size[order])] = np.repeat(order, size[order])
     found = np.unique(longest[made.end > late])
     return found[found >= 0]
 
@@ -101,7 +110,7 @@ def free_sizes(
     mean = rings.mean_load(length, costs, rules)
     size = least.copy()
     now = rings.seconds(length, size, costs, rules)
-    going = np.flatnonzero(now > mean)
+    going = np.flatnonzero((now > mean) & (mean > 0))
     while len(going):
         wanted = np.ceil(size[going] * np.minimum(2.0, now[going] / mean)).astype(np.int64)
         more = np.minimum(np.maximum(size[going] + 1, wanted), rules.ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from overlord import ring
 from overlord.errors import PlanError
 from overlord.planning.balance import binpack
 from overlord.planning.balance.hybrid_rules import HybridRules
@@ -50,9 +51,8 @@ def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarr
     unit = 2 * rules.multiple
     alone = rules.capacity // max(1, unit) * max(1, unit)
     shared = rules.capacity // max(2, unit) * max(2, unit)
-    kept = length if not rules.offload_share else _kept(length, rules)
-    least = -(-kept // shared) if shared else np.where(length > 0, FAR, 1)
-    least = np.where(kept <= alone, 1, np.maximum(least, 2))
+    least = -(-length // shared) if shared else np.full(len(length), FAR)
+    least = np.where(length <= alone, 1, np.maximum(least, 2))
     fixed = np.zeros(len(length), bool)
     if not rules.multiple and rules.capacity % 2:
         whole = length // rules.capacity
@@ -60,6 +60,9 @@ def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarr
         if rules.groups != "any":
             fixed &= np.isin(whole, chains(rules)[0])
         least = np.where(fixed, whole, least)
+    if rules.offload_share:
+        least = np.minimum(least, _with_offload(length, rules))
+        fixed &= least * rules.capacity == length
     if (least > rules.ranks).any():
         i = int((least > rules.ranks).argmax())
         raise PlanError(
@@ -70,13 +73,14 @@ def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarr
     return least, fixed
 
 
-def _kept(length: np.ndarray, rules: HybridRules) -> np.ndarray:
-    """Return the tokens whose activations stay on ranks if offload takes all that it hides.
-
-    Two tokens more than that: the most that rounding can add to a piece.
-    """
-    kept = np.ceil(length * (1 - rules.offload_share * hidden_ratio(length, rules)))
-    return np.minimum(length, kept.astype(np.int64) + 2)
+def _with_offload(length: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return the fewest ranks if offload takes all that it hides, with room for rounded pieces."""
+    kept = 1 - rules.offload_share * hidden_ratio(length, rules)
+    room = np.minimum(rules.capacity / np.maximum(kept, 1e-9), float(FAR)).astype(np.int64)
+    rounding = 2 * max(1, rules.multiple)
+    least = np.where(room > rounding, -(-length // np.maximum(1, room - rounding)), FAR)
+    held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+    return np.where(held <= room, 1, np.maximum(least, 2))
 
 
 def hidden_ratio(length: np.ndarray, rules: HybridRules) -> np.ndarray:
@@ -94,9 +98,19 @@ def crossing(size: np.ndarray, rules: HybridRules) -> np.ndarray:
 def seconds(
     length: np.ndarray, size: np.ndarray, costs: RingCosts, rules: HybridRules
 ) -> np.ndarray:
-    """Return the time of each document alone on a ring of its size."""
+    """Return the time of each document on a ring of its size, with its share of a full task."""
     exact = length.astype(np.float64)
-    return costs.seconds(exact, exact * exact, size, crossing(size, rules))
+    alone = costs.seconds(exact, exact * exact, size, crossing(size, rules))
+    constant = costs.coefficients(size)[2]
+    return alone - constant + constant * np.minimum(1.0, exact / (size * rules.capacity))
+
+
+def held(length: np.ndarray, size: np.ndarray, rules: HybridRules) -> np.ndarray:
+    """Return an upper bound of the tokens of each document on a rank of its ring: int64."""
+    if rules.multiple:
+        return ring.padded(length, size, rules.multiple) // size
+    pieces: np.ndarray = -(-length // size) + (size > 1)
+    return pieces
 
 
 def mean_load(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> float:
