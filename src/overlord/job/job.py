@@ -535,7 +535,12 @@ class Job:
             and self.place.cp > 1
             and getattr(self.batch, "cp_split", "none") != "none"
         )
-        if specs and sliced and isinstance(self.strategy, str):
+        if specs and self.hybrid:
+            found.append(
+                "strategy: expected whole samples for images, since their placeholders would be on "
+                f"several ranks, got {_name_of(self.strategy)!r}; use 'llm_balance' or 'vlm_hybrid'"
+            )
+        elif specs and sliced and isinstance(self.strategy, str):
             remedies = (
                 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
             )
