@@ -473,6 +473,8 @@ class _RowsByConstructor:
         if plan.tasks is not None:  # several constructors may have ranks of a sample's ring
             to, pieces = goes_to[_groups(plan)], plan.pieces()
             self._piece_sample = pieces.sample
+            self._item_of = np.empty(len(plan), np.int64)
+            self._item_of[plan.main.sample] = np.arange(len(plan))
             self._pieces = _KeyPositions(to[pieces.bucket])
             self._members = _KeyPositions(to[plan.tasks.table.task_rank])
         elif self._sorted:
@@ -481,9 +483,8 @@ class _RowsByConstructor:
 
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
         if self._plan.tasks is not None:
-            here = np.zeros(len(self._plan), bool)
-            here[self._piece_sample[self._pieces(c)]] = True
-            return np.flatnonzero(here), np.flatnonzero(here[self._plan.main.sample])
+            rows = np.unique(self._piece_sample[self._pieces(c)])
+            return rows, np.sort(self._item_of[rows])
         if self._sorted:
             return self._rows(c), self._items(c)
         # along other axes a bucket may have ranks of several groups
