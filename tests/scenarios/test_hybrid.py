@@ -158,6 +158,19 @@ def test_a_run_goes_on_under_another_mesh_with_the_same_samples(runtime: str, na
     assert max(len(d) for found in whole_documents(out).values() for _, d in found) == limit
 
 
+def test_a_state_of_one_rank_keeps_its_context_as_the_limit_on_many() -> None:
+    alone = replace(CASES["any ring"].job(), place=ov.Mesh())
+    state = ov.simulate(alone, steps=3, save=True).states[2]
+    out = run("local", CASES["any ring"].job(), resume=state)
+    all_clean(out)
+    assert whole_documents(out) == {s: found for s, found in wanted(alone).items() if s >= 3}
+    with ov.launch(CASES["any ring"].job()) as session:
+        client = session.client(0)
+        next(client)
+        session.load_state_dict(state)
+        assert session.job.document_limit == CONTEXT
+
+
 def test_a_mesh_that_cannot_hold_the_longest_document_of_a_state_is_refused() -> None:
     made = CASES["any ring"].job()
     state = ov.simulate(made, steps=2, save=True).states[1]

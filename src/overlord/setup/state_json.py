@@ -89,17 +89,18 @@ def job_fingerprint(
     return entries
 
 
-def saved_limit(saved: Mapping[str, Any], job: Job) -> int:
+def saved_limit(saved: Any, job: Job) -> int:
     """Return the longest sample of a saved run, for a job whose own default depends on its mesh.
 
-    The job's own limit is returned if it was given, or if the state has none.
+    The job's own limit is returned if it was given.
     """
-    if job.max_document is None and job.hybrid:
-        try:
-            return max(1, int(saved["fingerprint"][LIMIT]))
-        except (KeyError, TypeError, ValueError):  # not a state: ``restore`` raises the error
-            pass
-    return job.document_limit
+    then = saved.get("fingerprint") if isinstance(saved, Mapping) else None
+    if job.max_document is not None or not job.hybrid or not isinstance(then, Mapping):
+        return job.document_limit
+    try:
+        return max(1, int(then.get(LIMIT, job.batch.context)))
+    except (TypeError, ValueError):  # damaged: ``restore`` raises the error
+        return job.document_limit
 
 
 def source_mark(entries: Mapping[str, str], name: str) -> str:
