@@ -45,9 +45,7 @@ def linux_tokens(path: Path = LINUX) -> np.ndarray:
     return np.maximum(1, -(-size.astype(np.int64) // BYTES_A_TOKEN))
 
 
-def draw(
-    mix: str, tokens: int, context: int, seed: int, path: Path = LINUX
-) -> np.ndarray:
+def draw(mix: str, tokens: int, context: int, seed: int, path: Path = LINUX) -> np.ndarray:
     """Return documents of a mix with this many tokens in all, cut at the context: int64."""
     rng = np.random.default_rng([MIXES.index(mix), seed])
     known = linux_tokens(path) if mix == "linux" else np.zeros(0, np.int64)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hybrid import baselines, megatron
-from hybrid.lengths import LINUX, draw
+from hybrid.lengths import LINUX, MIXES, draw
 from overlord.plan.tasks import TaskTable
 from overlord.planning.balance.hybrid import HybridRules, schedule
 from overlord.planning.cost import RingCosts
@@ -246,15 +246,9 @@ def cases(quick: bool) -> Iterator[Case]:
         (1024, 1024, 8),
         (1024, 2048, 8),
     ]
-    from hybrid.lengths import MIXES
-
     for mix in MIXES:
         for ranks, context, capacity in grid[:5] if quick else grid:
             for slots in (4,) if quick else (4, 16):
                 yield Case(
-                    mix=mix,
-                    ranks=ranks,
-                    context=context * K,
-                    capacity=capacity * K,
-                    slots=slots,
+                    mix=mix, ranks=ranks, context=context * K, capacity=capacity * K, slots=slots
                 )

@@ -88,7 +88,9 @@ def microbatch(
             groups = of_size[s]
             if groups:
                 held, work = made.held[groups], made.work[groups]
-                reach = max(reach, min((capacity - held.min()) * s, ((cap - work.min()) * s) ** 0.5))
+                reach = max(
+                    reach, min((capacity - held.min()) * s, ((cap - work.min()) * s) ** 0.5)
+                )
                 most = np.maximum(busiest, work + n * n / s)
                 most[(held + n / s > capacity) | (most > cap)] = np.inf
                 first = int(most.argmin())

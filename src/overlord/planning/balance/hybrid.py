@@ -22,8 +22,9 @@ from overlord.planning.cost.ring import RingCosts
 
 __all__ = ["HybridPlan", "HybridRules", "schedule"]
 
-NEAR = 1.01  # over the mean rank: nothing else is tried
+NEAR = 1.0005  # over the mean rank: nothing else is tried
 MUCH = 1 << 21  # rings times ranks above which rings of any size are not tried: it takes too long
+FEW = 16  # ranks up to which one ring of all for every document is tried too
 PASSES = 3  # of the quota of pipelines
 
 
@@ -61,19 +62,22 @@ def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Ite
     for chain in rings.chains(rules):
         if not np.isin(least[fixed], chain).all():
             continue
-        size = ring_search.nested_sizes(length, least, chain, costs, rules)
-        size[fixed] = least[fixed]
-        docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
-        seconds = rings.seconds(length[docs], size[docs], costs, rules)
-        yield ring_placement.in_blocks(
-            docs,
-            seconds,
-            size[docs],
-            rings.held(length[docs], size[docs], rules),
-            chain,
-            ranks=rules.ranks,
-            capacity=rules.capacity,
-        )
+        sizes = [ring_search.nested_sizes(length, least, chain, costs, rules)]
+        if rules.ranks <= FEW:
+            sizes.append(np.full(len(length), rules.ranks))
+        for size in sizes:
+            size[fixed] = least[fixed]
+            docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
+            seconds = rings.seconds(length[docs], size[docs], costs, rules)
+            yield ring_placement.in_blocks(
+                docs,
+                seconds,
+                size[docs],
+                rings.held(length[docs], size[docs], rules),
+                chain,
+                ranks=rules.ranks,
+                capacity=rules.capacity,
+            )
         found += 1
     if found and rules.groups != "any":
         return

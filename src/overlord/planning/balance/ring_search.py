@@ -7,6 +7,8 @@ of the mean rank. Then the longest document of each of the busiest ranks gets th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from overlord.planning.balance import binpack, rings
@@ -25,9 +27,12 @@ SHARES = (
 # documents below this part of the mean rank level by themselves; from MANY a rank on FLUID
 FLUID, FEW_FLUID, MANY = 16, 256, 64
 FASTER = 0.98  # time of a larger ring that is worth its ranks
-LEVEL = 1.002  # over the bound: good enough to stop
-MISSES = 8  # consecutive tries that are no better
-TRIES, STEPS = 48, 1 << 18  # tries of a search; and ranks and documents over all its tries
+LEVEL, NEAR = 1.0005, 1.002  # over the bound: good enough to stop a search, and all of them
+MISSES = 6  # consecutive tries that are no better
+MOST = 48  # tries of a search
+GROWTHS = 4  # times that documents are passed over in a try since more ranks do not help them
+TRIES, STEPS = 128, 1 << 20  # tries of all searches; and documents and ranks over all tries
+BRIEF = 1024  # documents shorter than this part of the longest never need a ring by themselves
 
 
 def nested_sizes(
@@ -37,15 +42,33 @@ def nested_sizes(
     mean = rings.mean_load(length, costs, rules)
     smallest = np.searchsorted(chain, least)
     best, found = np.inf, smallest
-    for share in SHARES:
-        level = rings.within(length, smallest, chain, share * mean, costs, rules)
-        slowest, level, bound = _searched(length, level, chain, mean, costs, rules)
+    # larger rings only add transfers to the work of all ranks
+    least_load = binpack.total(rings.seconds(length, least, costs, rules) * least) / rules.ranks
+    tries = max(16, min(TRIES, STEPS // (len(length) + rules.ranks)))
+    for start in _starts(length, smallest, chain, mean, costs, rules):
+        slowest, level, used = _searched(length, start, chain, mean, best, costs, rules)
+        tries -= used
         if slowest < best:
             best, found = slowest, level
-        if slowest <= bound * LEVEL:
+        if best <= least_load * NEAR or tries <= 0:
             break
     sizes: np.ndarray = chain[found]
     return sizes
+
+
+def _starts(
+    length: np.ndarray,
+    smallest: np.ndarray,
+    chain: np.ndarray,
+    mean: float,
+    costs: RingCosts,
+    rules: HybridRules,
+) -> Iterator[np.ndarray]:
+    """Yield levels to begin with: documents of at most a time, then rings of at least a size."""
+    for share in SHARES:
+        yield rings.within(length, smallest, chain, share * mean, costs, rules)
+    for least in range(1, len(chain)):
+        yield np.maximum(smallest, np.where(length * BRIEF > length.max(), least, 0))
 
 
 def _searched(
@@ -53,28 +76,32 @@ def _searched(
     level: np.ndarray,
     chain: np.ndarray,
     mean: float,
+    limit: float,
     costs: RingCosts,
     rules: HybridRules,
-) -> tuple[float, np.ndarray, float]:
-    """Return the time of the slowest rank, the levels that lead to it, and their bound."""
-    best, found, lowest, missed = np.inf, level, 0.0, 0
+) -> tuple[float, np.ndarray, int]:
+    """Return the time of the slowest rank, the levels that lead to it, and the tries."""
+    best, found, missed = np.inf, level, 0
     seconds = rings.seconds(length, chain[level], costs, rules)
     stuck = np.zeros(len(length), bool)  # whose next size is no faster
     fluid = FLUID if len(length) > MANY * rules.ranks else FEW_FLUID
-    for _ in range(max(4, min(TRIES, STEPS // (len(length) + rules.ranks)))):
+    tries = 0
+    while tries < MOST:
+        tries += 1
         size = chain[level]
         bound = binpack.total(seconds * size) / rules.ranks
+        if bound >= min(best, limit):  # larger rings only cost more
+            break
         big = np.flatnonzero((size > 1) | (seconds * fluid > mean))
         made = nest(seconds[big], size[big], chain, rules.ranks)
         slowest = max(bound, float(made.end.max()))
         missed = 0 if slowest < best else missed + 1
         if slowest < best:
-            best, found, lowest = slowest, level, bound
+            best, found = slowest, level
         if slowest <= bound * LEVEL or missed > MISSES:
             break
-        while True:
-            able = level[big] + 1 < len(chain)
-            able &= ~stuck[big]
+        for _ in range(GROWTHS):
+            able = (level[big] + 1 < len(chain)) & ~stuck[big]
             again = big[_late(seconds[big], size[big], able, made, (bound + slowest) / 2)]
             then = rings.seconds(length[again], chain[level[again] + 1], costs, rules)
             faster = then < FASTER * seconds[again]
@@ -87,7 +114,7 @@ def _searched(
         level, seconds = level.copy(), seconds.copy()
         level[again] += 1
         seconds[again] = then
-    return best, found, lowest
+    return best, found, tries
 
 
 def _late(

@@ -1,0 +1,374 @@
+"""Hybrid schedules, modelled: slowest rank over the ideal, next to static CP, LPT and Megatron's.
+
+    python benchmarks/hdp.py --quick     # a few cells: seconds
+    python benchmarks/hdp.py --save      # the whole grid: minutes; writes benchmarks/results
+
+Everything but planning time is a model; nothing ran on a cluster. benchmarks/README.md explains it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+# Modules of this folder, also when the program is started from another one.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import click
+from rich.console import Console
+
+from hybrid.lengths import LINUX, MIXES
+from hybrid.measure import (
+    SLOW_NETWORK,
+    Case,
+    K,
+    Outcome,
+    Pipeline,
+    Planning,
+    Time,
+    cases,
+    measure,
+    pipeline,
+    planning,
+)
+from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
+
+TARGET = {"linux": 1.05}  # up to 1M; lognormal mixes 1.02
+LOGNORMAL_TARGET = 1.02
+PLANNING_MS = {1024: 150, 16384: 1500}
+LITTLE = 1.05  # a gain over balanced static CP below this is little
+Section = tuple[str, str, list[str], list[list[str]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    outcomes: list[Outcome]
+    slow: list[Outcome]
+    pipelines: list[Pipeline]
+    planning: list[Planning]
+
+
+def run(quick: bool, seeds: int, linux: Path, console: Console) -> Found:
+    grid = list(cases(quick))
+    slow = [
+        replace(case, costs=SLOW_NETWORK)
+        for case in grid
+        if case.ranks >= 64 and case.slots == 4 and case.context >= 256 * K
+    ]
+    pipes = [case for case in grid if case.slots == 16 or quick]
+    ranks = (1024,) if quick else (1024, 16384)
+    plans = [
+        (mix, r, context * K, capacity * K)
+        for r in ranks
+        for mix in MIXES
+        for context, capacity in ((64, 8), (1024, 8), (1024, 64))
+    ]
+    found = Found(outcomes=[], slow=[], pipelines=[], planning=[])
+    with progress(console) as bars:
+        bar = bars.add_task("", total=len(grid) * seeds + len(slow) + len(pipes) + len(plans))
+        for mix, r, context, capacity in plans:
+            bars.update(bar, description=f"planning {mix}, {r} ranks")
+            found.planning.append(planning(mix, r, context, capacity, 1 if quick else 3, linux))
+            bars.advance(bar)
+        for case in grid:
+            for seed in range(seeds):
+                bars.update(bar, description=f"{case.mix} {case.context // K}K, {case.ranks} ranks")
+                found.outcomes.append(measure(case, seed, linux))
+                bars.advance(bar)
+        for case in slow:
+            found.slow.append(measure(case, 0, linux))
+            bars.advance(bar)
+        for case in pipes:
+            found.pipelines.append(pipeline(case, 0, linux))
+            bars.advance(bar)
+    return found
+
+
+def target(case: Case) -> float:
+    """Return the target of a cell; 0: it has none."""
+    if case.mix == "linux" and case.context > 1024 * K:
+        return 0.0
+    return TARGET.get(case.mix, LOGNORMAL_TARGET)
+
+
+def by_case(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Return the outcomes of every case, over its seeds."""
+    return [[o for o in outcomes if o.case == c] for c in dict.fromkeys(o.case for o in outcomes)]
+
+
+def name(case: Case) -> list[str]:
+    return [
+        case.mix,
+        f"{case.ranks:,}",
+        f"{case.context // K}K",
+        f"{case.capacity // K}K x {case.slots}",
+    ]
+
+
+NAMES = ["mix", "ranks", "context", "tokens a rank"]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def gains(outcomes: Sequence[Outcome], way: Callable[[Outcome], float]) -> str:
+    return f"{mean([way(o) / o.any.slowest for o in outcomes]):.2f}"
+
+
+def main_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    rows = []
+    for same in by_case(outcomes):
+        worst = max(o.any.slowest for o in same)
+        bold = "**" if 0 < target(same[0].case) < worst else ""
+        rows.append(
+            [
+                *name(same[0].case),
+                f"{bold}{worst:.3f}{bold}",
+                f"{max(o.aligned.slowest for o in same):.3f}",
+                f"{max(o.megatron.slowest for o in same):.3f}",
+                f"{mean([o.static.slowest for o in same]):.2f}",
+                f"{mean([o.balanced.slowest for o in same]):.2f}",
+                f"{mean([o.whole for o in same]):.2f}",
+                gains(same, lambda o: o.static.slowest),
+                gains(same, lambda o: o.balanced.slowest),
+                gains(same, lambda o: o.whole),
+                gains(same, lambda o: o.megatron.slowest),
+            ]
+        )
+    return rows
+
+
+MAIN_HEAD = [
+    *NAMES,
+    "ours (worst)",
+    "ours, aligned (worst)",
+    "Megatron (worst)",
+    "static CP",
+    "static CP, LPT",
+    "whole documents, LPT",
+    "gain over static",
+    "over static LPT",
+    "over whole",
+    "over Megatron",
+]
+
+
+def part(same: Sequence[Outcome], way: Callable[[Outcome], Time]) -> str:
+    times = [way(o) for o in same]
+    return " / ".join(
+        f"{max(0.0, mean([f(t) for t in times])):.3f}"
+        for f in (lambda t: t.compute, lambda t: t.transfers, lambda t: t.waits)
+    )
+
+
+def part_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    return [
+        [
+            *name(same[0].case),
+            part(same, lambda o: o.any),
+            part(same, lambda o: o.megatron),
+            part(same, lambda o: o.static),
+            part(same, lambda o: o.balanced),
+            str(max(o.largest for o in same)),
+        ]
+        for same in by_case(outcomes)
+    ]
+
+
+def unfavourable(found: Found) -> list[str]:
+    """Return what a reader should know before the good figures."""
+    lines = []
+    missed = [
+        f"{' '.join(name(same[0].case))}: {max(o.any.slowest for o in same):.3f}"
+        for same in by_case(found.outcomes)
+        if 0 < target(same[0].case) < max(o.any.slowest for o in same)
+    ]
+    lines.append(f"- Above the target (worst seed): {'; '.join(missed) or 'no cell'}.")
+    for title, way in (
+        ("Megatron's", lambda o: o.megatron.slowest),
+        ("static CP", lambda o: o.static.slowest),
+        ("static CP with LPT", lambda o: o.balanced.slowest),
+    ):
+        worse = [o for o in found.outcomes if min(o.any.slowest, o.aligned.slowest) > way(o)]
+        most = max((o.any.slowest / way(o) - 1 for o in worse), default=0.0)
+        lines.append(
+            f"- Slower than {title}: {len(worse)} of {len(found.outcomes)} runs, by at most "
+            f"{most:.2%}."
+        )
+    cells = by_case(found.outcomes)
+    little = [c for c in cells if mean([o.balanced.slowest / o.any.slowest for o in c]) < LITTLE]
+    short = sum(c[0].case.context == 64 * K for c in little)
+    lines.append(
+        f"- Less than 5 % faster than static CP with LPT: {len(little)} of {len(cells)} cells, "
+        f"{short} of them with a context of 64K (one node of 8 ranks holds it)."
+    )
+    bound = max((p for p in found.planning), key=lambda p: p.over_ideal)
+    lines.append(
+        f"- Few tokens for many ranks: 32M tokens on {bound.ranks:,} ranks ({bound.mix}, context "
+        f"{bound.context // K}K) take {bound.over_ideal:.1f} times the ideal. The longest document "
+        f"takes that long whatever its ring: transfers bind. Over that bound: {bound.over_bound:.2f}."
+    )
+    uneven = max(found.pipelines, key=lambda p: p.uneven)
+    lines.append(
+        f"- Pipelines of 4 stages are less even: the slowest column is up to {uneven.uneven:.2f} "
+        f"times the mean ({uneven.mix}, {uneven.ranks} ranks, context {uneven.context // K}K)."
+    )
+    return lines
+
+
+def sections(found: Found) -> list[Section]:
+    made: list[Section] = [
+        (
+            "Slowest rank over the ideal",
+            "Ours and Megatron's: the worst seed; others and gains: the mean. Bold: above the "
+            "target (1.02 for lognormal mixes, 1.05 for linux up to 1M). *Aligned*: groups of "
+            "powers of two. *Whole documents* ignore the memory of ranks.",
+            MAIN_HEAD,
+            main_rows(found.outcomes),
+        ),
+        (
+            "What the time consists of",
+            "Computation / transfers that attention does not hide / waits of the mean rank, over "
+            "the ideal. The last column: ranks of our largest ring.",
+            [*NAMES, "ours", "Megatron", "static CP", "static CP, LPT", "largest ring"],
+            part_rows(found.outcomes),
+        ),
+        (
+            "A network of 100 Gb/s",
+            "The same with a quarter of the bandwidth across nodes, one seed. No targets.",
+            MAIN_HEAD,
+            [[c.replace("**", "") for c in row] for row in main_rows(found.slow)],
+        ),
+        (
+            "Pipelines of 4 stages",
+            "Slowest over mean column by W (m + p - 1); microbatches of a column; empty tasks, "
+            "without and with equal counts.",
+            ["mix", "ranks", "context", "slowest / mean", "microbatches", "gaps", "padding"],
+            [
+                [
+                    p.mix,
+                    f"{p.ranks:,}",
+                    f"{p.context // K}K",
+                    f"{p.uneven:.3f}",
+                    f"{p.fewest} to {p.most}",
+                    str(p.gaps),
+                    f"{p.padded:.1%}",
+                ]
+                for p in found.pipelines
+            ],
+        ),
+        (
+            "Planning time",
+            "CPU ms for 32M tokens, the best of the runs; the check of the table by itself. Targets: "
+            "150 ms on 1,024 ranks and 1,500 ms on 16,384. *Over the bound*: slowest rank over "
+            "the ideal, or over the least time of the longest document if that is more.",
+            [
+                "mix",
+                "ranks",
+                "context",
+                "capacity",
+                "documents",
+                "any",
+                "aligned",
+                "check",
+                "over the bound",
+                "over the ideal",
+            ],
+            [
+                [
+                    p.mix,
+                    f"{p.ranks:,}",
+                    f"{p.context // K}K",
+                    f"{p.capacity // K}K",
+                    f"{p.documents:,}",
+                    f"{p.any:.0f}",
+                    f"{p.aligned:.0f}",
+                    f"{p.check:.1f}",
+                    f"{p.over_bound:.3f}",
+                    f"{p.over_ideal:.3f}",
+                ]
+                for p in found.planning
+            ],
+        ),
+    ]
+    return made
+
+
+def summary(found: Found) -> list[str]:
+    judged = [c for c in by_case(found.outcomes) if target(c[0].case)]
+    kept = [c for c in judged if max(o.any.slowest for o in c) <= target(c[0].case)]
+    lines = [f"- Slowest rank over ideal: {len(kept)} of {len(judged)} cells within the target."]
+    for ranks, most in PLANNING_MS.items():
+        ms = [p.any + p.check for p in found.planning if p.ranks == ranks]
+        if ms:
+            lines.append(
+                f"- Planning and check on {ranks:,} ranks: at most {max(ms):.0f} ms (target {most})."
+            )
+    over = [o.static.slowest / o.any.slowest for o in found.outcomes]
+    lpt = [o.balanced.slowest / o.any.slowest for o in found.outcomes]
+    other = [o.megatron.slowest / o.any.slowest for o in found.outcomes]
+    lines += [
+        f"- Gain over {what}: {min(g):.2f} to {max(g):.2f}, median {sorted(g)[len(g) // 2]:.2f}."
+        for what, g in (
+            ("static CP", over),
+            ("static CP with LPT", lpt),
+            ("Megatron's scheduler", other),
+        )
+    ]
+    return lines
+
+
+def page(found: Found, today: str, command: str) -> str:
+    out = [
+        f"# Hybrid schedules, modelled, {today}",
+        "",
+        f"`{command}`. {machine()}",
+        "",
+        "**A model.** No cluster ran: times are computed from the fit of one H200 and assumed "
+        "bandwidths (450 GB/s in a node, 50 GB/s across nodes, 30 us a hop). Kernels are as "
+        "efficient on small pieces as on large ones, and links are never shared. Only planning "
+        "time is measured. The scheduler of Megatron is written anew from its source.",
+        "",
+        "## Unfavourable first",
+        "",
+        *unfavourable(found),
+        "",
+        "## Against the targets",
+        "",
+        *summary(found),
+        "",
+    ]
+    for title, shows, head, rows in sections(found):
+        out += [f"## {title}", "", shows, "", markdown_table(head, rows), ""]
+    return "\n".join(out).rstrip() + "\n"
+
+
+@click.command(help=__doc__.split("\n")[0] if __doc__ else None)
+@click.option("--quick", is_flag=True, help="A few cells, one seed: a look, not a measurement.")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--lengths",
+    "linux",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=LINUX,
+    help="File sizes in bytes (.npy) instead of those of linux-source-6.1.",
+)
+@click.option("--save", "saves", is_flag=True, help="Writes the dated page to benchmarks/results.")
+def main(quick: bool, seeds: int, linux: Path, saves: bool) -> None:
+    console = wide_console()
+    found = run(quick, 1 if quick else seeds, linux, console)
+    for title, _, head, rows in sections(found):
+        console.print(shown_table(title, head, rows))
+    console.print("\n".join([*unfavourable(found), *summary(found)]), markup=False)
+    if saves:
+        today = datetime.date.today().isoformat()
+        text = page(found, today, command_line("benchmarks/hdp.py"))
+        console.print(f"saved {save(f'{today}-hdp', text, {})}")
+
+
+if __name__ == "__main__":
+    main()
