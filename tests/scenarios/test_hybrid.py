@@ -69,7 +69,7 @@ CASES = {
     "padded pieces": Case(
         ov.Mesh(dp=3), hdp(padded=True), {"pad_multiple": 3, "pad_id": 5, "labels": "unshifted"}
     ),
-    "stages": Case(ov.Mesh(pp=2, dp=3), hdp(count_multiple=2), sync="step"),
+    "stages": Case(ov.Mesh(pp=2, dp=3), hdp(count_multiple=2, virtual=2), sync="step"),
     "tensor parallelism": Case(ov.Mesh(pp=2, dp=2, cp=2, tp=2), sync="step"),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

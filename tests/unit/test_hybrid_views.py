@@ -37,7 +37,7 @@ def job(**changes: Any) -> ov.Job:
     rows = [{"tokens": [k] * n} for k, n in enumerate(LENGTHS)]
     source = ov.Source.from_dataset("web", rows, transforms=[ov.Tokens("tokens")], shuffle=False)
     settings: dict[str, Any] = {"batch": BATCH, "place": PLACE, "until": 1, "name": "hybrid"}
-    return ov.Job(sources=[source], strategy="hdp_balance", **{**settings, **changes})
+    return ov.Job(sources=[source], **{"strategy": "hdp_balance", **settings, **changes})
 
 
 def test_loads_are_those_of_the_pieces_and_add_up_to_the_step() -> None:
@@ -168,3 +168,22 @@ def test_the_number_of_microbatches_follows_sync_and_the_demands_of_the_trainer(
         counts = plan.tasks.table.counts(4)
         assert len({*counts.tolist()}) == (expected or len({*counts.tolist()}))
         assert not (counts % rules.get("count_multiple", 1)).any()
+
+
+def test_offload_gives_a_sample_fewer_ranks_and_its_ratio_to_each() -> None:
+    """The capacity is then one of memory: tokens whose activations stay on the rank."""
+    strategy = hdp(offload_share=0.9, offload_base=0.5)
+    plan = strategy(buffer(), PLACE)
+    assert plan.tasks is not None
+    ratio = plan.tasks.table.offload
+    assert ratio.max() > 0
+    held = plan.pieces()
+    kept = held.size * (1 - 0.9 * ratio[plan.tasks.task[held.sample]])
+    bins = held.bins()
+    assert np.bincount(bins, weights=kept).max() <= BATCH.context * (1 + 1e-9)
+    assert ov.LoadingPlan.from_bytes(plan.to_bytes()).digest() == plan.digest()
+    with pytest.raises(PlanError, match="of memory on a rank"):
+        replace(plan, tasks=replace(plan.tasks, offload_share=0.0)).validate()
+    with ov.launch(job(strategy=strategy)) as session:
+        told = [float(mb["offload"]) for mb in next(session.client(0))]
+        assert max(told) == pytest.approx(float(ratio.max()))
