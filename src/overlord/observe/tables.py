@@ -342,6 +342,8 @@ def _microbatches(plan: LoadingPlan) -> str:
     counts, sizes = plan.tasks.table.counts(a.n_buckets), plan.tasks.table.sizes()
     least, most = int(counts.min()), int(counts.max())
     rings = f"{int((sizes > 1).sum())} rings of up to {int(sizes.max(initial=1))} buckets"
+    if (waits := plan.imbalance().get("waits")) is not None:
+        rings += f", with their waits {waits:.3f} of the mean"
     number = f"{most}" if least == most else f"{least} to {most}"
     return f"{number} of {a.capacity:,} tokens on each bucket, {rings}"
 

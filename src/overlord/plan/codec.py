@@ -64,7 +64,8 @@ def write(plan: LoadingPlan) -> bytes:
         for name, a in plan.modules.items()
     }
     if (tasks := plan.tasks) is not None:
-        columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS} | {"task": tasks.task}
+        columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS}
+        columns_of |= {"task": tasks.task, "end": tasks.end}
         head["tasks"] = {
             "rules": asdict(tasks.rules),
             "offload_share": tasks.offload_share,
@@ -136,7 +137,8 @@ def _read(data: bytes) -> LoadingPlan:
 
 
 def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | None]) -> PlanTasks:
-    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in (*TABLE_COLUMNS, "task")}
+    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in (*TABLE_COLUMNS, "task", "end")}
+    end = columns.pop("end")
     if any(column is None for column in columns.values()):
         raise ValueError("a column of the tasks is missing")
     task, kinds = columns.pop("task"), {"equal_counts": bool, "memory_capacity": float}
@@ -153,7 +155,8 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
     share = float(head["offload_share"])
     if not (0 <= share <= 1 and 0 <= rules.memory_capacity < MOST):
         raise ValueError(f"offload of tasks: expected a share of 0 to 1, got {share}")
-    return PlanTasks(table=TaskTable(**columns), task=task, rules=rules, offload_share=share)
+    table = TaskTable(**columns)
+    return PlanTasks(table=table, task=task, rules=rules, offload_share=share, end=end)
 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:

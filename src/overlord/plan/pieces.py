@@ -124,6 +124,15 @@ def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
     if tasks.rules.memory_capacity:
         memory = _kept_tokens(plan, tasks)
         tasks.table.check(tasks.rules, memory=memory, step=step)
+    if (end := tasks.end) is not None and (
+        end.shape != (a.n_buckets,) or not (np.isfinite(end).all() and (end >= 0).all())
+    ):
+        raise PlanError(
+            f"tasks: expected a time of at least 0 for each of {a.n_buckets} ranks, got "
+            f"{end.dtype} of shape {end.shape}",
+            step,
+            "leave out end=, or give every rank its time",
+        )
     task = tasks.task[a.sample]
     owner = tasks.table.task_rank[tasks.table.task_ptr[:-1]][task]
     for what, column, wanted in (

@@ -446,21 +446,12 @@ class LoadingPlan:
 
         ``bucket``: the most expensive bucket. ``microbatch``: the sum over slots of the most
         expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every placement
-        of these samples; 1 in a hybrid plan, whose samples can be split.
+        of these samples; 1 in a hybrid plan, whose samples can be split. A hybrid plan has
+        ``waits`` too: the modelled end of the last rank, with the waits for its rings.
         """
-        from overlord.plan.summary import bounds
+        from overlord.plan.summary import imbalance
 
-        loads = self.loads(module)
-        total = float(loads.sum())
-        if total <= 0:
-            return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
-        mean = total / len(loads)
-        found = {
-            "bucket": float(loads.sum(axis=1).max()) / mean,
-            "microbatch": float(loads.max(axis=0).sum()) / mean,
-        }
-        limits = bounds(self.module(module)) if self.tasks is None else (1.0, 1.0)
-        return found | dict(zip(("bound", "slot_bound"), limits, strict=True))
+        return imbalance(self, module)
 
     def summary(self) -> dict[str, Any]:
         """Return plain values: balance and its bound, predicted time, peak, fill, mixture."""

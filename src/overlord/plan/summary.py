@@ -40,6 +40,23 @@ def bounds(a: Assignment) -> tuple[float, float]:
     return bucket * d / total, slots * d / total
 
 
+def imbalance(plan: LoadingPlan, module: str) -> dict[str, float]:
+    """Return costs relative to the mean bucket: see ``LoadingPlan.imbalance``."""
+    loads, tasks = plan.loads(module), plan.tasks if module == "backbone" else None
+    total = float(loads.sum())
+    if total <= 0:
+        return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
+    mean = total / len(loads)
+    found = {
+        "bucket": float(loads.sum(axis=1).max()) / mean,
+        "microbatch": float(loads.max(axis=0).sum()) / mean,
+    }
+    if tasks is not None and tasks.end is not None:
+        found["waits"] = max(found["bucket"], float(tasks.end.max()) / mean)
+    limits = bounds(plan.module(module)) if tasks is None else (1.0, 1.0)
+    return found | dict(zip(("bound", "slot_bound"), limits, strict=True))
+
+
 def summary(plan: LoadingPlan) -> dict[str, Any]:
     """Return the summary of a plan as plain values: see ``LoadingPlan.summary``."""
     return {

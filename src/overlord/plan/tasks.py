@@ -379,6 +379,8 @@ class PlanTasks:
     task: np.ndarray  # int32 [samples]
     rules: TaskRules
     offload_share: float = 0.0  # share of the memory of a token that offload ratio 1 moves
+    # float64 [ranks]: modelled end of each rank, with the waits for its rings; None: not modelled
+    end: np.ndarray | None = None
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
         """Return the lengths of all samples as their rings cut them: with padding if there is any.
@@ -392,7 +394,7 @@ class PlanTasks:
     def of_samples(self, rows: np.ndarray, tasks: np.ndarray) -> PlanTasks:
         """Return these tasks, in rising order, for these samples, which belong to them."""
         task = np.searchsorted(tasks, self.task[rows]).astype(np.int32)
-        return replace(self, table=self.table.take(tasks), task=task)
+        return replace(self, table=self.table.take(tasks), task=task, end=None)
 
 
 def _refuse(wrong: np.ndarray, text: Callable[[int], tuple[str, str]], step: int) -> None:

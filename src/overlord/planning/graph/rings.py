@@ -133,7 +133,11 @@ def _placed(
         algorithm=f"{len(table)} tasks, {rings} of them rings of up to {int(sizes.max(initial=1))}",
     )
     tasks = PlanTasks(
-        table=table, task=task, rules=rules.task_rules(), offload_share=rules.offload_share
+        table=table,
+        task=task,
+        rules=rules.task_rules(),
+        offload_share=rules.offload_share,
+        end=found.load,
     )
     whole = replace(graph, costs=seconds * d, tasks=tasks)
     what = f"split({rules.capacity}, {rules.groups}{', padded' if rules.multiple else ''})"
