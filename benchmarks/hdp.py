@@ -34,7 +34,16 @@ from hybrid.measure import (
     pipeline,
     planning,
 )
-from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
+from page import (
+    Numbers,
+    command_line,
+    machine,
+    markdown_table,
+    progress,
+    save,
+    shown_table,
+    wide_console,
+)
 
 TARGET = {"linux": 1.05}  # up to 1M; lognormal mixes 1.02
 LOGNORMAL_TARGET = 1.02
@@ -51,14 +60,14 @@ class Found:
     planning: list[Planning]
 
 
-def run(quick: bool, seeds: int, linux: Path, console: Console) -> Found:
-    grid = list(cases(quick))
+def run(quick: bool, slots: Sequence[int], seeds: int, linux: Path, console: Console) -> Found:
+    grid = list(cases(quick, slots))
     slow = [
         replace(case, costs=SLOW_NETWORK)
         for case in grid
-        if case.ranks >= 64 and case.slots == 4 and case.context >= 256 * K
+        if case.ranks >= 64 and case.slots == min(slots) and case.context >= 256 * K
     ]
-    pipes = [case for case in grid if case.slots == 16 or quick]
+    pipes = [case for case in grid if case.slots == max(slots) or quick]
     ranks = (1024,) if quick else (1024, 16384)
     plans = [
         (mix, r, context * K, capacity * K)
@@ -349,6 +358,13 @@ def page(found: Found, today: str, command: str) -> str:
 
 @click.command(help=__doc__.split("\n")[0] if __doc__ else None)
 @click.option("--quick", is_flag=True, help="A few cells, one seed: a look, not a measurement.")
+@click.option(
+    "--slots",
+    type=Numbers(),
+    default="4,16",
+    show_default=True,
+    help="Capacities of tokens for every rank; Megatron's scheduler takes long with many.",
+)
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option(
     "--lengths",
@@ -358,9 +374,9 @@ def page(found: Found, today: str, command: str) -> str:
     help="File sizes in bytes (.npy) instead of those of linux-source-6.1.",
 )
 @click.option("--save", "saves", is_flag=True, help="Writes the dated page to benchmarks/results.")
-def main(quick: bool, seeds: int, linux: Path, saves: bool) -> None:
+def main(quick: bool, slots: list[int], seeds: int, linux: Path, saves: bool) -> None:
     console = wide_console()
-    found = run(quick, 1 if quick else seeds, linux, console)
+    found = run(quick, slots, 1 if quick else seeds, linux, console)
     for title, _, head, rows in sections(found):
         console.print(shown_table(title, head, rows))
     console.print("\n".join([*unfavourable(found), *summary(found)]), markup=False)

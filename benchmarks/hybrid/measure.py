@@ -7,7 +7,7 @@ values of 8 heads of 128 over a ring. Nothing here ran on a cluster.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -229,7 +229,7 @@ def _alone(length: int, case: Case) -> float:
     return float(case.costs.seconds(exact, exact * exact, sizes, sizes > 8).min())
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool, slots_of_ranks: Sequence[int] = (4, 16)) -> Iterator[Case]:
     """Yield the cells: 8 to 1,024 ranks, contexts of 64K to 2M."""
     grid = [
         (8, 64, 8),
@@ -248,7 +248,7 @@ def cases(quick: bool) -> Iterator[Case]:
     ]
     for mix in MIXES:
         for ranks, context, capacity in grid[:5] if quick else grid:
-            for slots in (4,) if quick else (4, 16):
+            for slots in (4,) if quick else slots_of_ranks:
                 yield Case(
                     mix=mix, ranks=ranks, context=context * K, capacity=capacity * K, slots=slots
                 )

@@ -63,16 +63,11 @@ class RingCosts(Cost):
     unit: str = "s"
 
     def __post_init__(self) -> None:
-        least = {"linear": 0.0, "square": 0.0, "constant": 0.0, "token_bytes": 0.0}
+        amounts = ("linear", "square", "constant", "token_bytes", "latency")
         wrong = [
-            f"{name}={value!r}"
-            for name in least
-            if not 0 <= (value := getattr(self, name)) < math.inf
-        ] + [
-            f"{name}={value!r}"
-            for name in ("inside", "across")
-            if not (value := getattr(self, name)) > 0
+            f"{name}={v!r}" for name in amounts if not 0 <= (v := getattr(self, name)) < math.inf
         ]
+        wrong += [f"{n}={v!r}" for n in ("inside", "across") if not (v := getattr(self, n)) > 0]
         if wrong:
             raise PlanError(
                 f"cost.ring: expected finite numbers of at least 0, and bandwidths above 0, got "
