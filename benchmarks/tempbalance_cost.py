@@ -90,8 +90,9 @@ class Cost:
 
     model: str
     estimator: str
-    alone_s: float  # all matrices on one device
+    alone_s: float  # all timed shares on one device
     slowest_s: float  # the largest share of 8 ranks
+    timed: int  # shares, the most expensive by the model
     training_s: float
     reduced_bytes: int  # of Gram matrices that shards send to their owner, over all ranks
     gathered_bytes: int  # of bf16 matrices whose short side is sharded, by rank
@@ -116,15 +117,36 @@ class Weights:
         return self._made[self._shape[name]]
 
 
-def measure(shape: Llama, estimator: str, device: torch.device, passes: int) -> Cost:
+def most_expensive(
+    matrices: list[Matrix], fit: Estimator, count: int
+) -> list[tuple[int, list[Matrix]]]:
+    """Return the ranks with the largest modelled cost and their matrices, the largest first."""
+    costs = [m.cost(fit.takes_windows) for m in matrices]
+    owner = shares(costs, RANKS)
+    load = [sum(c for c, o in zip(costs, owner, strict=True) if o == r) for r in range(RANKS)]
+    ranks = sorted(range(RANKS), key=lambda r: (-load[r], r))[:count]
+    return [(r, [m for m, o in zip(matrices, owner, strict=True) if o == r]) for r in ranks]
+
+
+def measure(
+    shape: Llama, estimator: str, device: torch.device, passes: int, count: int = RANKS
+) -> Cost:
     matrices = matrices_of(shape)
     weights, fit = Weights(matrices, device), Estimator(name=estimator)
-    owner = shares([m.cost(fit.takes_windows) for m in matrices], RANKS)
-    parts = [[m for m, o in zip(matrices, owner, strict=True) if o == r] for r in range(RANKS)]
-    exponents(matrices[:7], weights, fit)  # libraries load and plan
-    found = np.array(
-        [[_seconds(part, weights, fit, device) for part in parts] for _ in range(passes)]
-    )
+    parts = most_expensive(matrices, fit, count)
+    # libraries load and plan: the cheapest matrix of each size of problem
+    by_cost = sorted(matrices, key=lambda m: -m.cost(fit.takes_windows))
+    warm = _seconds(list({m.small: m for m in by_cost}.values()), weights, fit, device)
+    print(f"{shape.name}, {estimator}: first matrix of each size {warm:.2f} s", flush=True)
+    found = np.zeros((passes, len(parts)))
+    for at in range(passes):
+        for i, (rank, part) in enumerate(parts):
+            found[at, i] = _seconds(part, weights, fit, device)
+            print(
+                f"{shape.name}, {estimator}, pass {at}: share of rank {rank} took "
+                f"{found[at, i]:.3f} s, {found[at, i] / shape.training_s:.3%}",
+                flush=True,
+            )
     by_rank = np.median(found, axis=0)
     partial = [m for m in matrices if m.rows >= m.cols]
     return Cost(
@@ -132,6 +154,7 @@ def measure(shape: Llama, estimator: str, device: torch.device, passes: int) -> 
         estimator=estimator,
         alone_s=float(by_rank.sum()),
         slowest_s=float(by_rank.max()),
+        timed=len(parts),
         training_s=shape.training_s,
         reduced_bytes=sum(4 * m.small**2 * _windows(m, estimator) for m in partial),
         gathered_bytes=sum(2 * m.rows * m.cols for m in matrices if m.rows < m.cols),
@@ -151,10 +174,24 @@ def _seconds(part: list[Matrix], weights: Weights, fit: Estimator, device: torch
     return time.perf_counter() - start
 
 
+def solver(device: torch.device, sizes: list[int]) -> None:
+    """Print seconds of an eigenvalue problem of each size: alone, and of four at once."""
+    for size in sizes:
+        tall = torch.randn(4, size, size, device=device)
+        grams, took = tall.mT @ tall, []
+        for part in (grams[:1], grams[:1], grams, grams):
+            settle(device)
+            start = time.perf_counter()
+            torch.linalg.eigvalsh(part)
+            settle(device)
+            took.append((time.perf_counter() - start) / len(part))
+        print(f"side {size}: alone {took[1]:.4f} s, of four {took[3]:.4f} s each", flush=True)
+
+
 HEAD = (
     "model",
     "estimator",
-    "one GPU, s",
+    "timed shares together, s",
     "slowest of 8, s",
     f"training of {EVERY} steps, s",
     "share",
@@ -183,9 +220,16 @@ def page(costs: list[Cost], where: str) -> str:
         "# Cost of TempBalance\n\n"
         f"One measurement every {EVERY} steps, {RANKS} GPUs, {TOKENS / 1e6:g}M tokens a step, "
         f"{FLOPS / 1e12:g} TFLOP/s for each GPU. Times are measured, the training time is computed. "
-        "Communication is not in the times: the last columns are its bytes.\n\n"
+        f"Communication is not in the times: the last columns are its bytes. {_timed(costs)}\n\n"
         f"{table(HEAD, rows)}\n\n{where}\n\nRun: `{command_line('tempbalance_cost.py')}`\n"
     )
+
+
+def _timed(costs: list[Cost]) -> str:
+    fewest = min(c.timed for c in costs)
+    if fewest == RANKS:
+        return f"All {RANKS} shares were timed."
+    return f"{fewest} of {RANKS} shares were timed, the most expensive by the model."
 
 
 def main() -> None:
@@ -194,22 +238,30 @@ def main() -> None:
     parser.add_argument("--models", default="1B,8B")
     parser.add_argument("--estimators", default="hill,farms")
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument(
+        "--shares", type=int, default=RANKS, help="time the most expensive by the model only"
+    )
+    parser.add_argument("--solver", action="store_true", help="time the eigenvalue solver only")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: measures nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     device, costs = device_of(given.device), []
+    if given.solver:
+        solver(device, [64] if given.tiny else [448, 512, 1024, 2048, 4096])
+        return
     shapes = [TINY] if given.tiny else [MODELS[name] for name in given.models.split(",")]
     for shape in shapes:
         for estimator in given.estimators.split(","):
-            costs.append(measure(shape, estimator, device, 1 if given.tiny else given.passes))
+            passes = 1 if given.tiny else given.passes
+            costs.append(measure(shape, estimator, device, passes, given.shares))
             print(json.dumps(asdict(costs[-1])), flush=True)
     text = page(costs, machine(device))
     print(text)
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(c) for c in costs], indent=1))
     if given.save and not given.tiny:
-        print(f"wrote {save('tempbalance-cost', text, default_folder())}")
+        print(f"wrote {save('tempbalance-cost', text, default_folder(), prefix='')}")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,10 @@ BAD: dict[str, tuple[bytes, str]] = {  # name -> bytes, what the reason says
     "jpeg lossless": (jpeg().replace(b"\xff\xc0", b"\xff\xc3", 1), "lossless"),
     "jpeg arithmetic": (jpeg().replace(b"\xff\xc0", b"\xff\xc9", 1), "arithmetic"),
     "jpeg fill": (b"\xff\xd8" + b"\xff" * 10**6, "fill bytes"),
-    "jpeg ended": (b"\xff\xd8\xff\xd9" + b"\0" * 99, "expected an image in the JPEG, got its end"),
+    "jpeg ended": (
+        b"\xff\xd8\xff\xd9" + b"\0" * 99,
+        "expected an image in the JPEG, got the marker 0xffd9 first",
+    ),
     "jpeg scans": (jpeg(progressive=True)[:-2] + b"\xff\xda" * 200 + b"\xff\xd9", "scans"),
     "webp without its mark": (
         saved(photo(40, 60), "WEBP", lossless=True).replace(b"\x2f", b"\x00", 1),

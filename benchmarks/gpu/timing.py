@@ -148,15 +148,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def save(name: str, text: str, folder: Path) -> Path:
-    """Write the dated page to ``$OUT`` if that is set, else to benchmarks/results."""
+def save(name: str, text: str, folder: Path, prefix: str = "gpu-") -> Path:
+    """Write the dated page into a folder; ``prefix`` is that of programs in this one."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = (
         "H200"
         if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
         else this_machine()
     )
-    name, text = tagged(f"{date.today().isoformat()}-gpu-{name}", text, machine, folder)
+    name, text = tagged(f"{date.today().isoformat()}-{prefix}{name}", text, machine, folder)
     path = folder / f"{name}.md"
     path.write_text(text, encoding="utf-8")
     return path

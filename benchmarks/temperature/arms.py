@@ -6,6 +6,7 @@ or replace them before they scale the rates of the real optimizer.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,8 @@ from torch import nn
 import overlord.torch as ot
 from overlord.torch.parameter_groups import SplitGroups
 from overlord.torch.weight_matrices import block_of, named_parameters
+from temperature.names import BALANCED, EMBED, MEAN, PERMUTED, REVERSED
 
-BALANCED, UNIFORM, MEAN, EMBED, PERMUTED, REVERSED = ARMS = (
-    "balanced",
-    "uniform",
-    "uniform at the mean rate",
-    "embeddings and head only",
-    "permuted",
-    "reversed",
-)
 SCALE = (0.5, 1.5)
 
 
@@ -55,6 +49,7 @@ class Rates:
         mean: float = 1.0,
         outer: tuple[str, ...] = (),
         min_eigs: int = 50,
+        spectra: str = "device",
     ):
         self.arm, self._scheduler, self._every, self._seed = arm, scheduler, every, seed
         parameters = named_parameters(model)
@@ -64,12 +59,15 @@ class Rates:
             sizes[unit_of[id(p)]] = sizes.get(unit_of[id(p)], 0) + p.numel()
         self._sizes, self._mean, self._outer = sizes, mean, outer
         self._balance: Any = None
+        self._model = self._measured = model
         if arm in (BALANCED, PERMUTED, REVERSED):
-            never_stepped = torch.optim.SGD(model.parameters(), lr=1.0)
+            if spectra == "cpu":
+                self._measured = copy.deepcopy(model).cpu()
+            never_stepped = torch.optim.SGD(self._measured.parameters(), lr=1.0)
             self._balance = ot.TempBalance(
                 never_stepped,
                 Constant(),
-                model=model,
+                model=self._measured,
                 estimator="farms",
                 every=every,
                 smooth=0,
@@ -77,7 +75,7 @@ class Rates:
                 skip=outer,
                 min_eigs=min_eigs,
             )
-        self._groups = SplitGroups(optimizer, unit_of)
+        self._groups, self._optimizer = SplitGroups(optimizer, unit_of), optimizer
         self._step, self._total = 0, 0.0
 
     def _unit(self, name: str, outer: tuple[str, ...]) -> str:
@@ -88,11 +86,35 @@ class Rates:
             self._scheduler.step()
         self._step += 1
         if self._balance is not None:
+            if self._step % self._every == 0:
+                self._copy()
             self._balance.step()
         found = self.multipliers()
         self._groups.scale(found)
         weighted = sum(found.get(u, 1.0) * n for u, n in self._sizes.items())
         self._total += weighted / sum(self._sizes.values())
+
+    def measure(self) -> dict[str, float]:
+        """Measure all spectra now; of arms that measure."""
+        self._copy()
+        found: dict[str, float] = self._balance.measure()
+        return found
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """Copy the weights to the model that is measured."""
+        if self._measured is not self._model:
+            for to, p in zip(self._measured.parameters(), self._model.parameters(), strict=True):
+                to.copy_(p)
+
+    def now(self) -> list[float]:
+        """The rates in force, one for each group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    @property
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group."""
+        return [list(group["params"]) for group in self._optimizer.param_groups]
 
     def multipliers(self) -> dict[str, float]:
         if self.arm == MEAN:

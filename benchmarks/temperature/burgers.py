@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from temperature.arms import Rates
-from temperature.llama import schedule
+from temperature.training import Place, Training, kept, rates_of
+
+Found = dict[str, Any]
 
 TRAIN, HELD = 1000, 200  # samples of training, and each of validation and test
 POINTS, VISCOSITY, END = 128, 0.01, 1.0
@@ -56,15 +59,13 @@ def dataset(folder: Path, tiny: bool) -> tuple[np.ndarray, np.ndarray]:
     """Initial and final states: validation, test, then training; made once and kept."""
     count = (TRAIN if not tiny else 40) + 2 * (HELD if not tiny else 8)
     points, steps = (POINTS, 1000) if not tiny else (32, 400)
-    path = folder / f"burgers-{count}-{points}.npz"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def make() -> dict[str, np.ndarray]:
         start = initial(count, points, 0)
-        partial = path.with_suffix(f".{np.random.default_rng().integers(1 << 60)}.npz")
-        np.savez(partial, start=start, end=solved(start, steps=steps))
-        partial.replace(path)
-    with np.load(path) as found:
-        return found["start"], found["end"]
+        return {"start": start, "end": solved(start, steps=steps)}
+
+    found = kept(folder / f"burgers-{count}-{points}.npz", make)
+    return found["start"], found["end"]
 
 
 class Spectral(nn.Module):
@@ -103,47 +104,39 @@ class Operator(nn.Module):
         return self.project(x)[:, 0]
 
 
-def train(cell: dict[str, Any], device: torch.device, tiny: bool, folder: Path) -> dict[str, Any]:
-    """One run; errors are root mean squares relative to the solution's, by sample."""
-    sizes, held = (TINY, 8) if tiny else (SIZES, HELD)
-    start, end = (torch.from_numpy(a).float().to(device) for a in dataset(folder, tiny))
+def prepared(cell: dict[str, Any], place: Place) -> tuple[Training, Rates, Callable[[], Found]]:
+    """Return the training of a run, its rates, and what reads its errors afterwards."""
+    sizes, held = (TINY, 8) if cell["tiny"] else (SIZES, HELD)
+    arrays = dataset(place.data, cell["tiny"])
+    start, end = (torch.from_numpy(a).float().to(place.device) for a in arrays)
     whole = len(start) - 2 * held
     count = max(2, round(whole * cell["fraction"]))
     drawn = torch.Generator().manual_seed(cell["seed"])
-    # another subset for every seed, the same one for all arms of a seed
-    chosen = 2 * held + torch.randperm(whole, generator=drawn)[:count].to(device)
+    # another subset for every seed; the same one, and the same batches, for all arms of a seed
+    chosen = 2 * held + torch.randperm(whole, generator=drawn)[:count]
+    batches = chosen[torch.randint(0, count, (cell["steps"], sizes["batch"]), generator=drawn)]
     torch.manual_seed(cell["seed"])
-    model, steps = Operator(sizes).to(device), cell["steps"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cell["lr"], weight_decay=1e-4)
-    rates = Rates(
-        cell["arm"],
+    model = Operator(sizes).to(place.device)
+    rates = rates_of(cell, model, place, OUTER)
+    training = Training(
         model,
-        optimizer,
-        schedule(optimizer, steps),
+        rates,
+        lambda rows: _error(model(start[rows]), end[rows]),
+        batches.to(place.device),
         every=cell["every"],
-        seed=cell["seed"],
-        mean=cell.get("mean", 1.0),
-        outer=OUTER,
-        min_eigs=8 if tiny else 50,
+        weight_decay=1e-4,
     )
-    for _ in range(steps):
-        rows = chosen[torch.randint(0, count, (sizes["batch"],), generator=drawn).to(device)]
-        loss = _error(model(start[rows]), end[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        rates.step()
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def errors() -> Found:
         found = model(start[: 2 * held])
-        errors = [float(_error(found[a:b], end[a:b])) for a, b in ((0, held), (held, 2 * held))]
-    return {
-        "validation": errors[0],
-        "test": errors[1],
-        "mean_multiplier": rates.mean,
-        "alphas": rates.alphas,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
+        values = [float(_error(found[a:b], end[a:b])) for a, b in ((0, held), (held, 2 * held))]
+        parameters = sum(p.numel() for p in model.parameters())
+        return {"validation": values[0], "test": values[1], "parameters": parameters}
+
+    return training, rates, errors
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return root mean squares relative to the solution's, by sample."""
     return ((found - wanted).pow(2).mean(1) / wanted.pow(2).mean(1)).sqrt().mean()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from temperature.arms import Rates
+from temperature.training import Place, Training, kept, rates_of
 
+Found = dict[str, Any]
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 OUTER = ("embed", "head")
 SIZES = {"hidden": 448, "ffn": 1216, "layers": 8, "heads": 7, "context": 512, "batch": 32}
 TINY = {"hidden": 32, "ffn": 64, "layers": 2, "heads": 2, "context": 32, "batch": 4}
-TEXT, HELD = 48 << 20, 2 << 20  # bytes of training text, and each of validation and test
+EVALUATED = 128  # sequences at once
+TEXT, HELD = 48 << 20, 1 << 20  # bytes of training text, and each of validation and test
 
 
 def text_bytes(folder: Path | None, size: int) -> np.ndarray:
@@ -41,6 +46,24 @@ def text_bytes(folder: Path | None, size: int) -> np.ndarray:
     return joined
 
 
+@lru_cache(maxsize=1)
+def text(folder: Path, source: Path | None, tiny: bool) -> tuple[np.ndarray, str]:
+    """Return validation, test and training bytes, with their digest; read once and kept in a file."""
+    held, whole = held_and_whole(tiny)
+    size = whole + 2 * held
+    name = "packages"
+    if source is not None:
+        name = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
+    found = kept(folder / f"text-{size}-{name}.npz", lambda: {"bytes": text_bytes(source, size)})[
+        "bytes"
+    ]
+    return found, hashlib.sha256(found.tobytes()).hexdigest()[:16]
+
+
+def held_and_whole(tiny: bool) -> tuple[int, int]:
+    return (1 << 14, 1 << 18) if tiny else (HELD, TEXT)
+
+
 class Block(nn.Module):
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
@@ -53,14 +76,20 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        y, shape = self.norm1(x), (*x.shape[:2], self.heads, -1)
+        y, shape = _low(self.norm1(x)), (*x.shape[:2], self.heads, -1)
         q, k, v = (
             p(y).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(_turned(q, turn), _turned(k, turn), v, is_causal=True)
         x = x + self.o_proj(y.transpose(1, 2).reshape(x.shape))
-        y = self.norm2(x)
+        y = _low(self.norm2(x))
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _low(x: torch.Tensor) -> torch.Tensor:
+    """Cast once for several layers, as autocast would for each."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
@@ -91,78 +120,54 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def train(
-    cell: dict[str, Any], device: torch.device, tiny: bool, text: Path | None
-) -> dict[str, Any]:
-    """One run; losses are means over bytes, in nats."""
-    sizes = TINY if tiny else SIZES
-    held, whole = (HELD, TEXT) if not tiny else (1 << 14, 1 << 18)
-    read = text_bytes(text, whole + 2 * held)
+def prepared(cell: dict[str, Any], place: Place) -> tuple[Training, Rates, Callable[[], Found]]:
+    """Return the training of a run, its rates, and what reads its losses afterwards."""
+    tiny, device = cell["tiny"], place.device
+    sizes, (held, whole) = TINY if tiny else SIZES, held_and_whole(tiny)
+    read, digest = text(place.data, place.text, tiny)
     data = torch.from_numpy(read).to(device)
     rows = max(int(whole * cell["fraction"]), 2 * sizes["context"])
-    validation, test, training = (
-        data[:held],
-        data[held : 2 * held],
-        data[2 * held : 2 * held + rows],
-    )
+    training = data[2 * held : 2 * held + rows]
     torch.manual_seed(cell["seed"])
     model = Llama(sizes).to(device)
-    steps = cell["steps"]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=cell["lr"], weight_decay=0.1, betas=(0.9, 0.95)
-    )
-    rates = Rates(
-        cell["arm"],
-        model,
-        optimizer,
-        schedule(optimizer, steps),
-        every=cell["every"],
-        seed=cell["seed"],
-        mean=cell.get("mean", 1.0),
-        outer=OUTER,
-        min_eigs=8 if tiny else 50,
-    )
+    rates = rates_of(cell, model, place, OUTER)
     drawn = torch.Generator().manual_seed(cell["seed"])  # the same batches for all arms of a seed
     window = torch.arange(sizes["context"] + 1, device=device)
-    for _ in range(steps):
-        starts = torch.randint(
-            0, len(training) - len(window) + 1, (sizes["batch"],), generator=drawn
-        ).to(device)
-        loss = _loss(model, training[starts[:, None] + window].long(), device)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rates.step()
-    return {
-        "validation": _mean_loss(model, validation, sizes, device),
-        "test": _mean_loss(model, test, sizes, device),
-        "mean_multiplier": rates.mean,
-        "alphas": rates.alphas,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "data": hashlib.sha256(read.tobytes()).hexdigest()[:16],
-    }
+    shape = (cell["steps"], sizes["batch"])
+    starts = torch.randint(0, len(training) - len(window) + 1, shape, generator=drawn).to(device)
+    fit = Training(
+        model,
+        rates,
+        lambda at: _loss(model, training[at[:, None] + window].long()),
+        starts,
+        every=cell["every"],
+        clip=1.0,
+        weight_decay=0.1,
+        betas=(0.9, 0.95),
+    )
+
+    def losses() -> Found:
+        return {
+            "validation": _mean_loss(model, data[:held], sizes),
+            "test": _mean_loss(model, data[held : 2 * held], sizes),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "data": digest,
+        }
+
+    return fit, rates, losses
 
 
-def schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    warm = max(1, steps // 20)
-    linear = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=warm)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm))
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [linear, cosine], milestones=[warm])
-
-
-def _loss(model: nn.Module, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean over bytes, in nats."""
+    kind = tokens.device.type
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda", cache_enabled=False):
         logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()
-def _mean_loss(
-    model: nn.Module, data: torch.Tensor, sizes: dict[str, int], device: torch.device
-) -> float:
+def _mean_loss(model: nn.Module, data: torch.Tensor, sizes: dict[str, int]) -> float:
     length = sizes["context"] + 1
     rows = data[: len(data) // length * length].view(-1, length)
-    batches = rows.split(sizes["batch"])
-    losses = [float(_loss(model, rows.long(), device)) * len(rows) for rows in batches]
-    return sum(losses) / sum(map(len, batches))
+    losses = [_loss(model, part.long()).double() * len(part) for part in rows.split(EVALUATED)]
+    return float(torch.stack(losses).sum() / len(rows))

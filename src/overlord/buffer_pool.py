@@ -30,9 +30,10 @@ MAX_BUFFERS = 64
 
 
 class BufferPool:
-    """Pool of buffers, which returns one of about the requested size.
+    """A pool of reused buffers; a call with a size returns an unused ``uint8`` array.
 
-    The pool holds at most ``max_bytes`` of unused memory; beyond that it allocates without keeping.
+    It keeps at most ``max_bytes`` and ``MAX_BUFFERS`` buffers, used ones included, but at least the
+    newest one. An older buffer beyond that is freed with its last view.
     """
 
     def __init__(self, max_bytes: int = 2**30):
@@ -46,7 +47,7 @@ class BufferPool:
         return BufferPool, (self._max_bytes,)
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """Return at least nbytes of memory that no array views; its content is undefined."""
+        """Return an unused array of at least ``nbytes`` bytes; its content is undefined."""
         if not self._reuses:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -65,7 +66,7 @@ class BufferPool:
             return buffer[:]
 
     def _trim(self) -> None:
-        """Drop the oldest buffers beyond the budget; buffers in use stay alive with their views."""
+        """Drop the oldest buffers beyond the limits; buffers in use stay alive with their views."""
         held = sum(buffer.nbytes for buffer in self._buffers)
         while (held > self._max_bytes or len(self._buffers) > MAX_BUFFERS) and len(
             self._buffers

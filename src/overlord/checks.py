@@ -15,7 +15,7 @@ from overlord.errors import JobError, OverlordError, SourceError
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the closest known name, or with the first known names."""
+    """Return a hint, to be appended to an error: the closest known name, or the first 20 names."""
     names = sorted(set(known))
     close = difflib.get_close_matches(str(name), names, n=1)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -43,7 +43,10 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def signature_problem(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
-    """Return the reason why a function does not accept these arguments, or an empty text."""
+    """Return the reason why a function does not accept these arguments, or an empty text.
+
+    A function whose signature Python cannot read is accepted.
+    """
     try:
         return _signature_problem(fn, tuple(arguments))
     except TypeError:  # not hashable
@@ -52,7 +55,7 @@ def signature_problem(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _signature_problem(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    """Return the same with a cache, since cost functions are checked at every step."""
+    """Return the problem of a signature, cached, since cost functions are checked at every step."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # functions written in C, mostly
@@ -68,9 +71,9 @@ def _signature_problem(fn: Callable[..., Any], arguments: tuple[str, ...]) -> st
 def where_raised(error: BaseException) -> str:
     """Return the location of the user code that raised an error, or an empty text.
 
-    The form is `` (at FILE:LINE, in FUNCTION)``. The innermost frame outside of this package, of
-    Python's library and of installed packages counts; else the first one outside of this package.
-    Tracebacks do not reach the quarantine or other processes; texts do.
+    The form is `` (at FILE:LINE, in FUNCTION)``. The location is the innermost frame outside of
+    this package, Python's library and installed packages. Without such a frame it is the outermost
+    one outside of this package. The quarantine and other processes get this text, not tracebacks.
     """
     outside, trace = list[str](), error.__traceback__
     own = ""
@@ -87,12 +90,15 @@ def where_raised(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and text of an error, with the location in user code that raised it."""
+    """Return type and text of an error, and the location in user code that raised it, if any."""
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
 
 
 def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
-    """Return ``fn`` if it can be called with these arguments; else raise a JobError."""
+    """Return ``fn`` if it can be called with these arguments; raise ``JobError`` otherwise.
+
+    ``where`` is the location that the error names.
+    """
     if (
         problem := signature_problem(fn, arguments)
         if callable(fn)
@@ -107,8 +113,12 @@ def name_of(fn: Any) -> str:
 
 
 def as_exception(error: BaseException, source: str = "") -> Exception:
-    """Return the error, or an Exception in place of one that would end a program or a loop."""
-    # StopIteration would look like the end of the data
+    """Return ``error``, or an error with its text if it would end a program or a loop.
+
+    ``StopIteration``, ``SystemExit`` and ``KeyboardInterrupt`` would. They are replaced by a
+    ``SourceError`` of ``source``, or by an ``OverlordError`` if ``source`` is empty.
+    """
+    # a StopIteration that leaves an iterator would look like the end of the data
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     what = describe_error(error)

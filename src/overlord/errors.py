@@ -1,4 +1,4 @@
-"""The named exceptions.
+"""The exceptions of this package.
 
 Each has its details as fields and can be pickled: ``args`` equals the constructor's signature, so
 the default ``__reduce__`` rebuilds it in another process. Each text names the location, the
@@ -18,7 +18,7 @@ class JobError(OverlordError):
     """A job or an argument that is not valid; all problems are listed at once."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
-        # torch rebuilds errors of workers from one text
+        # torch rebuilds an error of a DataLoader worker from a single text
         listed = [problems] if isinstance(problems, str) else list(problems)
         super().__init__(listed, where)
         self.problems, self.where = listed, where
@@ -41,15 +41,15 @@ class SourceError(OverlordError):
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
-        # after a list of files the remedy has its own line
+        # a problem of several lines lists files: the remedy then has its own line
         between = "\n  to do: " if "\n" in self.problem else "; "
         return f"{where}: {self.problem}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
 class StorageError(SourceError):
-    """Bytes of a source that storage did not deliver in time, or that differ from the index.
+    """A read of a source that storage did not deliver in time, or that differs from the index.
 
-    The data may still be correct.
+    The stored data may still be correct, so the same state may be resumed.
     """
 
 
@@ -107,7 +107,7 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
         if name not in missing and name not in new
     ]
     if missing or new:
-        # a digest of the names of the sources
+        # "sources" is a digest of all names, which the groups below list
         rest = {part: values for part, values in rest.items() if part != "sources"}
     groups = {
         "sources of the state that the job lacks": missing,
@@ -132,7 +132,8 @@ def _shorten(names: Sequence[str]) -> str:
 class StateMismatch(OverlordError):
     """A saved state that does not fit the job.
 
-    ``differences`` maps each component to (saved, found), ``problem`` describes the mismatch.
+    ``differences`` maps each component to its texts (saved, found). ``problem`` describes the
+    mismatch.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class DataStall(OverlordError):
 
 
 class ActorLost(OverlordError):
-    """A worker process that died and could not be replaced."""
+    """The loss of a worker that is not replaced, of a connection's peer, or of the event loop."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(name, reason)
@@ -183,7 +184,7 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A refused connection: wrong token, other version, or not an Overlord process."""
+    """A refused connection: wrong token, other version, not Overlord, or the peer's own reason."""
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)
@@ -205,14 +206,14 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer continued, so that records of this writer are ignored.
+    """A journal that another writer has continued, so that later records of this one are ignored.
 
     Retries cannot succeed.
     """
 
 
 class FrameError(OverlordError):
-    """Invalid bytes of a connection, or a value that cannot be sent."""
+    """Invalid bytes of a frame, or a value that cannot be encoded."""
 
     def __init__(self, problem: str, where: str = "", remedy: str = ""):
         super().__init__(problem, where, remedy)
@@ -224,16 +225,17 @@ class FrameError(OverlordError):
 
 
 class WouldBlock(Exception):
-    """Raised instead of blocking in a thread that must not block.
+    """A wait that was refused, because the calling thread must not block.
 
     Another thread has to repeat the call.
     """
 
 
-# remedy for code that returns another result for the same input
+# remedy for a function that returned another result for the same input
 NO_FUNCTION = (
     "strategies, schedules and transforms must be functions of their arguments: no clock, no "
     "random numbers of their own, no memory"
 )
-# a runtime whose workers log elsewhere names the file in the reason
+# Begins the text that locates the output of a lost worker. A runtime whose workers write to files
+# of their own puts it into the reason; otherwise the supervisor appends it.
 LAST_OUTPUT = "its last output"

@@ -20,7 +20,7 @@ _GOLDEN, _M1, _M2 = U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D0
 def key64(*parts: str | int) -> int:
     """Return a 64-bit key of a purpose and its names.
 
-    It is BLAKE2b over the parts joined by U+001F, little-endian.
+    It is BLAKE2b of 8 bytes over the parts joined by U+001F, as a little-endian number.
     """
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -45,9 +45,10 @@ def keyed_hash(key: int, *columns: Any) -> np.ndarray:
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
-    """Return a short hex fingerprint of ordered parts.
+    """Return a fingerprint of ordered parts: 32 hexadecimal digits.
 
-    Lengths are hashed, too, so that different parts never give the same text.
+    Lengths are hashed too, so it depends on the bounds of the parts. A text and its UTF-8 bytes
+    have the same fingerprint.
     """
     h = blake2b(digest_size=16)
     for part in parts:
@@ -69,7 +70,7 @@ RADIX_FROM = 2048  # below this one stable argsort is cheaper than four passes
 
 
 def order_by_key(keys: np.ndarray, bound: int) -> np.ndarray:
-    """Return a stable order by integer keys below ``bound``."""
+    """Return the indices that sort keys stably; keys are integers from 0 to ``bound - 1``."""
     if len(keys) < RADIX_FROM:
         return np.argsort(keys, kind="stable")
     return radix_order(
@@ -78,7 +79,7 @@ def order_by_key(keys: np.ndarray, bound: int) -> np.ndarray:
 
 
 def position_in_key(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.ndarray:
-    """Return the position of each item among the items with the same key."""
+    """Return the position of each item, from 0 on, among the items with the same key."""
     order, counts = order_by_key(keys, bound), np.bincount(keys, minlength=bound)
     number: np.ndarray = np.empty(len(keys), dtype)
     number[order] = np.arange(len(keys)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -86,7 +87,7 @@ def position_in_key(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.
 
 
 def radix_order(keys: np.ndarray, digits: int) -> np.ndarray:
-    """Return a stable order by uint64 keys of ``digits`` 16-bit digits."""
+    """Return the indices that stably sort uint64 keys of ``digits`` 16-bit digits, at least one."""
     order = None
     for i in range(digits):
         digit = (keys >> np.uint64(16 * i)).astype(np.uint16)
@@ -99,7 +100,7 @@ def radix_order(keys: np.ndarray, digits: int) -> np.ndarray:
 
 
 def in_documents(sample: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the stable order of items by sample, then by offset."""
+    """Return the indices that stably sort items by sample, then by offset."""
     if len(sample) < 2 or _is_sorted(sample, offset):
         return np.arange(len(sample))
     return np.lexsort((offset, sample))

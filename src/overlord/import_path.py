@@ -33,12 +33,10 @@ def module_started(given: Sequence[str]) -> str:
 
 
 def _leave_working_directory() -> None:
-    """Remove the working directory from the search path under ``python -m overlord``.
+    """Remove the working directory, which ``python -m overlord`` has put first, from the path.
 
-    Python puts it there.
-
-    The package itself may come from there. Then the directory moves to the end, for the processes
-    that import it.
+    If the package itself is in the working directory, move the directory to the end, for processes
+    that import the package.
     """
     # argv is ["-m"] while Python imports the package of the module it starts
     if getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path:
@@ -60,12 +58,18 @@ def entries() -> list[str]:
 
 
 def as_setting() -> str:
-    """Return the search path as a PYTHONPATH, for a process that is started with ``-P``."""
+    """Return the search path as a PYTHONPATH, for a process that is started with ``-P``.
+
+    Entries that contain the separator are left out.
+    """
     return os.pathsep.join(path for path in entries() if os.pathsep not in path)
 
 
 def settings() -> dict[str, str]:
-    """Return the environment for ``python -c`` without the working directory on the search path."""
+    """Return variables for ``python -c`` that keep the working directory off the search path.
+
+    The process calls ``restore_settings`` once it has started.
+    """
     before = "\n".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ)
     return {"PYTHONPATH": as_setting(), "PYTHONSAFEPATH": "1", SAVED: before}
 
@@ -83,10 +87,10 @@ def restore_settings() -> None:
 
 
 class FirstEntryPath(list[str]):
-    """A search path for workers that accepts only the first directory of this process's path.
+    """A list of paths whose ``extend`` accepts only the first directory of this process's path.
 
-    Ray puts this path first in its workers, and adds the working directory. All other entries of
-    this process come last there, with the actor.
+    Ray extends it, also by the working directory, and puts it first in the search path of its
+    workers. The other entries of this process are sent with each actor, and come last.
     """
 
     def extend(self, paths: Iterable[str]) -> None:

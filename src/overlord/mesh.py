@@ -80,7 +80,8 @@ class Mesh:
         ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the
         outer one slowest. An ``fsdp`` that also shards over context parallelism (torchtitan's)
         hides it: pass a mesh with a dimension for cp. The order of ranks comes from ``mesh.mesh``
-        if it exists, else from the order of the dimensions.
+        if it exists, else from the order of the dimensions. Raise ``JobError`` for other dimension
+        names, for ranks in another order, and for a mesh that lacks ranks of the job.
         """
         names, ranks = _mesh_of(mesh)
         axes = [MESH_DIMS[name] for name in names]
@@ -149,7 +150,7 @@ class Mesh:
     # Changes: a mesh is immutable, so each method returns a new one.
 
     def replace(self, **degrees: Any) -> Mesh:
-        """Return the mesh with other degrees, or another ``order``."""
+        """Return the mesh with other degrees (``dp=4``), or another ``order``."""
         unknown = [name for name in degrees if name not in (*AXES, "order")]
         if unknown:
             raise JobError(
@@ -158,11 +159,14 @@ class Mesh:
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> Mesh:
-        """Return the mesh with n more data-parallel replicas, and new numbers of ranks."""
+        """Return the mesh with n more data-parallel replicas; its ranks are numbered anew."""
         return self._with_replicas(n, 1, "add_replicas")
 
     def remove_replicas(self, n: int = 1) -> Mesh:
-        """Return the mesh with n fewer data-parallel replicas; at least one stays."""
+        """Return the mesh with n fewer data-parallel replicas; its ranks are numbered anew.
+
+        Raise ``JobError`` if no replica would remain.
+        """
         return self._with_replicas(n, -1, "remove_replicas")
 
     def _with_replicas(self, n: int, sign: int, what: str) -> Mesh:
@@ -194,7 +198,7 @@ class Mesh:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a rank on every axis."""
+        """Return the coordinate of a rank on every axis; raise ``JobError`` for an invalid rank."""
         if problem := self.rank_problem(rank):
             raise JobError([problem], "place")
         at = np.unravel_index(rank, self._shape)
@@ -313,7 +317,10 @@ def _inside(i: Any, n: int) -> bool:
 
 
 def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the axes of a broadcast, each once, innermost first whatever the given order."""
+    """Return the axes of a broadcast, each once, in the order of ``BROADCASTS``.
+
+    Raise ``JobError`` for an unknown axis.
+    """
     dims = (
         tuple(broadcast)
         if isinstance(broadcast, Iterable) and not isinstance(broadcast, str)
@@ -328,7 +335,7 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
-    """Return the environment with the given world size, or raise if it contains another one."""
+    """Return the environment with ``WORLD_SIZE``; raise ``JobError`` if it has another value."""
     given_text = str(env.get("WORLD_SIZE", "")).strip()
     if given_text not in ("", str(world_size)):
         raise JobError(
@@ -342,7 +349,10 @@ def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
 
 
 def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names of a device mesh's dimensions and its ranks, or raise with the problem."""
+    """Return the dimension names of a device mesh, and its ranks as an array.
+
+    Raise ``JobError`` for missing, repeated or unknown names, and if it lacks ranks of the job.
+    """
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise JobError(
@@ -384,9 +394,9 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[str]:
-    """Return the lines of a tree: a branch per coordinate of the first axis.
+    """Return the lines of a tree with a branch for each coordinate of the first axis.
 
-    The last two axes share a line.
+    The last two axes share a line. Branches beyond ``SHOWN`` are summarized.
     """
     axis, n = axes[0], len(grid)
     if len(axes) == 1:
@@ -417,7 +427,7 @@ def _leaf(axis: str, ranks: np.ndarray) -> str:
 
 
 def _ranks(ranks: np.ndarray) -> str:
-    """Return "0-7" for consecutive ranks, else the first ones and the last."""
+    """Return ranks as text: "0-7" if consecutive, all if at most ``SHOWN``, else some of them."""
     found = [int(r) for r in ranks]
     if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
         return f"{found[0]}-{found[-1]}"

@@ -34,7 +34,11 @@ def halves(lengths: np.ndarray, d: int) -> np.ndarray:
 
 
 def sizes(lengths: np.ndarray, d: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return the tokens of pieces, element by element: of a document, at a position of a ring."""
+    """Return the number of tokens of each piece.
+
+    Piece i belongs to a document of ``lengths[i]`` tokens and to ``position[i]`` of a ring of
+    ``d[i]`` positions.
+    """
     whole, rest = np.divmod(lengths, 2 * d)
 
     def start(chunk: np.ndarray) -> np.ndarray:
@@ -64,15 +68,18 @@ def padded(lengths: np.ndarray, d: int | np.ndarray, multiple: int = 1) -> np.nd
 
 
 def local_bounds(cu_seqlens: np.ndarray, d: int, position: int) -> np.ndarray:
-    """Return ``cu_seqlens_local``: bounds of the pieces of one position, int32 [documents + 1]."""
+    """Return ``cu_seqlens_local``: bounds of one position's pieces, int32 [documents + 1].
+
+    A piece is both chunks of a document. ``cu_seqlens``: bounds of the whole documents.
+    """
     sizes = halves(np.diff(np.asarray(cu_seqlens, np.int64)), d)[:, position].sum(axis=0)
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
 def token_index(cu_seqlens: np.ndarray, d: int, position: int) -> np.ndarray:
-    """Return the tokens of the whole packed buffer that one position holds, in its order: int64.
+    """Return the indices in the packed buffer of the tokens that one position holds: int64.
 
-    The order is document by document, the first chunk before the second.
+    They are listed document by document, the first chunk before the second.
     """
     cu = np.asarray(cu_seqlens, np.int64)
     a, b = chunks(d, position)

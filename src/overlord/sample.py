@@ -62,7 +62,7 @@ class Ragged:
         return (self.offsets.item(-1) - self.offsets.item(0)) * self.values.itemsize
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return rows start to stop as views, without a copy."""
+        """Return rows ``start`` to ``stop - 1`` as views, without a copy."""
         return Ragged(self.values, self.offsets[start : stop + 1])
 
     def compact(self) -> Ragged:
@@ -122,13 +122,13 @@ class Items(NamedTuple):
 
     @property
     def first(self) -> np.ndarray:
-        """Return the first item of each document, then the total: int64 [documents + 1]."""
+        """The number of each document's first item, then the total: int64 [documents + 1]."""
         first = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=first[1:])
         return first
 
     def slice(self, start: int, stop: int) -> Items:
-        """Return the items of documents start to stop, as views."""
+        """Return the items of documents ``start`` to ``stop - 1``, as views."""
         counts = self.counts[start:stop]
         before = int(self.counts[:start].sum())
         return Items(self.bytes.slice(before, before + int(counts.sum())), counts)
@@ -153,7 +153,7 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload that a loader sends to a constructor; ``items`` is None without images."""
+    """The payload of documents: tokens, and items such as images (None in a job without items)."""
 
     tokens: Ragged
     items: Items | None = None
@@ -166,7 +166,7 @@ class Content:
         return self.tokens.nbytes + (0 if self.items is None else self.items.bytes.nbytes)
 
     def slice(self, start: int, stop: int) -> Content:
-        """Return documents start to stop as views, without a copy."""
+        """Return documents ``start`` to ``stop - 1`` as views, without a copy."""
         return Content(
             self.tokens.slice(start, stop),
             None if self.items is None else self.items.slice(start, stop),
@@ -190,15 +190,16 @@ class Content:
     def take_items(self, rows: np.ndarray) -> Ragged:
         """Return a copy of the chosen items, in the given order.
 
-        Items are numbered over all documents.
+        ``rows`` counts items over all documents.
         """
         return (self.items or Items.none(len(self))).bytes.take(rows)
 
     @staticmethod
     def pick(parts: Sequence[Content], documents: np.ndarray) -> Content:
-        """Return the chosen documents of several contents, numbered over all of them.
+        """Return a copy of the chosen documents of several contents, in the given order.
 
-        Items are copied once, whatever the number of contents.
+        ``documents`` counts over all contents. Items are copied once, whatever the number of
+        contents.
         """
         tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
         if (scattered := Scattered.of(parts)) is None:
@@ -207,9 +208,10 @@ class Content:
 
     @staticmethod
     def concat(parts: Sequence[Content]) -> Content:
-        """Return the documents of all contents, in order.
+        """Return the documents of all contents, in order; a single content itself, without a copy.
 
-        If some contents have items, documents of the others have none.
+        ``parts`` must not be empty. If only some contents have items, the documents of the others
+        get none.
         """
         if len(parts) == 1:
             return parts[0]
@@ -231,7 +233,7 @@ class Scattered:
 
     @staticmethod
     def of(parts: Sequence[Content]) -> Scattered | None:
-        """Return the items of several contents; None if no content has any."""
+        """Return the items of several contents; None if ``items`` is None in all of them."""
         if all(p.items is None for p in parts):
             return None
         counts = [np.zeros(len(p), np.int64) if p.items is None else p.items.counts for p in parts]
@@ -253,11 +255,11 @@ class Scattered:
 
     @property
     def first(self) -> np.ndarray:
-        """Return the number of the first item of each document, then the total."""
+        """The number of each document's first item, then the total: int64 [documents + 1]."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
-        """Return the numbers of all items of these documents, document by document."""
+        """Return the item numbers of all items of these documents, document by document: int64."""
         counts = self.counts[documents]
         ends = np.cumsum(counts)
         return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(
@@ -279,7 +281,7 @@ def take_rows(column: Column, rows: np.ndarray) -> Column:
 
 
 def cut_rows(column: Column, start: int, stop: int) -> Column:
-    """Return rows start to stop, as views."""
+    """Return rows ``start`` to ``stop - 1`` of a column, as views."""
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
@@ -375,7 +377,10 @@ class Buffer:
 
     @property
     def objective(self) -> str:
-        """Return the default objective of ``DGraph.balance``, which follows from ``sync``."""
+        """The default objective of ``DGraph.balance``, which follows from ``sync``.
+
+        Raise ``PlanError`` for an unknown ``sync``.
+        """
         if self.sync not in OBJECTIVES:
             raise PlanError(
                 f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}",
@@ -386,7 +391,7 @@ class Buffer:
 
     @property
     def loader(self) -> Any:
-        """Raise PlanError: a strategy must not depend on loaders."""
+        """Not available: reading it raises ``PlanError``, as a strategy must ignore loaders."""
         raise loader_is_hidden("buffer.loader", self.step)
 
     def __repr__(self) -> str:
@@ -416,7 +421,7 @@ class Buffer:
         """Return one metadata column.
 
         If all samples of this step lack it (a step of text in a job with images), return a column
-        without items.
+        without items. Raise ``PlanError`` if no source of the job has it.
         """
         if name in self.absent:
             return no_items(len(self))
@@ -457,14 +462,17 @@ class Buffer:
             raise PlanError(
                 f"Buffer.from_columns: expected a Batch, got {batch!r}",
                 step,
-                "batch=ov.Batch(samples=..., context=...)",
+                "pass batch=ov.Batch(samples=..., context=...)",
             )
         given = {name: _columns(cols, name, step) for name, cols in columns.items()}
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
             if any(len(c) != size for c in cols.values()):
                 raise PlanError(
-                    f"source {name!r}: expected columns of one length, got several lengths", step
+                    f"source {name!r}: expected columns of one length, got lengths "
+                    f"{', '.join(map(str, sorted({len(c) for c in cols.values()})))}",
+                    step,
+                    "pass one value per sample in every column",
                 )
         meta: dict[str, Column] = {}
         for key in sorted({key for cols in given.values() for key in cols}):
@@ -499,13 +507,13 @@ class Buffer:
 
 
 def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
-    """Return the columns of one source, or raise PlanError if a column is not valid."""
+    """Return the columns of one source as arrays; raise ``PlanError`` if one is not valid."""
     if not isinstance(columns, Mapping):
         found = (
             f"source {source!r}: expected a mapping of metadata name to column, got "
             f"{type(columns).__name__}"
         )
-        raise PlanError(found, step, 'as in {"web": {"tokens": [5, 9]}}')
+        raise PlanError(found, step, 'pass columns as in {"web": {"tokens": [5, 9]}}')
     made = {}
     for key, value in columns.items():
         column = _column(value)

@@ -58,13 +58,16 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text is a URI, or was one before ``Path`` made it ``s3:/bucket``."""
+    """Return whether a text is a URI, or a malformed one: ``s3:/bucket``, or one after a space.
+
+    ``Path`` removes a slash from a URI.
+    """
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
 def uri_problems(uri: str) -> list[str]:
-    """Return the problems of a URI, without its secrets; a plain path has none."""
-    # as a path it would name a folder, and appear in every error
+    """Return the problems of a URI as texts without its secrets; a plain path has none."""
+    # A malformed URI would count as a path, and its secrets would appear in every error.
     if _NEARLY.match(uri):
         return [
             "expected a path, or a URI as in s3://bucket/name, got one that lacks its "
@@ -97,7 +100,7 @@ def uri_problems(uri: str) -> list[str]:
         ]
     if scheme in OBJECT_STORES and (unknown := [name for name in names if name not in OPTIONS]):
         return [
-            f"expected the options {', '.join(OPTIONS)} in {shown}, got {unknown[0]!r}; "
+            f"expected only the options {', '.join(OPTIONS)} in {shown}, got {unknown[0]!r}; "
             f"{ENVIRONMENT}"
         ]
     if scheme in OBJECT_STORES and (
@@ -111,9 +114,9 @@ def uri_problems(uri: str) -> list[str]:
 
 
 def masked_uri(uri: str) -> str:
-    """Return a URI for texts, without users and values of options.
+    """Return a URI for errors and logs, without users, values of options and known secrets.
 
-    Secrets may be anywhere in a URI that is refused.
+    The container or user name of abfs and hdfs stays. Secrets may be anywhere in a refused URI.
     """
     head, mark, query = uri.partition("?")
     head = (
@@ -129,7 +132,10 @@ def masked_uri(uri: str) -> str:
 
 
 def options_of(query: str) -> tuple[str, bool]:
-    """Return the region ("" if not given) and whether requests are sent unsigned."""
+    """Return the options of a URI's query: region ("" if not given), and whether it is anonymous.
+
+    Anonymous requests are not signed.
+    """
     given = dict(parse_qsl(query, keep_blank_values=True))
     return given.get("region", ""), given.get("anonymous", "false").lower() in (
         "",
@@ -140,7 +146,10 @@ def options_of(query: str) -> tuple[str, bool]:
 
 
 def scrub(text: str) -> str:
-    """Return the text without passwords, signatures, tokens and secrets of the environment."""
+    """Return the text with ``***`` for passwords, signatures, tokens and the environment's secrets.
+
+    Values of variables with names such as ``*_TOKEN`` count as secrets from 8 characters on.
+    """
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NO_SECRETS.search(name):
             text = text.replace(value, HIDDEN)

@@ -100,7 +100,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     job = job_of([3], 3)
     with pytest.raises(
         JobError,
-        match=r"memory: expected at least 40 MB, got 30 MB: 3 loaders with a window each 24 MB, "
+        match=r"memory: expected at least 40 MB, got 30 MB: the windows of 3 loaders take 24 MB, "
         r"and reading ahead takes at least 16 MB",
     ):
         ov.launch(job, memory="30MB")

@@ -326,7 +326,7 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
     assert made.shortfall(4000) == ""
     said = made.shortfall(16_000)
     assert said.startswith(
-        "75.0% of the demand are not met; it takes 16 cores in all; the bottleneck is "
+        "75.0% of the demand is not met; it takes 16 cores in all; the bottleneck is "
     )
     chunks = partition(
         [load("web", 1e-3, max_loaders=2)], Resources(cores=4), PartitionLimits(batch=512)

@@ -261,7 +261,7 @@ def test_a_loader_worker_that_was_started_again_takes_the_place_of_the_old_one(
     new = anew.loader_link(2)
     with closing(new), pytest.raises(ActorLost, match="this connection was replaced"):
         until(lambda: anew.loader.recv(5.0) is None)
-    with pytest.raises(LinkRefused, match="a later one has replaced it"):
+    with pytest.raises(LinkRefused, match="it was replaced"):
         anew.loader_link(1)
     new = anew.loader_link(2)  # its connection was cut
     with closing(new), closing_all(anew.client(0, 5)) as (box,):

@@ -516,7 +516,7 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
             (
                 "d",
                 "loader-worker/0",
-            ): "expected a worker with the code of 'd', got loader-worker/0, which started before",
+            ): "expected a worker with the code of 'd', got loader-worker/0, which started without it",
         }.items():
             with pytest.raises(ov.errors.JobError, match=words):
                 session.move(*move)

@@ -232,7 +232,7 @@ def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
             assert server.line() == "closed"
             steps, error = rest_of(client)
             assert [step[0] for step in steps] == [1, 2, 3]
-            assert str(error) == "the session is closed"
+            assert str(error) == "the session is closed; launch the job again to continue"
         assert not left_after(list(map(int, pids)), SOON_S)
         assert but_for_late(server.end()[2]) == ""
 
@@ -326,7 +326,7 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     assert time.monotonic() - start < SOON_S
     [(steps, error)] = ended
     assert steps == []
-    assert str(error) == "the session is closed"
+    assert str(error) == "the session is closed; launch the job again to continue"
     assert not workers_left(hosts, SOON_S)
 
 

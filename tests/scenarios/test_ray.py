@@ -510,7 +510,7 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
         )
         said = there.line()
         assert (
-            "is not used: it asks for no token, so everyone who reaches its ports can run code "
+            "is not used: it requires no token, so everyone who reaches its ports can run code "
             "there: start it with RAY_AUTH_MODE=token" in said
         )
         assert (
@@ -538,7 +538,7 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
         assert last == "last output of crashes:\n  its last words"
         assert same, "the environment is as it was"
         said = there.line()
-        assert "the cluster that the program connected to is not used: it asks for no token" in said
+        assert "the cluster that the program connected to is not used: it requires no token" in said
         said = there.line()
         assert (
             "address: '127.0.0.1:9' was requested, but this process is connected to the "
@@ -557,7 +557,7 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
         ), "it was not told its name yet"
         assert there.line() == "it did not stop within 3 s | []"
         assert (
-            "the cluster that the program connected to is not used: it asks for no token"
+            "the cluster that the program connected to is not used: it requires no token"
             in there.line()
         ), "though one was shown"
         assert there.line() == "False False True 0", "Ctrl-C at its end leaves nothing of a cluster"

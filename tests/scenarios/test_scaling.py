@@ -446,7 +446,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
     slow_one = told["cannot_keep_up"]["slow"]
     assert (slow_one["has"], slow_one["what"]) == (1, "loaders")
     assert slow_one["needs"] > 1
-    assert "samples a second of" in slow_one["reason"] or "are CPU time" in slow_one["reason"], (
+    assert "samples per second of" in slow_one["reason"] or "are CPU time" in slow_one["reason"], (
         "on a busy machine it waits for a core as well"
     )
     assert {d["what"] for d in told["decisions"]} <= {"CannotKeepUp", "ReadAhead"}, (

@@ -701,7 +701,7 @@ def test_a_mount_that_hangs_when_a_job_is_launched_is_named(
     try:
         with pytest.raises(
             StorageError,
-            match=r"source 'web', .*part-\d+\.arrow: expected an answer of storage, got none for \d+ s; check the disk or the mount",
+            match=r"source 'web', .*part-\d+\.arrow: expected a response of storage, got none for \d+ s; check the disk or the mount",
         ):
             ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache")
     finally:

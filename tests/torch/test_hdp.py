@@ -230,12 +230,14 @@ def test_wrong_rows_are_refused() -> None:
 def test_wrong_rings_are_refused() -> None:
     for ranks, position, text in (
         ([0, 1, 0], 1, "expected distinct ranks"),
-        ([0], 1, "expected a position of 0 to 0, got 1"),
+        ([0], 1, "a position of 0 to 0, got position 1"),
         ([0, 1], 0, "expected a process group, got none; call torch.distributed.init"),
     ):
         with pytest.raises(PlanError, match=text):
             hdp.Ring([4], ranks, position)
-    with pytest.raises(PlanError, match=r"expected lengths of documents, got \[-1\]"):
+    with pytest.raises(
+        PlanError, match=r"expected a flat list of lengths of at least 0, got \[-1\]"
+    ):
         hdp.Ring([-1])
 
 

@@ -607,7 +607,7 @@ def test_the_command_reads_folders_and_indexes_and_their_config(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "got nothing there"), (b"no tensors", "expected a file of safetensors")],
+    [(None, "got nothing there"), (b"no tensors", "expected a whole file of safetensors")],
 )
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes | None, says: str):
     pytest.importorskip("safetensors")
@@ -618,6 +618,29 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes | 
     assert result.exit_code == 2
     assert says in result.stderr
     assert "x.safetensors" in result.stderr
+
+
+def test_a_checkpoint_that_was_not_copied_whole_is_named(tmp_path: Path):
+    save = pytest.importorskip("safetensors.torch").save_file
+    save({"layers.0.weight": torch.randn(64, 64)}, tmp_path / "a.safetensors")
+    names = {"layers.0.weight": "a.safetensors", "layers.1.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "all 2 files of the index in its folder, got none of b.safetensors" in result.stderr
+    assert "copy these files too" in result.stderr
+    whole = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(whole[:-100])
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "b.safetensors: expected a whole file of safetensors" in result.stderr
+    assert "copy it again if it is cut off" in result.stderr
+
+
+def test_a_plot_in_a_folder_that_does_not_exist_is_refused_before_the_work(tmp_path: Path):
+    result = run(tmp_path, "--plot", tmp_path / "none" / "x.svg")
+    assert result.exit_code == 2
+    assert "--plot: expected a file in a folder that exists" in result.stderr
 
 
 def test_without_safetensors_the_command_says_what_to_install(checkpoint: Path, monkeypatch):

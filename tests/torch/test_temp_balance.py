@@ -483,7 +483,9 @@ def test_weight_decay_is_scaled_instead_of_the_rate():
     for key in ("lr", "weight_decay"):
         assert [g[key] for g in again.param_groups] == [g[key] for g in optimizer.param_groups]
     rprop = torch.optim.Rprop(model.parameters())
-    with pytest.raises(JobError, match="expected one with weight_decay, got Rprop"):
+    with pytest.raises(
+        JobError, match="expected the option weight_decay in every group, got Rprop"
+    ):
         ot.TempBalance(rprop, constant(rprop), model=model, scales="weight_decay")
 
 

@@ -215,7 +215,7 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
 def test_a_mixture_of_nothing_but_a_source_that_joins_later_is_refused() -> None:
     with launch(job()) as session:
         session.add_source(source("c"), at=9)
-        with pytest.raises(PlanError, match="got weights for c, which are added later"):
+        with pytest.raises(PlanError, match="got weights only for c, added at a later step"):
             session.set_mixture({"c": 1.0}, at=8)
         assert session.set_mixture({"c": 1.0}, at=9) == 9
 
@@ -539,7 +539,7 @@ def test_a_step_that_is_planned_or_none_and_a_job_that_ended_are_refused() -> No
         take(client, 4)
         until(lambda: runtime_of(session).planner.open_step == 6)
         with pytest.raises(
-            PlanError, match="step 3 is planned already; the first step that can still change is 6"
+            PlanError, match="expected step 6 or a later one for an event, got step 3"
         ):
             session.add_source(source("c"), at=3)
         with pytest.raises(PlanError, match="whole numbers"):

@@ -190,16 +190,16 @@ def test_what_cannot_travel_is_refused_with_its_place(value: Any):
 
 @pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", np.int64(1)], ids=repr)
 def test_a_key_is_a_text_or_a_whole_number(key: Any):
-    with pytest.raises(FrameError, match="expected keys that are strings or whole numbers, got"):
+    with pytest.raises(FrameError, match="expected keys of type str or int, got"):
         encode({"a": {key: 1}})
 
 
 def test_values_nested_without_end_are_refused_and_never_overflow_the_stack():
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(FrameError, match="at most 64 nested values"):
+    with pytest.raises(FrameError, match="at most 64 levels of nesting"):
         encode(loop)
-    with pytest.raises(FrameError, match="at most 64 nested values"):
+    with pytest.raises(FrameError, match="at most 64 levels of nesting"):
         decode(b"\x92\x00" * 67 + b"\x91\x00", [])
     for head in (b"\x92\x00", b"\x82\x01\x01\x02", b"\x91"):
         with pytest.raises(FrameError):
@@ -215,7 +215,7 @@ def test_what_is_nested_just_deep_enough_comes_back():
         (found,) = found
     assert found[0] == 2**70
     assert found[2] == Consumed(1, 2)
-    with pytest.raises(FrameError, match="nested values"):
+    with pytest.raises(FrameError, match="levels of nesting"):
         encode([[value]])
 
 
@@ -371,8 +371,8 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError,
-            match="expected a Consumed of rank, step, got a record with other fields; both sides "
-            "must run the same version",
+            match="expected a Consumed of rank, step, got a record with other fields; run "
+            "the same version",
         ):
             decode(tree([8, "Consumed", *fields]), [])
     with pytest.raises(

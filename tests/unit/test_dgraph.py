@@ -112,13 +112,13 @@ def test_a_drawn_buffer_is_not_drawn_again() -> None:
 
 def test_a_plan_without_mix_or_distribute_or_balance_is_refused() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE)
-    with pytest.raises(PlanError, match=r"never mixed.*call \.mix"):
+    with pytest.raises(PlanError, match=r"expected a mixed graph.*call \.mix"):
         graph.distribute("DP").balance().plan()
     with pytest.raises(PlanError, match=r"call \.distribute\(axis\) first"):
         graph.mix().balance()
-    with pytest.raises(PlanError, match=r"never given balance\(\)"):
+    with pytest.raises(PlanError, match=r"got one without \.balance\(\)"):
         graph.mix().distribute("DP").plan()
-    with pytest.raises(PlanError, match=r"never given distribute\(\)"):
+    with pytest.raises(PlanError, match=r"got one without \.distribute\(\)"):
         graph.mix().plan()
 
 
@@ -159,7 +159,7 @@ def test_a_module_of_other_samples_is_refused() -> None:
         DGraph.from_buffer(drawn(web={"tokens": t}), TREE).mix().distribute("DP").balance()
         for t in ([8, 4], [8])
     )
-    with pytest.raises(PlanError, match="made from other samples"):
+    with pytest.raises(PlanError, match="expected a graph of the same samples"):
         one.plan(encoder=other)
 
 
@@ -183,8 +183,8 @@ def test_a_module_on_another_mesh_is_refused_though_its_buckets_are_as_many() ->
     samples = DGraph.from_buffer(buffer, here).mix().select("tokens").distribute("DP").balance()
     images = DGraph.from_buffer(buffer, there).mix().select("patches").distribute("WORLD")
     problem = (
-        "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; give both graphs "
-        "the place"
+        "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; make both graphs "
+        "with the place"
     )
     with pytest.raises(PlanError, match=f"module 'encoder': {problem}"):
         samples.plan(encoder=images.balance())
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_left_out_alike_whatever_the_graph_is_over() -> Non
 def test_candidates_that_the_draw_wants_cannot_be_left_out_before_it() -> None:
     buffer = replace(candidates(), wanted=((4, 4),))
     with pytest.raises(
-        PlanError, match=r"candidates of the draw are missing; call \.mix\(\) before"
+        PlanError, match=r"expected all candidates of the step, .*; call \.mix\(\) before"
     ):
         DGraph.from_buffer(buffer, TREE).select(sources="web").mix()
 
@@ -328,7 +328,7 @@ def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
     assert np.bincount(a.bins(), weights=a.memory).max() <= 4
     with pytest.raises(
         PlanError,
-        match=r"sample web/e0/f0/r0 takes 3 of memory, a microbatch has 2.5; raise memory_capacity",
+        match=r"sample web/e0/f0/r0: expected at most 2.5 of memory, .* got 3; raise memory_capacity",
     ):
         held.balance(memory_capacity=2.5)
     with pytest.raises(PlanError, match=r"memory_capacity=.* was not given"):
@@ -371,7 +371,8 @@ def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
     buffer = drawn(web={"tokens": [8, 40]})
     for strategy in (llm_balance, packed):
         with pytest.raises(
-            PlanError, match="sample web/e0/f0/r1 has 40 tokens with padding, a microbatch holds 32"
+            PlanError,
+            match="sample web/e0/f0/r1: expected at most the 32 tokens of a microbatch, got 40",
         ):
             strategy(buffer, TREE)
 

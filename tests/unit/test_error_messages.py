@@ -163,7 +163,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "following a plan": (lambda: images().follow(plan()), "expected a DGraph, got LoadingPlan"),  # type: ignore[arg-type]
     "following other samples": (
         lambda: images().follow(drawn(4).select("tokens").distribute("DP").balance()),
-        "from other samples",
+        "expected a graph of the same samples",
     ),
     "imbalance of no module": (
         lambda: plan().imbalance("encoder"),
@@ -204,7 +204,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[list-item]
     "measurements without the column": (
         lambda: ov.cost.fit([{"tokens": [1]}], [1.0], column="length"),
-        "no column 'length'; known: tokens",
+        "expected column 'length' in every microbatch, got only tokens",
     ),
     "no measurements": (lambda: ov.cost.fit(None, [1.0]), "expected a list of microbatches"),  # type: ignore[arg-type]
     "a method named by number": (

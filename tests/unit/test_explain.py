@@ -209,11 +209,12 @@ def test_a_step_prints_as_a_table_and_turns_into_plain_values() -> None:
 
 def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
     with ov.launch(small(), prefetch=1) as session:
-        with pytest.raises(PlanError, match="not planned yet; no step is planned yet"):
+        with pytest.raises(PlanError, match="not planned yet; wait until a step is planned"):
             session.explain(0)
         next(session.client(0))
         with pytest.raises(
-            PlanError, match="plan of step 7: it is not planned yet; plans are kept of steps 0 to"
+            PlanError,
+            match="plan of step 7: it is not planned yet; name a step whose plan is kept: 0 to",
         ):
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):
@@ -234,7 +235,8 @@ def test_a_plan_that_is_no_longer_kept_is_told_from_one_to_come(
         for _ in range(5):
             next(client)
         with pytest.raises(
-            PlanError, match="was planned, but its plan is no longer kept; plans are kept of steps"
+            PlanError,
+            match="was planned, but its plan is no longer kept; name a step whose plan is kept",
         ):
             session.explain(0)
         found = of_sample(session, first.sample_id(0))

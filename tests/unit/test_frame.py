@@ -97,7 +97,7 @@ def test_a_frame_may_come_in_any_buffer(make: Any):
 def test_another_version_is_refused_with_both_numbers():
     frame = joined(b"", [])
     with pytest.raises(
-        FrameError, match="expected version 1, got version 7; both sides must run the same version"
+        FrameError, match="expected version 1, got version 7; run the same version of Overlord"
     ):
         unpack(with_crc(frame[:4] + b"\7\0" + frame[6:]))
 
@@ -110,7 +110,7 @@ def test_another_version_is_refused_with_both_numbers():
         (24, b"\1", "reserved"),
         (8, struct.pack("<I", MAX_COLUMNS + 1), "at most 65536 columns"),
         (12, struct.pack("<I", MAX_HEADER_BYTES + 1), "bytes of header"),
-        (16, struct.pack("<Q", MAX_FRAME_BYTES + 1), f"{MAX_FRAME_BYTES} in all"),
+        (16, struct.pack("<Q", MAX_FRAME_BYTES + 1), f"{MAX_FRAME_BYTES} bytes in all"),
         (
             16,
             struct.pack("<Q", 10),
@@ -204,7 +204,7 @@ def test_what_is_too_much_for_a_frame_is_refused_when_packed():
         pack(bytes(MAX_HEADER_BYTES + 1), [])
     with pytest.raises(FrameError, match="many small arrays as one"):
         pack(b"", [np.zeros(0)] * (MAX_COLUMNS + 1))
-    with pytest.raises(FrameError, match="send it in parts"):
+    with pytest.raises(FrameError, match="send the value in parts"):
         pack(
             b"",
             [

@@ -153,9 +153,12 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: None, "returned NoneType; return a mapping with bucket and microbatch"),
-        (lambda p: {"bucket": p["bucket"]}, "returned keys bucket"),
-        (lambda p: p | {"rank": p["bucket"]}, "known: bucket, microbatch, slot, cost"),
+        (
+            lambda p: None,
+            "expected a mapping with bucket and microbatch, got NoneType; return arrays by name",
+        ),
+        (lambda p: {"bucket": p["bucket"]}, "got keys bucket"),
+        (lambda p: p | {"rank": p["bucket"]}, "known names: bucket, microbatch, slot, cost"),
         (lambda p: p | {"bucket": p["bucket"][:3]}, "expected 8 whole numbers for bucket"),
         (
             lambda p: p | {"bucket": p["bucket"] * 0.5},
@@ -386,7 +389,7 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
         ),
         (
             lambda s: s.tokens.slice(0, len(s) - 1),
-            "expected 4 rows of the lengths it was given, got 3 rows",
+            "expected 4 rows with the lengths of samples.tokens, 16 tokens in all, got 3 rows",
         ),
         (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "expected 4 rows"),
         (
@@ -601,5 +604,7 @@ def test_what_is_no_hook_is_refused() -> None:
 
 
 def test_hooks_have_no_place_in_a_file() -> None:
-    with pytest.raises(ov.JobError, match=r"hooks: expected a registered name, got the code"):
+    with pytest.raises(
+        ov.JobError, match=r"hooks: expected a value that a file can hold, got the code"
+    ):
         job(hooks=[ov.loader_do_plan(add_one)]).to_yaml()

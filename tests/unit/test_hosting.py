@@ -173,7 +173,7 @@ def test_the_reason_of_a_host_names_its_heavy_sources_and_why_they_are_split() -
     assert len(split) == 2
     assert any(why.endswith(" and 11 more") for why in made.reasons)
     together = place_loaders(loads, [1] * 30 + [2], cores=4, named={"web"}, together=True)
-    assert sum("web (2 of its 2 loaders; as asked)" in why for why in together.reasons) == 1
+    assert sum("web (2 of its 2 loaders; as loaders= sets)" in why for why in together.reasons) == 1
 
 
 def held(name: str, cost: float = 1.0, **changes: object) -> SourceLoad:

@@ -543,7 +543,7 @@ def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None
         ({"at": "middle"}, "at: expected one of start, marker, end"),
         ({"marker": 3}, 'marker: expected at="marker" with it'),
         ({"mean": (1, 2)}, "mean: expected three numbers"),
-        ({"std": (0, 1, 1)}, "std: expected three numbers above 0"),
+        ({"std": (0, 1, 1)}, "std: expected three numbers of at least 1e-6"),
         ({"dtype": "int8"}, "dtype: expected one of uint8, float16, float32"),
         ({"crop": "centre"}, "crop: expected one of None, random"),
         ({"flip": 1}, "flip: expected True or False"),

@@ -83,7 +83,7 @@ def test_verify_takes_a_write_that_was_cut_for_no_fault(journal):
     last.write_bytes(last.read_bytes()[:-3])
     found = overlord("journal", "verify", journal)
     assert found.exit_code == 0, found.output
-    assert f"no fault, an interrupted write: {last.name}, byte" in found.stdout
+    assert f"interrupted write, not a fault: {last.name}, byte" in found.stdout
     assert verify(journal).torn > 0
 
 
@@ -162,6 +162,6 @@ def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
     told = overlord("journal", "verify", written)
     assert (
         told.exit_code,
-        "expected the state after the plans before it, got other columns"
+        "expected a snapshot equal to the state after the preceding plans, got one that differs in columns"
         in " ".join(told.stderr.split()),
     ) == (1, True)

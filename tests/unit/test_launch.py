@@ -507,7 +507,7 @@ def test_what_is_no_dataset_is_told_where_it_goes_in(dataset: Any) -> None:
 
 def test_a_list_of_rows_is_no_list_of_files_and_is_told_so() -> None:
     (found,) = problems(lambda: ov.Source("web", DATA))
-    assert found.endswith("use Source.from_dataset for rows")
+    assert found.endswith("use Source.from_dataset for a list of rows")
 
 
 def one(shard: int) -> Iterator[dict[str, Any]]:

@@ -335,7 +335,7 @@ def test_a_step_that_is_left_off_at_the_end_is_logged_as_no_error(
             StepPayload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))
         )
     )
-    assert "closed while its images were being decoded" in str(here.finished[0].error)
+    assert "stopped while its images were being decoded" in str(here.finished[0].error)
     assert not caplog.records
 
 

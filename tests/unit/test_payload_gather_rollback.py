@@ -270,7 +270,7 @@ def test_a_step_that_could_not_be_built_is_tried_again_when_it_comes_again() -> 
     super(Later, here).submit("build", *later)
     assert [f.step for f in here.finished] == [0]
     assert here.boxes[0].order == [], "1 is built, and does not overtake 0"
-    assert here.building.waiting(0) == "step 0: the end of the job: it could not be built"
+    assert here.building.waiting(0) == "step 0: the end of the job, since it could not be built"
     here.run(here.gathering.finish(here.finished[0]))
     here.back(-1, G)
     for step in (0, 1):

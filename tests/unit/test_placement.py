@@ -79,8 +79,8 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     assert row == {"node": "gpu-0", "hosts": 4, "allowed": 2, "for_s": 6.0}
     [said] = [r.getMessage() for r in caplog.records]
     assert (
-        said == "node gpu-0 runs 4 workers of this job, and sidecar=0.5 allows 2: no other node "
-        "has room; they move when one has"
+        said == "node gpu-0 runs 4 workers of this job, and sidecar=0.5 allows 2; loader workers "
+        "move when another node has room"
     )
     [(what, words)] = placement_facts(made.metrics())
     assert what == "sidecar=0.5 exceeded"
@@ -91,7 +91,7 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     assert made.metrics()["exceeded"] == []
     assert (
         caplog.records[-1].getMessage()
-        == "node gpu-0 runs no more workers than sidecar allows, after 6 s above"
+        == "node gpu-0 runs no more workers than sidecar allows; it exceeded that for 6 s"
     )
 
 

@@ -547,4 +547,4 @@ def test_a_choice_that_tells_something_else_than_was_drawn_is_refused(
 
     run = ov.simulate(job(strategy=doctored, **changes), seed=1)
     assert isinstance(run.error, ov.PlanError)
-    assert "the strategy changed the drawn samples" in str(run.error)
+    assert "expected a plan for the step, sources and samples of its buffer" in str(run.error)

@@ -88,15 +88,15 @@ def test_what_is_no_profile_at_all_is_refused_in_words(value: Any) -> None:
     [
         (
             {"read_s": -1.0},
-            "profile of source 'web': read_s: expected a number of at least 0, got -1.0",
+            "profile of source 'web': read_s: expected a finite number of at least 0, got -1.0",
         ),
-        ({"tokens": math.nan}, "tokens: expected a number"),
-        ({"transform_s": math.inf}, "transform_s: expected a number"),
+        ({"tokens": math.nan}, "tokens: expected a finite number"),
+        ({"transform_s": math.inf}, "transform_s: expected a finite number"),
         ({"samples": 1.5}, "samples: expected a whole number"),
         ({"samples": True}, "samples: expected a whole number"),
         ({"file_bytes": 2**70}, "file_bytes: expected a whole number"),
         ({"fingerprint": None}, "fingerprint: expected text, got None"),
-        ({"transfer_s": "1"}, "transfer_s: expected a number of at least 0, got '1'"),
+        ({"transfer_s": "1"}, "transfer_s: expected a finite number of at least 0, got '1'"),
     ],
 )
 def test_an_impossible_profile_cannot_be_made(fields: dict[str, Any], says: str) -> None:
@@ -109,7 +109,7 @@ def test_a_file_that_lies_about_a_field_is_refused_though_its_sum_is_right() -> 
 
     plain = JobProfile.of([profile()]).to_plain()
     plain["sources"][0]["samples"] = -3
-    with pytest.raises(BadProfile, match="the checksum does not match"):
+    with pytest.raises(BadProfile, match="expected the checksum of its values, got another one"):
         JobProfile.from_plain(plain)
     plain["sum"] = _sum({k: v for k, v in plain.items() if k != "sum"})
     with pytest.raises(BadProfile, match="samples: expected a whole number"):

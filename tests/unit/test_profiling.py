@@ -654,7 +654,7 @@ def test_partition_levels_as_many_sources_together_as_is_said(corpus: Path) -> N
 def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     result = overlord("partition", job_yaml, "--cpus", "2", "--demand", "1e15")
     assert result.exit_code == 1
-    assert "of the demand are not met; it takes " in result.stderr
+    assert "of the demand is not met; it takes " in result.stderr
     memory = overlord("partition", job_yaml, "--cpus", "2", "--memory", "10MB")
     assert memory.exit_code == 1
     assert "memory: " in memory.stderr

@@ -82,7 +82,7 @@ def test_bad_items_are_quarantined_with_their_reason_and_spoil_no_other_row() ->
         1: "image_patches is null or missing",
         2: "image_patches holds a null",
         3: "image_patches holds a number below 0",
-        4: "image_patches holds a number that is not finite, or too large",
+        4: "image_patches holds a number that is not finite, or beyond 2**53",
     }
 
 

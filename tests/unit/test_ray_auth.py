@@ -77,7 +77,7 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             None,
             True,
             OPEN,
-            r"it asks for no token, so everyone who reaches its ports can run code "
+            r"it requires no token, so everyone who reaches its ports can run code "
             r".*RAY_AUTH_MODE=disabled in the environment",
         ),
         (None, True, {False: False, True: False}, "it rejects the token in RAY_AUTH_TOKEN"),

@@ -148,7 +148,7 @@ def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
     assert _root() == shared
     shared.chmod(0o777)
     assert _root() == Path("/tmp")
-    assert f"put files of Ray into /tmp instead of {shared}" in caplog.text
+    assert f"files of Ray put into /tmp instead of {shared}" in caplog.text
     monkeypatch.setattr(folder, "exposure_of", lambda path: f"{path} has mode 0777")
     with pytest.raises(
         NotPrivate,

@@ -126,19 +126,20 @@ def test_a_newer_page_makes_the_table_stale(copied: Path) -> None:
 
 
 def test_a_number_that_contradicts_its_claim_is_refused(copied: Path) -> None:
-    path = copied / "2026-11-16-memory.md"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("| 590 | 8.5 |", "| 400 | 8.5 |"), encoding="utf-8"
-    )
+    path = copied / "2026-11-18-memory-16-cores.md"
+    text = path.read_text(encoding="utf-8")
+    assert text.count("| 1116 | 1729 |") == 1
+    path.write_text(text.replace("| 1116 | 1729 |", "| 2000 | 1729 |"), encoding="utf-8")
     with pytest.raises(
         NotThere,
-        match=r"expected more than 1, got 0\.79 on 2026-11-16-memory\.md; write the claim anew",
+        match=r"expected more than 1, got 0\.59 on 2026-11-18-memory-16-cores\.md; "
+        "write the claim anew",
     ):
         readme.table(pages(copied))
 
 
 def test_a_number_of_the_claim_that_the_page_does_not_hold_is_refused() -> None:
-    row = replace(shown(pages())[1], claim="in processes, 300 sources and 9 trainers")
+    row = replace(shown(pages())[1], claim="in processes, 100 sources and 9 trainers")
     with pytest.raises(NotThere, match=r"does not hold \['9'\]"):
         row.check(pages())
 
@@ -152,19 +153,15 @@ def test_starred_and_computed_cells_may_not_be_quoted() -> None:
 
 
 def test_the_first_alternative_that_was_measured_is_shown(copied: Path) -> None:
-    preferred, before = ROWS[3][0], shown(pages(copied))[3]
-    head = (
-        "| loader | shuffle | sources | ranks | setting | x less than torch "
-        "|\n|---|---|---|---|---|---|\n"
-    )
-    row = "| process | on | 300 | 8 | smallest that keeps pace | 4.2 |\n"
-    tag = "<!-- made by: memory.py; on: 16 cores; run: 2026-11-16.9 -->"
-    old = Page.read(copied / "2026-11-16-memory.md").text.partition("## Source parallelism")[2]
-    text = f"# Memory\n\n{tag}\n\n## Compared\n\n{head}{row}\n## Source parallelism{old}"
-    (copied / "2026-11-16-memory-again.md").write_text(text, encoding="utf-8")
+    preferred, before = ROWS[0][0], shown(pages(copied))[0]
+    head = "| job | sources | loader | CPU s/Mtok |\n|---|---|---|---|\n"
+    cells = "| null | 100 | overlord | 0.9 |\n| null | 100 | nodes | 0.2 |\n"
+    tag = "<!-- made by: throughput.py; on: 16 cores; run: 2026-11-18.9 -->"
+    text = f"# Throughput\n\n{tag}\n\n{head}{cells}"
+    (copied / "2026-11-18-throughput-again.md").write_text(text, encoding="utf-8")
     assert before != preferred
-    assert shown(pages(copied))[3] == preferred
-    assert "| 4.2 x |" in preferred.line(pages(copied))
+    assert shown(pages(copied))[0] == preferred
+    assert "| 4.50 x |" in preferred.line(pages(copied))
 
 
 def test_every_result_page_names_its_program_its_machine_and_its_run() -> None:

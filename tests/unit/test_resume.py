@@ -192,7 +192,7 @@ def test_it_goes_on_behind_the_last_step_that_all_ranks_took_and_says_so(
         clients = [session.client(rank) for rank in range(2)]
         assert [next(client).step for client in clients] == [3, 3]
     why = (
-        r"job 'resumed' resumes at step 3: step 2 is the last that all ranks took; "
+        r"job 'resumed' resumed at step 3: step 2 is the last that all ranks took; "
         r"steps up to \d+ were planned, and are replanned unchanged"
     )
     assert any(re.search(why, record.getMessage()) for record in caplog.records)

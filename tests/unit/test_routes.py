@@ -135,7 +135,7 @@ def test_the_owner_is_the_first_rank_of_the_replica_whatever_the_order_of_ranks(
     ("ask", "said"),
     [
         (lambda plan: plan.routes("audio"), "module 'audio': expected one of backbone, encoder"),
-        (lambda plan: plan.routes("backbone"), "has samples, not items to route"),
+        (lambda plan: plan.routes("backbone"), "got 'backbone', which has samples"),
         (lambda plan: replace(plan, place=None).routes(), "has no place"),
         (lambda plan: plan.routes().for_rank(4), "expected a rank from 0 to 3, got 4"),
         (lambda plan: plan.routes().for_rank(0, 1), "expected a slot from 0 to 0, got 1"),
@@ -154,13 +154,17 @@ PLAN = by_hand(PHOTOS, TWO, ranks=[3, 1, 1])
     [
         (
             {"out": np.array([4, 17, 8])},
-            "item 1 ends at token 21 of sample seen/e0/f0/r0, which has 20",
+            "expected item 1 to end inside the 20 tokens of sample seen/e0/f0/r0, got an end at "
+            "token 21",
         ),
         ({"offset": np.array([0, 3, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"sample": np.array([0, 0, 0])}, "two items of sample seen/e0/f0/r0 share a token"),
         ({"out": None}, "expected out and offset together, got one of them"),
         ({"out": np.array([4, 6])}, "columns of equal length, got"),
-        ({"offset": np.array([0, -4, 0])}, "negative"),
+        (
+            {"offset": np.array([0, -4, 0])},
+            "expected offset from 0 to 9007199254740991, got -4 to 0",
+        ),
     ],
 )
 def test_a_plan_with_placeholders_that_cannot_be_is_refused(
@@ -177,8 +181,8 @@ def test_routes_whose_orders_were_changed_are_refused() -> None:
     routes = by_hand(PHOTOS, ov.ClientPlaceTree(dp=2), ranks=[1, 1, 0]).routes()
     for changes, said in (
         ({"sent": routes.sent[::-1].copy()}, "sent by another rank"),
-        ({"received": np.array([2, 1, 0])}, "disagree about the order"),
-        ({"wanted": np.zeros(3, np.int64)}, "not every item is wanted exactly once"),
+        ({"received": np.array([2, 1, 0])}, "expected the same order of rows"),
+        ({"wanted": np.zeros(3, np.int64)}, "expected every item to be wanted exactly once"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(routes, **changes).validate()
@@ -306,7 +310,7 @@ def test_select_refuses_what_is_not_there() -> None:
         ),
         (
             lambda: graph.select("image_patches", merge=0),
-            "merge expected a whole number of at least 1, got 0",
+            "expected merge as a whole number of at least 1, got 0",
         ),
     ):
         with pytest.raises(PlanError, match=said):

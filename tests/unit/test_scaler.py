@@ -68,7 +68,7 @@ def test_a_source_that_fills_its_worker_gets_more_once_that_was_seen_twice() -> 
         source="photos",
         hosts=2,
         had=1,
-        reason="625 samples a second of 2 ms take 1.2 workers, its workers have room for 1, "
+        reason="625 samples per second of 2 ms each take 1.2 cores, its workers have room for 1 cores, "
         "trainers wait 20% of their time",
     )
     assert str(scale).startswith("photos: 1 -> 2 loader workers: 625 samples")
@@ -136,7 +136,7 @@ def test_who_holds_workers_that_it_does_not_need_gives_them_up_sooner_when_anoth
         ("CannotKeepUp", "photos"),
         ("Scale", "text"),
     ]
-    assert "all 4 loader workers that cores and memory allow are in use" in str(found[0])
+    assert "the 4 cores for loading and the memory allow no more loader workers" in str(found[0])
 
 
 def test_memory_bounds_workers_as_cores_do() -> None:
@@ -172,8 +172,8 @@ def test_where_nothing_is_moved_a_source_is_named_with_the_loaders_that_it_would
     assert isinstance(named, CannotKeepUp)
     assert (named.what, named.hosts, named.wanted) == ("loaders", 1, 2)
     assert str(named) == (
-        "photos cannot keep up: it would take 2 loaders and has 1: 625 samples a second "
-        "of 2 ms, trainers wait 20% of their time; loaders= "
+        "photos cannot keep up: it would take 2 loaders and has 1: 625 samples per second "
+        "of 2 ms each, trainers wait 20% of their time; loaders= "
         "and autoscale=True give it more loaders"
     )
     assert told(Scaler(LIMITS, fixed=True), look(mine), 9) == [], "nobody waits for it"
@@ -204,7 +204,7 @@ def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
 def test_limits_that_cannot_be_are_told_together() -> None:
     with pytest.raises(
         ValueError,
-        match="cores: expected at least 1, got 0; interval_s: expected a number above 0, got 0",
+        match="cores: expected a whole number of at least 1, got 0; interval_s: expected a finite number above 0, got 0",
     ):
         ScalingLimits(cores=0, interval_s=0)
 

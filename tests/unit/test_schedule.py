@@ -221,7 +221,7 @@ def test_a_curriculum_needs_one_number_a_sample():
     schedule = S.curriculum(column="hard", low=0, high=1, steps=10, weights=A)
     with pytest.raises(PlanError, match=r"expected metadata of .*, got 'hard'"):
         schedule.prefer(0, candidates(tokens=[1]))
-    with pytest.raises(PlanError, match="several values a sample"):
+    with pytest.raises(PlanError, match="expected one number for each sample in"):
         schedule.prefer(0, candidates(tokens=[1, 1], hard=[[1, 2], [3]]))
 
 
@@ -298,7 +298,7 @@ def test_odm_survives_losses_of_any_size():
 
 
 def test_a_state_of_another_schedule_is_refused():
-    with pytest.raises(ValueError, match="the state is of another schedule, it has 'updates'"):
+    with pytest.raises(ValueError, match="got the state of another schedule, with 'updates'"):
         S.linear(A, B, 10).load_state_dict(S.odm(B).state_dict())
     with pytest.raises(KeyError):
         S.odm(B).load_state_dict({})
@@ -347,7 +347,8 @@ def test_rows_that_only_reading_tells_must_be_given():
     )
     assert (
         found
-        == "sizes: how many rows code has is known only by reading it; give sizes={name: rows}"
+        == "sizes: expected formats that store their number of rows, got code without it; give "
+        "sizes={name: rows}"
     )
 
 
@@ -431,8 +432,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.staged({5: A, 9: 1}),
             [
-                "stages: the first stage begins at step 5; give weights for steps before it, "
-                "from 0 on",
+                "stages: expected a first stage at step 0, got the first at step 5; give weights "
+                "from step 0 on",
                 "stages[9]: expected weights by source name or a schedule, got 1",
             ],
         ),
@@ -456,15 +457,15 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5),
             [
-                "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) "
-                "chooses samples, so it must be the outermost; "
-                "give it this schedule as its weights"
+                "end: expected a schedule without prefer(), got "
+                "length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}); "
+                "make it the outer schedule, and pass this one as its weights"
             ],
         ),
         (
             lambda: S.temperature(0, {"web": -1, "code": "x"}),
             [
-                "tau: expected a number above 0 (infinity: all sources alike), got 0",
+                "tau: expected a number above 0 (infinity: equal weights), got 0",
                 "sizes: the size of 'web': expected a finite number of at least 0, got -1",
                 "sizes: the size of 'code': expected a finite number of at least 0, got 'x'",
             ],
@@ -472,8 +473,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.temperature(2, {"web": 0}, end_tau=3),
             [
-                "end_tau, steps: a ramp of the temperature needs both",
-                "sizes: all are zero, so no sample would ever be drawn",
+                "end_tau, steps: expected both for a ramp of the temperature, got one of them",
+                "sizes: expected at least one above 0, got only zeros",
             ],
         ),
         (
@@ -506,17 +507,20 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
                 "rate: expected a finite number above 0, got -1",
                 "decay: expected a number above 0 and at most 1, got 2",
                 "metric: expected a name, got ''",
-                "floor: 0.4 for each of 3 sources is more than there is",
+                "floor: expected shares that sum to at most 1, got 0.4 for each of 3 sources",
             ],
         ),
         (
             lambda: S.odm({"a": 1}, floor={"b": 0.7, "a": 0.7}),
-            ["floor: 'b' is not among the weights", "floor: the floors sum to 1.4, more than 1"],
+            [
+                "floor: 'b' is not among the weights",
+                "floor: expected shares that sum to at most 1, got 1.4",
+            ],
         ),
         (
             lambda: S.odm(S.linear(A, B, 9)),
             [
-                "weights: expected the weights to begin with, by source name, got "
+                "weights: expected initial weights by source name, got "
                 "linear(start={'web': 1.0}, "
                 "end={'code': 3.0, 'web': 1.0}, steps=9)"
             ],
@@ -855,4 +859,4 @@ def test_what_a_registered_factory_refuses_is_said_under_its_key(registry: None,
 def test_a_function_has_no_place_in_a_file():
     (found,) = refused(lambda: job(mixture=S.linear(A, sawtooth, 9)).to_yaml())
     assert found.startswith("mixture.end: expected a named schedule, got the code ")
-    assert found.endswith("; call ov.register_schedule")
+    assert found.endswith("; make it with ov.register_schedule")

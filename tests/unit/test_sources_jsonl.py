@@ -83,7 +83,7 @@ def test_numbers_beyond_64_bits_and_values_nested_too_deeply_are_bad_rows(tmp_pa
     )
     assert [r["a"] for r in everything.rows] == [[1, 2], [3], ["x"], [4], deep[0]]
     assert [reason for _, reason in everything.reasons] == [
-        "column 'a': [1180591620717411303424]: expected a whole number of at most 64 bits, got a larger one",
+        "column 'a': [1180591620717411303424]: expected a whole number from -2**63 to 2**64 - 1, got one outside",
         f"column 'a': {'[' * 57}...: expected at most 100 levels of nesting, got more",
     ]
 

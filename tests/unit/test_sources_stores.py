@@ -179,7 +179,7 @@ def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
 def test_an_unknown_option_lists_the_known_ones():
     with pytest.raises(
         JobError,
-        match=r"expected the options region, anonymous in .*, got 'endpoint_override'; "
+        match=r"expected only the options region, anonymous in .*, got 'endpoint_override'; "
         r".*AWS_ENDPOINT_URL",
     ):
         ov.Source("web", "s3://bucket/x.parquet?endpoint_override=127.0.0.1:9000")
@@ -346,7 +346,7 @@ def test_a_deadline_that_is_no_number_of_seconds_is_an_error(monkeypatch, given)
     pytest.importorskip("obstore")
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", given)
     with pytest.raises(
-        SourceError, match="OVERLORD_STORE_DEADLINE_S: expected a number of seconds"
+        SourceError, match="OVERLORD_STORE_DEADLINE_S: expected a finite number of seconds"
     ):
         Files.resolve("s3://bucket/*.parquet", source="web")
 

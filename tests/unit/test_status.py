@@ -28,7 +28,11 @@ DECIDED = (
     ),
     ReadAhead(source="web", steps=7, reason="its slow reads take 0.5 s, usual ones 0.01 s"),
     CannotKeepUp(
-        source="scenes", hosts=1, wanted=4, reason="62 samples a second of 95 ms", what="loaders"
+        source="scenes",
+        hosts=1,
+        wanted=4,
+        reason="62 samples per second of 95 ms each",
+        what="loaders",
     ),
 )
 
@@ -111,7 +115,10 @@ def test_status_shows_decisions_with_step_and_reason_and_sources_that_cannot_kee
     )
     assert f"workers without a reserved core, {why}: loader-worker/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
-    assert "cannot keep up: scenes has 1 loaders, needs 4: 62 samples a second of 95 ms" in lines
+    assert (
+        "cannot keep up: scenes has 1 loaders, needs 4: 62 samples per second of 95 ms each"
+        in lines
+    )
 
 
 def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(

@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[TaskTable, TaskRules, str]] = {
     "rank": (
         TaskTable.of([[0], [1, 3]], [0, 0]),
         RULES,
-        "task 1: expected ranks of 0 to 2, got 3; ranks are those of the HDP axis",
+        "task 1: expected ranks of 0 to 2, got 3; use ranks of the HDP axis",
     ),
     "rank twice": (
         TaskTable.of([[0], [1, 2, 1]], [0, 0]),

@@ -26,7 +26,8 @@ REFUSED_OPTIONS = {
     "on_stall": "expected in a program, since it is a function, got --option",
     "progress": "expected in a program, since it is a function, got --option",
 }
-# Exit codes: failures were found; the job cannot run; Ctrl-C; SIGTERM.
+# Exit codes. FAILED: failures were found, or an unexpected error; UNUSABLE: the job cannot run;
+# STOPPED: Ctrl-C; TERMINATED: SIGTERM.
 FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143
 
 job_argument = click.argument(
@@ -87,28 +88,28 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 
 
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
-    """Import ``modules``, then read the job file."""
-    from overlord.jobfile.yaml_file import read_job as read_file  # it imports PyYAML
+    """Import ``modules``, then read the job file; raise ``JobError`` if an import fails."""
+    from overlord.jobfile.yaml_file import read_job as read_file  # imports PyYAML
 
     if modules and (here := os.getcwd()) not in sys.path:
-        # Last, so that no file there replaces a library; worker processes search it too.
+        # At the end, so that no file there replaces a library; worker processes search it too.
         sys.path.append(here)
     for name in modules:
         try:
             import_module(name)
         except ImportError as fault:
             problem = (
-                f"cannot import {name!r}: {fault}; it is searched for in PYTHONPATH and, last, "
-                "in the working directory"
+                f"cannot import {name!r}: {fault}; put it into a folder of PYTHONPATH or into the "
+                "working directory, which is searched last"
             )
             raise JobError([problem], "--import") from fault
     return read_file(path)
 
 
 def read_options(given: tuple[str, ...]) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` into options of ``launch``; values are YAML, as in a job file.
+    """Return ``NAME=VALUE`` texts as options of ``launch``; values are YAML, as in a job file.
 
-    ``launch`` validates names and values.
+    Raise ``JobError`` for malformed and refused ones; ``launch`` validates the others.
     """
 
     import yaml
@@ -130,7 +131,7 @@ def read_options(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Return a console for stdout or stderr; a file or a pipe has 120 columns."""
+    """Return a console for stdout or stderr; without terminal and COLUMNS it has 120 columns."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
@@ -140,7 +141,10 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def run_guarded(act: Callable[[], None], debug: bool) -> None:
-    """Run the body of a command; turn an exception into one block of text and an exit code."""
+    """Run the body of a command; print an error as one block of text, and exit with its code.
+
+    An ``OverlordError`` exits with ``UNUSABLE``, an unexpected one with ``FAILED``.
+    """
     try:
         act()
     except OverlordError as fault:
@@ -152,7 +156,7 @@ def run_guarded(act: Callable[[], None], debug: bool) -> None:
         raise
     except Exception as fault:
         described = "\n".join([describe_error(fault), *getattr(fault, "__notes__", ())])
-        text = f"{described}\nOverlord did not expect this error; --debug shows its traceback."
+        text = f"{described}\nThis error is unexpected; --debug shows its traceback."
         fail(fault, debug, FAILED, text)
 
 
@@ -165,7 +169,7 @@ def fail(fault: Exception, debug: bool, code: int, text: str) -> NoReturn:
 
 
 def error(text: str, more: str = "") -> None:
-    """Print an error to stderr."""
+    """Print an error to stderr; ``more``: further lines."""
     click.echo(
         click.style("error: ", fg="red", bold=True) + text + (f"\n{more}" if more else ""), err=True
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Default of `start_s`: seconds for a session to index its files and for workers to open sources.
 START_S = 180.0
 CALL_S = 20.0  # seconds for one call of the actor
-STOP_S = 30.0
+STOP_S = 30.0  # seconds for an actor to stop its job, and then to exit
 # SUBMITTED: the actor runs and has not received its job yet.
 SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"
 OVER = ("ended", "failed", "stopped")
@@ -43,9 +43,9 @@ class Status:
     """The state of one detached job, as its actor reports it."""
 
     name: str
-    state: str  # running, ended, or why it failed
+    state: str  # submitted, starting, running, ended, stopped, or "failed: ..." with the error
     address: str  # address for trainers
-    steps: int  # number of planned steps
+    steps: int  # number of planned steps; 0 before the job runs
     taken: int  # the last step that all ranks took; -1 before the first
     clients: int  # number of connected clients
     # One dict per worker: name, node, pid, state, and under "asked" the resources that Ray
@@ -65,7 +65,7 @@ class JobActor:
         self._session: Session | None = None
         self._served: ServedAddress | None = None
         self._state, self._name = SUBMITTED, name
-        self._last: dict[str, int] = {}  # the last step counts, once the job is over
+        self._last: dict[str, int] = {}  # final numbers of steps, after the job is over
 
     def begin(
         self,
@@ -79,9 +79,10 @@ class JobActor:
     ) -> tuple[str, str]:
         """Launch and serve the job; return the address for trainers and their token.
 
-        The submitting process may exit before that, so the outcome is stored here.
-        ``unauthenticated``: the submitting process disabled Ray's token authentication
-        explicitly. Otherwise it has checked that the cluster requires a token.
+        The submitting process may exit before this returns, so the outcome is stored here.
+        ``path``: additions to ``sys.path``. ``code``: the pickled job and launch options.
+        ``unauthenticated``: the submitting process disabled Ray's token authentication explicitly.
+        Otherwise it has checked that the cluster requires a token.
         """
         self._state, self._name = STARTING, name
         cluster.CLUSTER.trusted = True
@@ -115,21 +116,24 @@ class JobActor:
         )
 
     def resumed(self) -> str:
-        """Describe the step from which the job was resumed, and why; empty for a new job."""
+        """Return a text about the step from which the job was resumed; empty for a new job."""
         found = self._session.resumed if self._session is not None else None
         return "" if found is None else str(found)
 
     def served(self) -> tuple[str, str]:
-        """Return the address for trainers and their token; raise if the job is not running."""
+        """Return the address for trainers and their token.
+
+        Raise ``OverlordError`` if the job is not running.
+        """
         if self._served is None or self._state != RUNNING:
             raise OverlordError(
                 f"job {self._name!r}: expected a running job, got one that is {self._state}; "
-                "trainers cannot connect to it"
+                "trainers can connect only to a running job"
             )
         return self._served.address, self._served.token
 
     def _run(self, session: Session) -> None:
-        """Run until the job is over, store how it ended, and close the session."""
+        """Wait until the job is over, store its final state, and close the session."""
         from overlord.cli.serve_job import wait_for_clients
 
         try:
@@ -209,8 +213,9 @@ def submit(
 ) -> ServedAddress:
     """Start a job that keeps running after this process exits; return its address and token.
 
-    ``host``: the interface to serve at; empty: that of the node where the job is placed.
-    ``start_s``: seconds until trainers can connect; a job that takes longer is killed.
+    ``address``: host:port of the cluster's head; None raises ``JobError``. ``host``: the interface
+    to serve at; empty: that of the node where the job is placed. ``start_s``: seconds until
+    trainers can connect; a job that takes longer is killed. ``options``: options of ``launch``.
     """
     if (
         isinstance(start_s, bool)
@@ -248,7 +253,7 @@ def submit(
 
 
 def _remove_finished(name: str) -> None:
-    """Remove the actor of a finished job of this name; raise if the job is not finished."""
+    """Remove the actor of a finished job of this name; raise ``JobError`` if the job is active."""
     if name not in cluster.detached_names() or (actor := cluster.find_detached(name)) is None:
         return
     before = _status(name, actor, {})
@@ -260,12 +265,12 @@ def _remove_finished(name: str) -> None:
             ],
             "submit",
         )
-    cluster.kill(actor)  # by handle: another actor may have its name by now
+    cluster.kill(actor)  # by handle: another actor may have taken the name meanwhile
     _wait_until_gone(name, f"the actor of job {name!r} to exit; the job is over ({before.state})")
 
 
 def _wait_until_gone(name: str, what: str) -> None:
-    """Wait until Ray lists no job of this name, after its actor was killed."""
+    """Wait until Ray lists no job of this name; raise ``DataStall(what)`` after ``STOP_S``."""
     deadline = time.monotonic() + STOP_S
     while name in cluster.detached_names():
         if time.monotonic() > deadline:
@@ -274,7 +279,10 @@ def _wait_until_gone(name: str, what: str) -> None:
 
 
 def jobs(address: str | None) -> list[Status]:
-    """Return the status of all jobs that were submitted to a cluster and not stopped."""
+    """Return the status of all jobs that were submitted to a cluster and not stopped.
+
+    Finished jobs are included. ``address``: as in ``submit``.
+    """
     with cluster.cluster(_checked(address, "status")):
         names = {node.id: node.name or node.address for node in cluster.CLUSTER.nodes()}
         found = {name: cluster.find_detached(name) for name in cluster.detached_names()}
@@ -282,7 +290,11 @@ def jobs(address: str | None) -> list[Status]:
 
 
 def served(name: str, address: str | None) -> ServedAddress:
-    """Return the address for trainers of a job and their token, as ``submit`` did."""
+    """Return the address for trainers of a job and their token, as ``submit`` does.
+
+    ``address``: host:port of the cluster's head. Raise for an unknown job or one that is not
+    running.
+    """
     with cluster.cluster(_checked(address, "status")):
         return ServedAddress(
             *cluster.ask(
@@ -295,7 +307,7 @@ def served(name: str, address: str | None) -> ServedAddress:
 
 
 def stop(name: str, address: str | None) -> str:
-    """End a job and all its workers; return why it had to be killed, or an empty text.
+    """End a job and all its workers; return the reason if it had to be killed, else an empty text.
 
     A job that does not answer is killed. The journal, if the job has one, holds its position.
     """
@@ -305,7 +317,7 @@ def stop(name: str, address: str | None) -> str:
             cluster.ask(actor, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
         except DataStall:
             why = f"it did not stop within {STOP_S:g} s"
-        except ActorLost as lost:  # it blocks; or another process stops it at the same time
+        except ActorLost as lost:  # the actor blocks, or another process stops it meanwhile
             why = lost.reason if cluster.find_detached(name) is not None else ""
         except OverlordError as fault:
             why = f"it failed to close: {fault}"
@@ -322,7 +334,7 @@ def _actor(name: str, what: str) -> Any:
         known = [other for other in known if other != name]
         raise JobError(
             [
-                "no job is called "
+                "name: expected a job of this cluster, got "
                 f"{name!r}{did_you_mean(name, known) if known else '; this cluster has no jobs'}"
             ],
             what,

@@ -84,7 +84,7 @@ def drill(
                 plan, lambda run, taken: advance(taken + (steps if run != "undisturbed" else 0))
             )
         make_console().print(drill_view(report))
-        # A fault that did not strike, or was not recovered from, fails the drill too.
+        # A fault that did not take effect, or was not recovered from, fails the drill too.
         if report.difference or report.disturbed.missed or report.disturbed.unrecovered:
             sys.exit(FAILED)
 

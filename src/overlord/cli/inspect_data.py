@@ -1,4 +1,4 @@
-"""Describe data without a job, for ``overlord inspect``: columns, rows, and a first job file."""
+"""Describe data without a job, for ``overlord inspect``: columns, rows and a suggested job file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overlord.uris import is_uri, scrub
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDE = 60  # characters of a value that are shown
+WIDE = 60  # most characters of a value in a table
 IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
@@ -30,7 +30,7 @@ GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Files, size, columns and first row of a file, a directory or a pattern of files."""
+    """Properties of data without a job: files, size, columns and first row."""
 
     uri: str
     name: str
@@ -40,12 +40,12 @@ class DataReport:
     rows: int | None  # None: unknown until read
     nbytes: int
     schema: Mapping[str, str]
-    first: Mapping[str, Any]  # the first row
+    first: Mapping[str, Any]  # the first row; empty without rows
 
 
 def is_data(what: str) -> bool:
     """Return whether an argument names data and not a job file."""
-    # An existing job file wins, even if its name holds * or ?.
+    # An existing job file has precedence, even if its name contains * or ?.
     if what.lower().endswith(JOB_FILES) and os.path.isfile(what):
         return False
     if is_uri(what) or os.path.isdir(what) or GLOB.search(what):
@@ -54,7 +54,10 @@ def is_data(what: str) -> bool:
 
 
 def inspect_data(uri: str) -> DataReport:
-    """Return the files, columns and first row of data."""
+    """Return the files, columns and first row of data.
+
+    Raise ``SourceError`` for data without readable rows and without a schema.
+    """
     name = (
         re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
         or "data"
@@ -87,7 +90,7 @@ def inspect_data(uri: str) -> DataReport:
 
 
 def job_text(report: DataReport) -> str:
-    """Return a job file for the data: with its token ids, or with a tokenizer for its text."""
+    """Return a job file for the data, with transforms for its token ids, or else for its text."""
     ids = _ids_column(report.schema)
     text = next(iter(text_columns(report.schema)), None)
     source: dict[str, Any] = {
@@ -106,10 +109,10 @@ def job_text(report: DataReport) -> str:
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
-    """Return the column of token ids.
+    """Return the column of token ids; None if there is none.
 
-    It has one of the usual names, and holds lists of whole numbers. Values of several types are
-    also accepted, and checked when read.
+    The column has one of the names in ``IDS``, and holds lists of whole numbers. A column of values
+    of several types is accepted too, and checked when it is read.
     """
     kinds = {name: schema[name] for name in IDS if name in schema}
     return next(
@@ -123,7 +126,7 @@ def _ids_column(schema: Mapping[str, str]) -> str | None:
 
 
 def remarks(report: DataReport) -> list[str]:
-    """Return remarks on the suggested job file: what the user still has to change."""
+    """Return remarks on the suggested job file: changes that the user still has to make."""
     tokens = _ids_column(report.schema) is not None
     found = []
     if not tokens and text_columns(report.schema):
@@ -142,7 +145,7 @@ def remarks(report: DataReport) -> list[str]:
 
 
 def data_view(report: DataReport) -> RenderableType:
-    """Return tables of files and columns, with the first row, and a job file."""
+    """Return tables of files and of columns with the first row, and a suggested job file."""
     from rich.console import Group
     from rich.text import Text
 

@@ -35,7 +35,7 @@ def inspect_job(
 ) -> list[SourceReport]:
     """Inspect all sources, ``workers`` at a time; return their reports in the job's order.
 
-    ``full`` reads every row instead of a sample.
+    ``full``: read every row instead of a sample. ``progress``: called with each finished name.
     """
     pool = ThreadPoolExecutor(workers, "overlord-inspect")
     try:
@@ -97,7 +97,7 @@ def _describe(out: SourceReport, index: Index) -> None:
 def _apply_on_long(out: SourceReport, job: Job) -> None:
     """Apply ``on_long`` to the sampled lengths.
 
-    Lengths are measured before truncation, so that the report can show how much the context costs.
+    Lengths are measured before truncation, so that the report can show the lost tokens.
     """
     context = job.document_limit
     out.longer = int((out.tokens > context).sum())
@@ -117,7 +117,8 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
 def _all_columns(index: Index, options: ReadOptions, cache: OpenChunkCache) -> dict[str, str]:
     """Return the columns of the first rows, for formats whose files have no schema.
 
-    A job reads only the columns it names, and a misspelled name would hide the rest.
+    Inspection reads only the columns that the job names. With a misspelled name the report would
+    lack the existing columns. An unreadable file gives no columns.
     """
     try:
         raw = ChunkReader(index, replace(options, columns=None), cache).slice(0, 0)
@@ -155,7 +156,7 @@ def _sampled_files(index: Index, full: bool) -> list[int]:
 def _sample_file(
     out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool
 ) -> None:
-    """Sample the first slice of a file's first chunk; with ``full``, all slices of all chunks."""
+    """Add the first slice of a file's first chunk to the report; ``full``: all slices."""
     index, path = reader.index, reader.index.files[file].path
     chunks = np.flatnonzero(index.chunks.file == file).tolist()
     readable, reasons = 0, dict[str, int]()
@@ -196,7 +197,7 @@ def _sample_slice(
 
 
 def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
-    """Return the tokens up to the end of the last image of every sample; 0 without images."""
+    """Return the number of tokens up to the end of each sample's last image; 0 without images."""
     ends = np.zeros(len(block), np.int64)
     if any(t.kind == "images" for t in pipeline.transforms):
         offset, out = block.meta["image_offset"], block.meta["image_tokens"]

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosition:
-    """The state from which planning begins; None as ``state`` is the beginning of the job."""
+    """A state from which planning can begin; ``state=None``: the beginning of the job."""
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins
-    digest: str = ""  # of the wanted step, as the run planned it; empty: unknown
+    digest: str = ""  # digest of the wanted step's plan in the run; empty: unknown
     place: str = ""  # the mesh that the run planned for
-    skipped: tuple[Skip, ...] = ()  # steps that a call of `skip` removed from the run
-    note: str = ""  # a remark for the user
+    skipped: tuple[Skip, ...] = ()  # ranges of steps that calls of `skip` removed from the run
+    note: str = ""  # a remark for the user; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """The journal of a job at one moment, without an unfinished record at its end."""
+    """The content of a job's journal at one moment, without an unfinished record at its end."""
 
     job: Job
     found: Recovered
@@ -53,7 +53,10 @@ class RecordedSteps:
         return self.found.snapshots[0]
 
     def position_before(self, step: int) -> JobPosition:
-        """Return the newest state from which a step can be planned as in the run."""
+        """Return the newest state from which a step can be planned as in the run.
+
+        Without records, or for a step older than the journal, return the beginning of the job.
+        """
         found = self.found
         if found.empty:
             return JobPosition()

@@ -59,7 +59,7 @@ def check(uri: str, debug: bool) -> None:
             f"{report.nbytes} bytes"
         )
         for cut in report.cuts:
-            click.echo(f"no fault, an interrupted write: {cut}")
+            click.echo(f"interrupted write, not a fault: {cut}")
         _exit_on_faults(report.faults or replay_faults(reading))
         click.echo("every record is whole")
 
@@ -67,7 +67,7 @@ def check(uri: str, debug: bool) -> None:
 
 
 def _exit_on_faults(faults: tuple[str, ...]) -> None:
-    """Print each fault and exit with an error code, if there are any."""
+    """Print the faults and exit with ``FAILED``; do nothing if there are none."""
     if faults:
         error(
             f"{len(faults)} fault{'s' * (len(faults) > 1)} in the journal",

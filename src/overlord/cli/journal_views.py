@@ -31,12 +31,12 @@ from overlord.sample import Ragged
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# Levels of nesting, items of a list and characters of a text that `outline` keeps.
+# Most levels of nesting, items of a list and characters of a text that `outline` keeps.
 DEEP, MANY, LONG = 4, 12, 60
 
 
 def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
-    """Return a journal's report and its last records as one JSON document."""
+    """Return a journal's report and its ``last`` records (None: all) as one JSON document."""
     whole = {f.name: getattr(report, f.name) for f in fields(report)}
     descriptions = _descriptions(reading)
     listed = [
@@ -55,7 +55,7 @@ def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
 def journal_view(
     report: JournalReport, reading: Reading, last: int | None, width: int
 ) -> RenderableType:
-    """Return a table with one line per record."""
+    """Return a table of the ``last`` records (None: all), one line per record."""
     from rich.console import Group
     from rich.text import Text
 
@@ -90,7 +90,10 @@ def journal_view(
 
 
 def _last_records(reading: Reading, last: int | None) -> list[tuple[SegmentData, Any]]:
-    """Return the last records, including those that the log writes for itself."""
+    """Return the ``last`` records (None: all), including internal records of the log.
+
+    Each record is returned with its segment; void segments are left out.
+    """
     found = [
         (segment, placed)
         for segment in reading.parts
@@ -103,7 +106,7 @@ def _last_records(reading: Reading, last: int | None) -> list[tuple[SegmentData,
 def _descriptions(reading: Reading) -> dict[int, str]:
     """Return a description of each record that a job wrote, by the id of the record object.
 
-    Records that the log wrote for itself, and records that cannot be decoded, have none.
+    Internal records of the log, and records that cannot be decoded, have no description.
     """
     names: tuple[str, ...] = ()
     found = {}
@@ -153,7 +156,7 @@ def describe(entry: Entry, names: tuple[str, ...]) -> str:
 
 
 def _step(step: int) -> str:
-    """Return the last step that all ranks acknowledged as text."""
+    """Return an acknowledged step as text; a negative number is ``none``."""
     return f"step {step}" if step >= 0 else "none"
 
 
@@ -164,7 +167,7 @@ def _name(names: tuple[str, ...], i: int) -> str:
 def replay_faults(reading: Reading) -> tuple[str, ...]:
     """Replay the records of a job; return the reasons why it cannot be resumed.
 
-    Steps must be in order, and every snapshot must equal the state that the plans before it give.
+    Steps must be in order, and every snapshot must equal the state after the preceding plans.
     """
     if reading.faults or not any(record.kind == JOB for record in reading.records):
         return ()
@@ -200,7 +203,10 @@ def _body(record: Record) -> Any:
 
 
 def outline(value: Any, deep: int = DEEP) -> Any:
-    """Return a short form of a value: arrays as type and size, long lists and texts cut."""
+    """Return a value as short JSON values: arrays as type and size, long lists and texts cut.
+
+    ``deep``: levels of nesting that are kept; deeper values become the name of their type.
+    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

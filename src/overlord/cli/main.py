@@ -1,4 +1,4 @@
-"""The ``overlord`` command: every subcommand has a module of its name in this package.
+"""The ``overlord`` command. Every subcommand is in the module of its name in this package.
 
 Subcommands import heavy modules inside their bodies, so that ``overlord --help`` stays fast.
 """
@@ -63,12 +63,13 @@ for command in COMMANDS:
 def main() -> NoReturn:
     """Run the command line and exit with its code.
 
-    After Ctrl-C the process exits at once: a thread in the middle of a read must not delay it.
+    After Ctrl-C or SIGTERM the process exits at once: a thread in the middle of a read must not
+    delay the exit.
     """
     code = 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # The bars of tables are not in Latin-1; a replacement mark is better than no table.
+            # Latin-1 lacks the bars of tables; a replacement mark is better than no table.
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -86,9 +87,9 @@ def main() -> NoReturn:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, which schedulers send.
+    """The exception of SIGTERM, which schedulers send.
 
-    A command that a script started with ``&`` ignores Ctrl-C; SIGTERM is the only way to stop it.
+    A command that a script started with ``&`` ignores Ctrl-C, and can be stopped only by SIGTERM.
     """
 
 

@@ -1,4 +1,4 @@
-"""``overlord partition``: print how many loaders each source gets, and why."""
+"""``overlord partition``: print the number of loaders of each source, and the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overlord.cli.common import (
 
 
 class Bytes(click.ParamType):
-    """A number of bytes as in ``launch(memory=)``: 1000000, 512MB, 256GB; 1 kB is 1024 bytes."""
+    """A parameter type: bytes as in ``launch(memory=)``: 1000000, 512MB; 1 kB is 1024 bytes."""
 
     name = "size"
 

@@ -1,4 +1,4 @@
-"""Text of ``overlord partition``: the chosen numbers of loaders and workers, with their reasons."""
+"""The text of ``overlord partition``: chosen numbers of loaders and workers, and the reasons."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
     from overlord.scaling.partition import Partition
 
-SHOWN = 40  # sources of a table, those with the most work first
+SHOWN = 40  # most sources in the table, and most workers in the list
 
 
 def partition_view(made: Partition, tokens: float, measured: int) -> RenderableType:
-    """Return the partition with its reasons; the cost of ``measured`` sources was measured."""
+    """Return the partition and its reasons as text.
+
+    ``tokens``: mean tokens of a sample. ``measured``: number of sources whose cost was measured.
+    """
     r, h, n = made.resources, made.hosting, len(made.shares)
     memory = "" if r.memory_bytes is None else f" of {size(r.memory_bytes)}"
     other = r.beside_s / made.sample_s if made.sample_s else 0.0

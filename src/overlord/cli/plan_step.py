@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 Note = Callable[[str], None]
-# Options of a session that only plans: it measures nothing and stores nothing.
+# Options of a session that only plans: no measurement, and nothing is stored.
 PLANNING_ONLY: dict[str, Any] = {"prefetch": 1, "partition": "off", "watch_s": 0.0}
-MANY = 4  # differences that are named
+MANY = 4  # most differences that a remark names
 
 
 def no_note(text: str) -> None:
@@ -37,7 +37,10 @@ def no_note(text: str) -> None:
 
 
 def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
-    """Parse ``dp=64`` or ``dp=8,cp=2``; axes that are not named keep the job's degree."""
+    """Return the mesh of ``dp=64`` or ``dp=8,cp=2``; other axes have the degree in ``base``.
+
+    Raise ``JobError`` for a malformed text.
+    """
     degrees: dict[str, int] = {}
     for word in text.replace(" ", "").split(","):
         axis, _, degree = word.partition("=")
@@ -64,11 +67,10 @@ def planned(
 ) -> Iterator[Session]:
     """Yield a session that has planned a step as a run of the job plans it.
 
-    ``progress`` receives the number of planned steps.
-
     With a journal, planning begins at the state that the journal has before the step. Nothing is
-    written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
-    ``note`` receives remarks for the user.
+    written and nothing is locked. ``progress`` receives the number of planned steps, at most
+    ``step + 1``. ``what_if``: the job has another place or strategy than its run. ``note`` receives
+    remarks for the user. Raise ``PlanError`` if the job ends before the step.
     """
     begin = RecordedSteps.of(job).position_before(step)
     allow = ("strategy",) if what_if else ()
@@ -80,14 +82,18 @@ def planned(
             if progress:
                 progress(min(step + 1, int(session.metrics()["planned_steps"])))
         if taker.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
-            raise PlanError(f"expected a step below {ends}, where the job ends, got {step}", step)
+            raise PlanError(
+                f"expected a step below {ends}, where the job ends, got {step}",
+                step,
+                "give an earlier step",
+            )
         if not what_if and first == begin.first:
             _compare(session, step, begin, note)
         yield session
 
 
 def plan_step(job: Job, step: int, progress: Callable[[int], None] | None = None) -> LoadingPlan:
-    """Return the plan of a step as a run of the job would make it."""
+    """Return the plan of a step, as a run of the job would plan it."""
     with planned(job, step, progress) as session:
         return session.plan(step)
 
@@ -103,7 +109,8 @@ def find_sample(
     """Find the place of a sample within the first ``within`` steps of a run of the job.
 
     The search ends as soon as the stream has passed the row. With a journal it begins at the
-    oldest state; a row that the stream had passed by then is searched from the job file alone.
+    journal's oldest state. If the stream had passed the row before that state, the search is
+    repeated from the job file alone.
     """
     recorded = RecordedSteps.of(job)
     answer = _search(job, sample, within, progress, recorded.oldest_state(), note)
@@ -134,12 +141,11 @@ def _search(
         session.skip(range(first, first + within))
         taker, over = _StepTaker(session), False
         while True:
-            # Taken before `found` is read, so that `found` holds every step the state counts.
+            # Read before `found`, so that `found` holds every step that this state counts.
             known = current_knowledge(session.internals)
             if progress:
                 progress(min(within, known.state.step - first))
-            # All steps were watched, so none counts as forgotten. Every step is skipped here;
-            # only those that the job itself skips count as skipped.
+            # This search skips every step; only steps that the job itself skips count as skipped.
             watched = [
                 replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1))
                 for s in found
@@ -154,7 +160,10 @@ def _search(
 def _planning_session(
     job: Job, begin: JobPosition, note: Note, allow: tuple[str, ...] = ()
 ) -> Iterator[tuple[Session, int]]:
-    """Yield a session without a journal or a profile, and the step at which it begins."""
+    """Yield a session that only plans, and the step at which it begins.
+
+    If the job does not fit the state of the journal, pass a remark to ``note`` and begin at step 0.
+    """
     import overlord as ov
 
     quiet, first = replace(job, journal=None), begin.first
@@ -177,9 +186,9 @@ def _planning_session(
 
 
 def _compare(session: Session, step: int, begin: JobPosition, note: Note) -> None:
-    """Pass a remark to ``note`` if the plan differs from the one in the journal.
+    """Pass a remark to ``note`` if the plan differs from the plan in the journal.
 
-    Files have changed since, or the job file has another mesh or sync.
+    That happens if files have changed since, or if the job file has another mesh or sync.
     """
     from overlord.journal.job_journal import slots_of  # needed only here
 
@@ -197,7 +206,7 @@ def _compare(session: Session, step: int, begin: JobPosition, note: Note) -> Non
 
 
 class _StepTaker:
-    """Takes the next step of rank 0 in a thread, so that the main thread handles Ctrl-C."""
+    """A thread that takes the next step of rank 0, so that the main thread can handle Ctrl-C."""
 
     def __init__(self, session: Session):
         client = session.client(0)
@@ -216,7 +225,7 @@ class _StepTaker:
         self._thread.start()
 
     def waits(self) -> bool:
-        """Wait 0.1 s; return True if the step is still missing, or raise the error of the job."""
+        """Wait up to 0.1 s; return whether the step is still missing; raise the job's error."""
         self._thread.join(0.1)
         if self._thread.is_alive():
             return True

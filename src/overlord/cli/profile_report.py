@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from overlord.setup.measure import Bounds
     from overlord.setup.prepared_job import PreparedJob
 
-SHOWN = 40  # sources of a table, the most expensive first
-WIDE = 40  # characters of a bar
+SHOWN = 40  # most sources in a table, the most expensive first
+WIDE = 40  # most characters of a bar
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # quantiles over the sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The measured profile, and the sources that could not be measured."""
+    """The measured profile, and a text for each source that could not be measured."""
 
     profile: JobProfile
     failures: tuple[str, ...]
@@ -42,6 +42,7 @@ def profile_job(
     """Measure all sources; a failure of one does not hide the others.
 
     Sources are measured one at a time, since otherwise memory could not be attributed to a source.
+    ``progress``: called with the name of each finished source.
     """
     from overlord.setup.measure import machine, measure
 
@@ -65,7 +66,7 @@ def profile_job(
 
 
 def micro(seconds: float) -> str:
-    """Return seconds as text with a fitting unit, from s to ns."""
+    """Return seconds as text with three digits and a unit from s to ns."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -82,7 +83,7 @@ QUANTITIES: tuple[tuple[str, Callable[[SourceProfile], float], Callable[[float],
 
 
 def profile_view(profile: JobProfile) -> RenderableType:
-    """Return the most expensive sources, quantiles over all, and the share of file state."""
+    """Return tables of the most expensive sources and of quantiles, and the share of file state."""
     every = sorted(profile.sources.values(), key=lambda p: (-p.sample_s, p.name))
     head = (
         "source",
@@ -127,7 +128,7 @@ def profile_view(profile: JobProfile) -> RenderableType:
 
 
 def file_state(profile: JobProfile) -> str:
-    """Return the share of file state in memory as a line with a bar: Fig. 4 of the paper."""
+    """Return a line with a bar: the share of file state in the sources' memory (paper, Fig. 4)."""
     share, n = profile.file_share(), len(profile.sources)
     held = sum(p.file_bytes for p in profile.sources.values())
     return (
@@ -137,7 +138,7 @@ def file_state(profile: JobProfile) -> str:
 
 
 def _quantile_table(every: Sequence[SourceProfile]) -> RenderableType:
-    """Return quantiles of each quantity over the sources: Fig. 5 of the paper as a table."""
+    """Return a table of quantiles of each quantity over the sources (Fig. 5 of the paper)."""
     rows = []
     for name, of, show in QUANTITIES:
         x, _ = cdf([of(p) for p in every])
@@ -146,7 +147,7 @@ def _quantile_table(every: Sequence[SourceProfile]) -> RenderableType:
 
 
 def cdf_svg(profile: JobProfile) -> str:
-    """Return a plot of the distribution of P, T and M over sources, relative to the median."""
+    """Return an SVG plot of the distribution of P, T and M over sources, relative to the median."""
     every = list(profile.sources.values())
     drawn = []
     for k, (name, of, _) in enumerate(QUANTITIES):
@@ -197,7 +198,7 @@ def profile_svg(profile: JobProfile) -> str:
 
 
 def profile_page(profile: JobProfile, job: str) -> str:
-    """Return an HTML page with the plot."""
+    """Return an HTML page with the plot and the share of file state."""
     return (
         f"<!doctype html><meta charset=utf-8><title>{escape(job)}: cost of its sources"
         f"</title><style>{STYLE}</style>"

@@ -1,4 +1,4 @@
-"""Take the steps of a job, show progress and print what was delivered: ``overlord run``."""
+"""Take the steps of a job, and print progress and a summary, for ``overlord run``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-PLAIN_EVERY_S = 2.0  # between two progress lines when stderr is not a terminal
+PLAIN_EVERY_S = 2.0  # seconds between two progress lines if stderr is not a terminal
 
 Show = Callable[[Taken, Meter], None]
 
@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def never_ends(job: Job) -> bool:
-    """Return whether a job never ends: sources repeat forever, and ``until`` allows it."""
+    """Return whether a job never ends: sources repeat forever, and ``until`` does not stop it."""
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )
@@ -56,7 +56,10 @@ def never_ends(job: Job) -> bool:
 
 
 def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
-    """Run a job; print progress to ``err`` and results to ``console``."""
+    """Run a job; print progress to ``err`` and results to ``console``.
+
+    Raise ``JobError`` for a job that never ends, if no number of steps is given.
+    """
     if run.steps is None and never_ends(run.job):
         endless = [s.name for s in run.job.sources if s.epochs is None]
         who = (
@@ -71,7 +74,7 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
     if run.save is not None:
         check_writable(run.save)
     meter, chain = Meter(), ""
-    # Autoscaling is off: no trainer computes here, so every source would count as too slow.
+    # Autoscaling is off: no trainer computes here, so every source would look too slow.
     options = {"watch_s": 0.0, **run.options}
     with ov.launch(
         run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options
@@ -99,7 +102,7 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
 
 
 def step_digest(taken: Taken) -> str:
-    """Return a digest of every byte that the watched ranks received in this step."""
+    """Return a digest of all arrays that the watched ranks received in this step, by name."""
     parts: list[Any] = []
     for step in taken.steps:
         parts += [f"{step.step}/{step.rank}"]
@@ -109,7 +112,7 @@ def step_digest(taken: Taken) -> str:
 
 
 def resume_from(given: Path) -> dict[str, Any] | str:
-    """Return a saved state, or "auto"; a file of that name is given as ./auto."""
+    """Return the state in a file, or ``"auto"`` for the word auto; ./auto names a file."""
     return "auto" if str(given) == "auto" else read_state(given)
 
 
@@ -120,35 +123,40 @@ def print_resumed(session: Session, err: Console) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot hold a state, before the run instead of after it."""
+    """Raise ``JobError`` for a URI or a missing folder, before the run instead of after it."""
     _refuse_uri(path)
     if not path.absolute().parent.is_dir():
         raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
 
 
 def _refuse_uri(path: Path) -> None:
-    if is_uri(str(path)):  # the error does not repeat it: a URI may hold a secret
+    if is_uri(str(path)):  # the error does not repeat the URI, which may hold a secret
         raise JobError(
             [
-                "expected a file on this machine, got a URI; a journal may be in an object "
-                "store: Job.journal"
+                "expected a file on this machine, got a URI; to keep the position in an object "
+                "store, set Job.journal"
             ],
             "state",
         )
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a state that ``overlord run --save`` wrote."""
+    """Read a state that ``overlord run --save`` wrote.
+
+    Raise ``JobError`` or ``StateMismatch`` for a URI, an unreadable file or other content.
+    """
     _refuse_uri(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
-        raise JobError([f"cannot be read: {fault.strerror or fault}"], str(path)) from fault
+        raise JobError(
+            [f"expected a readable file, got: {fault.strerror or fault}"], str(path)
+        ) from fault
     except ValueError as fault:
         raise JobError(
             [f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)
         ) from fault
-    # `launch` reports the state of a trainer, which holds "stream".
+    # A state of a trainer holds "stream"; `launch` raises the error for it.
     of_trainer = isinstance(state, dict) and "stream" in state
     if (problem := state_problem(state)) and not of_trainer:
         raise StateMismatch(
@@ -161,18 +169,23 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def save_state(path: Path, session: Session) -> None:
-    """Write the session's state atomically: to a new file that is then renamed."""
+    """Write the session's state as JSON, atomically: to a new file that is then renamed."""
     new = path.with_name(f".{path.name}.new")
     try:
         new.write_text(json.dumps(session.state_dict()), encoding="utf-8")
         os.replace(new, path)
     except OSError as fault:
-        raise JobError([f"cannot be written: {fault.strerror or fault}"], str(path)) from fault
+        raise JobError(
+            [f"expected a writable file, got: {fault.strerror or fault}"], str(path)
+        ) from fault
 
 
 @contextmanager
 def _progress(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
-    """Show progress: a live line on a terminal, otherwise a line every ``PLAIN_EVERY_S``."""
+    """Yield a function that shows the progress of a taken step.
+
+    On a terminal the line is live; elsewhere a line is printed every ``PLAIN_EVERY_S`` seconds.
+    """
 
     def text(taken: Taken, meter: Meter) -> str:
         of = f"/{steps}" if steps else ""

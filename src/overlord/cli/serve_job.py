@@ -1,4 +1,4 @@
-"""Launch a job for trainers in other processes and show their progress: ``overlord serve``."""
+"""Launch a job for trainers in other processes, and show their progress, for ``overlord serve``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-POLL_S = 0.25  # between two progress lines on a terminal
-LINGER_S = 10.0  # for trainers to disconnect by themselves, once they have every step
+POLL_S = 0.25  # seconds between two progress lines on a terminal
+LINGER_S = 10.0  # seconds for trainers to disconnect by themselves after the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console)
     """Serve a job; pass the address to ``output`` and print progress to ``err``.
 
     Return when the job has ended and every client has taken every step, or when all clients have
-    disconnected. Raise the error that ended the job.
+    disconnected. Raise the error that ended the job. The state is saved in any case if wanted.
     """
     if wanted.save is not None:
         check_writable(wanted.save)
@@ -58,7 +58,7 @@ def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console)
         print_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
-            # The caller knows a token that it gave; a log should not hold it.
+            # A token from the caller is not printed, since the output may be a log.
             output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
             with _progress(err) as show:
                 wait_for_clients(session, show)
@@ -82,7 +82,7 @@ def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console)
 
 
 def submit_job(wanted: ServeRequest, output: Callable[[str], None], err: Console) -> None:
-    """Submit a job to a Ray cluster and return when trainers can connect; it keeps running."""
+    """Submit a job, which keeps running, to a Ray cluster; return when trainers can connect."""
     from overlord.cli.detached_jobs import START_S, submit
 
     # Ray may place the job on any node, and trainers run on others: loopback cannot serve them.
@@ -104,9 +104,9 @@ def submit_job(wanted: ServeRequest, output: Callable[[str], None], err: Console
 
 
 def read_token(path: Path | None) -> str | None:
-    """Read the token from a file or the environment.
+    """Return the token from a file, or without a file from ``OVERLORD_TOKEN``; None if not set.
 
-    It is not an argument: the arguments of a process are visible in the list of processes.
+    The token is not an argument: the arguments of a process are visible in the list of processes.
     """
     if path is None:
         return os.environ.get("OVERLORD_TOKEN") or None
@@ -114,7 +114,7 @@ def read_token(path: Path | None) -> str | None:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
         raise JobError(
-            [f"token file cannot be read: {fault}; give a readable file"], str(path)
+            [f"token file: expected a readable text file, got {fault}"], str(path)
         ) from fault
     if not token:
         raise JobError(["expected a token, got an empty file; write the token into it"], str(path))
@@ -124,7 +124,7 @@ def read_token(path: Path | None) -> str | None:
 def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
     """Wait until every client has taken every step, or all have disconnected, or the job failed.
 
-    ``show`` receives a progress line every ``POLL_S``. Raise the error that ended the job.
+    ``show`` receives a progress line every ``POLL_S`` seconds. Raise the error that ended the job.
     """
     serving = session.internals.remote_ranks
     assert serving is not None
@@ -144,7 +144,10 @@ def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
 
 
 def progress_line(session: Session, total: int) -> str:
-    """Return the taken steps, the number of clients, and the client that others wait for."""
+    """Return a line of progress: taken steps, connected clients, and the slowest rank.
+
+    ``total``: number of ranks.
+    """
     serving = session.internals.remote_ranks
     assert serving is not None
     clients = serving.remote_clients
@@ -170,7 +173,10 @@ def progress_line(session: Session, total: int) -> str:
 
 @contextmanager
 def _progress(err: Console) -> Iterator[Callable[[str], None]]:
-    """Show progress: a live line on a terminal, otherwise a changed line every 2 s at most."""
+    """Yield a function that shows a progress line.
+
+    On a terminal the line is live; elsewhere changed lines are printed at most every 2 s.
+    """
     if err.is_terminal:
         with err.status("waiting for clients") as status:
             yield status.update

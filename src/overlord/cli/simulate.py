@@ -21,7 +21,7 @@ COUNT = click.IntRange(min=1)
 
 
 class Sizes(click.ParamType):
-    """Numbers of GPUs or nodes with commas between them."""
+    """A parameter type: numbers of GPUs or nodes, separated by commas."""
 
     name = "N,N,..."
 
@@ -34,7 +34,7 @@ class Sizes(click.ParamType):
             found = []
         if not found or min(found) < 1:
             self.fail(
-                "expected whole numbers above 0 with commas between them, as in 512,4096, "
+                "expected whole numbers above 0, separated by commas, as in 512,4096, "
                 f"got {value!r}",
                 param,
                 ctx,
@@ -140,7 +140,9 @@ def simulate(
     if gpus and nodes:
         raise click.UsageError("give either --gpus or --nodes")
     if not 0 < pace_s < 1e6:
-        raise click.UsageError(f"--step-seconds: expected a number above 0, got {pace_s:g}")
+        raise click.UsageError(
+            f"--step-seconds: expected a number above 0 and below 1e6, got {pace_s:g}"
+        )
     sizes = [n * gpus_per_node for n in nodes] if nodes else gpus or [512 * 2**k for k in range(6)]
 
     def act() -> None:
@@ -187,7 +189,7 @@ def simulate(
 
 
 class _ProgressBars:
-    """A progress bar on stderr for each activity; none if stderr is not a terminal."""
+    """Progress bars on stderr, one for each activity; none if stderr is not a terminal."""
 
     def __enter__(self) -> Any:
         from rich.progress import (

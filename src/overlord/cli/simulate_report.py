@@ -28,7 +28,7 @@ def _titled(
 
 
 def constants_view(c: Constants, stored: Path) -> RenderableType:
-    """Return a table of the constants that were measured on this machine."""
+    """Return a table of the constants measured on this machine; ``stored``: the file with them."""
     sizes = {
         "a worker of a colocated loader": c.worker_bytes,
         "  per source that it opens": c.opened_bytes,
@@ -103,7 +103,10 @@ def memory_view(cells: Sequence[Cell]) -> RenderableType:
 
 
 def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
-    """Return a table of planning time, connections and fetch latency."""
+    """Return a table of planning time, connections and fetch latency.
+
+    ``pace_s``: seconds that trainers compute per step.
+    """
     heads = (
         "GPUs",
         "constructors",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from overlord.cli.common import debug_option, fail, make_console, run_guarded
+from overlord.errors import JobError
 
 UNAVAILABLE = 2
 ESTIMATORS = ("hill", "farms", "ks", "published")
@@ -54,13 +55,21 @@ def spectra(
 ) -> None:
     """Print the spectra of the weight matrices of a checkpoint.
 
-    It is a file of safetensors, an index of several, or a folder. Tensors are read one at a time;
-    nothing is executed or written.
+    CHECKPOINT.SAFETENSORS is a file of safetensors, an index of several, or a folder. Tensors are
+    read one at a time. No code of the checkpoint is executed.
     """
 
     def act() -> None:
         import json
 
+        if plot is not None and not plot.absolute().parent.is_dir():
+            raise JobError(
+                [
+                    f"--plot: expected a file in a folder that exists, got {plot}; make the folder "
+                    "first"
+                ],
+                "spectra",
+            )
         try:
             from overlord.torch.weight_matrices import SKIP
             from overlord.torch.weight_spectra import HEAD, checkpoint_spectra

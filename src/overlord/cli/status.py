@@ -8,9 +8,9 @@ from overlord.cli.common import address_option, debug_option, make_console, run_
 
 
 def without_cores(workers: list[str]) -> str:
-    """Describe the workers for which Ray reserved no CPU core.
+    """Return a line about the workers for which Ray reserved no CPU core.
 
-    The text names one reason for all: whether nodes with ranks had idle cores is unknown here.
+    The line has one reason for all, since idle cores of nodes with ranks are unknown here.
     """
     why = (
         "because no node had a spare core that they may use (on nodes with ranks, sidecar= sets "

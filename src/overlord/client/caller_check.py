@@ -1,6 +1,6 @@
 """Detect trainers that drop or prefetch items of an iterator, on the call stack of ``iter()``.
 
-Some trainers wrap a loader. A wrapper passes on every n-th item only, or takes items ahead of the
+Some trainers wrap a loader. A wrapper may pass on only every n-th item, or take items ahead of the
 training step. The loader's own methods cannot detect that. Class names are compared as text, so
 that no trainer is imported.
 """
@@ -15,11 +15,11 @@ from overlord.errors import JobError
 
 # Accelerate and transformers: wrappers that distribute one stream over all processes.
 SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")
-LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
+LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead if the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
-# Returns the number of items that the trainer holds ahead of the training step; called with the
-# first item.
+# A function that returns the number of items that the trainer holds ahead of the training step;
+# called at the request of the first item.
 Ahead = Callable[[], int]
 
 
@@ -33,7 +33,7 @@ def callers() -> Iterator[Any]:
 
 
 def refuse_sharing(where: str) -> None:
-    """Raise JobError for a wrapper that distributes one stream over all processes.
+    """Raise ``JobError`` if a caller is a wrapper that distributes one stream over all processes.
 
     The items of this iterator are all for this rank, and the wrapper would drop most of them.
     """
@@ -69,10 +69,7 @@ def taken_ahead() -> Ahead:
 
 
 def refuse_ahead(where: str) -> None:
-    """Raise JobError for a trainer that takes items ahead and saves the state of the stream.
-
-    A resume would skip these items.
-    """
+    """Raise ``JobError`` if a caller takes items ahead of training: a resume would skip them."""
     for caller in callers():
         if type(caller).__name__ == LIGHTNING:
             raise JobError(

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Queues of steps: ``StepQueue`` is the source of a client's steps, in any process.
+# Queues of steps. A client takes its steps from a ``StepQueue``, whatever process fills it.
 
 State = StreamState | EncodedState
 
 
 class StepQueue(Protocol):
-    """Queue of the steps of one client, filled in this process or over a connection."""
+    """The queue of one client's steps, filled in this process or over a connection."""
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None: ...
     def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
     def ack(self, step: int) -> None:
-        """Send an ack to the constructor: the trainer has taken the step."""
+        """Acknowledge to the constructor that the trainer took the step."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +49,7 @@ QueuePosition = tuple[StepQueue, State]
 
 
 class LocalStepQueue:
-    """Queue of one client, filled by the event loop and read by the thread of the trainer."""
+    """The queue of one client, filled by the event loop and read by the thread of the trainer."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
@@ -63,7 +63,10 @@ class LocalStepQueue:
             self._changed.notify()
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """End the stream after the queued steps; with ``drop`` they are discarded too."""
+        """End the stream after the queued steps, or with ``drop`` now, and discard them.
+
+        ``get`` then raises ``error``; None: ``StopIteration``.
+        """
         with self._changed:
             self._ended, self._error = True, error
             if drop:
@@ -82,9 +85,9 @@ class LocalStepQueue:
         return len(self._steps)
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        """Return the next step, or None after the timeout.
+        """Return the next step, or None if none arrives within ``timeout_s``.
 
-        Raise StopIteration, or the error, at the end of the stream.
+        At the end of the stream raise ``StopIteration``, or the error that ended it.
         """
         with self._changed:
             if not self._steps and not self._ended:
@@ -99,14 +102,15 @@ class LocalStepQueue:
 
 
 # ----------------------------------------------------------------------------
-# A ``Step`` of ``Microbatch`` objects: read-only arrays, with the samples they were made of.
+# A ``Step`` of ``Microbatch`` objects: read-only arrays, and the samples that they contain.
 
 
 class Piece(NamedTuple):
     """The position of one sample in a microbatch.
 
-    It is ``tokens[offset:offset + length]`` (packed), or row ``offset`` (padded). It refers to the
-    whole microbatch, before it is split for context parallelism. -1: this rank has no arrays.
+    The sample is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
+    ``offset`` (padded). Both refer to the whole microbatch, before a split for context parallelism.
+    An offset of -1: this rank has no arrays.
     """
 
     sample: SampleId
@@ -115,7 +119,7 @@ class Piece(NamedTuple):
 
 
 class Microbatch(Mapping[str, np.ndarray]):
-    """A mapping of name to read-only array, and ``.samples``."""
+    """The arrays of one microbatch: a mapping from name to read-only array, with ``.samples``."""
 
     __slots__ = ("_arrays", "_info", "_rows", "_served_by")
 
@@ -127,7 +131,7 @@ class Microbatch(Mapping[str, np.ndarray]):
         served_by: int | None = None,
     ):
         self._arrays, self._info, self._rows = arrays, info, rows
-        # the rank that fetches this microbatch for this one; None: this rank received it
+        # the rank that fetches this microbatch, this one or another; None: this rank
         self._served_by = served_by
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -162,14 +166,14 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def info(self) -> StepInfo:
-        """Return the description of the step, restricted to the samples of this microbatch."""
+        """The description of the step, restricted to the samples of this microbatch."""
         return self._info.of_rows(self._rows)
 
     @property
     def samples(self) -> list[Piece]:
-        """Return the samples in order, made on demand: packing makes no object per sample."""
+        """The samples in order, created on each access: packing creates no object per sample."""
         lengths = self._info.tokens[self._rows].tolist()
-        if "attention_mask" in self._arrays:  # of the padded layout only
+        if "attention_mask" in self._arrays:  # only in the padded layout
             starts: Sequence[int] = range(len(self._rows))
         elif "cu_seqlens_padded" in self._arrays:
             starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
@@ -210,12 +214,12 @@ class Step:
 
     @property
     def global_valid_tokens(self) -> int:
-        """Return the tokens with a loss over all ranks, by which summed losses are divided."""
+        """The number of tokens with a loss over all ranks; divide summed losses by it."""
         return self._info.valid_tokens
 
     @property
     def served_by(self) -> int:
-        """Return the rank that fetches these microbatches, for itself or for a broadcast."""
+        """The rank that fetches these microbatches: this rank, or one that broadcasts to it."""
         place = self._info.place
         return (
             self.rank if place is None else int(_fetchers(place, self._info.broadcast)[self.rank])
@@ -223,24 +227,24 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the arrays of this step."""
+        """Bytes of the arrays of this step, as they were received."""
         return self._bucket.nbytes
 
     @property
     def info(self) -> StepInfo:
-        """Return the description of this step, as it was received."""
+        """The description of this step, as it was received."""
         return self._info
 
     @property
     def bucket(self) -> BucketBatch:
-        """Return the arrays of this step as they were built."""
+        """The arrays of this step, as the constructor built them."""
         return self._bucket
 
     def __len__(self) -> int:
         return len(self._bucket)
 
     def _microbatches(self) -> tuple[Microbatch, ...]:
-        """Return the microbatches; repeated calls return the same objects."""
+        """Return the microbatches; all calls return the same objects."""
         if self._cut is None:
             b, bounds, served_by = self._bucket, self._bucket.bounds.tolist(), self.served_by
             self._cut = tuple(
@@ -250,7 +254,7 @@ class Step:
         return self._cut
 
     def _with_images(self, bucket: BucketBatch) -> Iterable[Mapping[str, np.ndarray]]:
-        """Add the arrays of an exchange to the microbatch that it belongs to."""
+        """Return the arrays of microbatches, each with those of its encoder exchange, if any."""
         if bucket.encoder is None or bucket.per != "microbatch":
             return bucket.microbatches
         both = zip(bucket.microbatches, self.encoder, strict=True)
@@ -263,9 +267,9 @@ class Step:
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:
-        """Return the inputs of the encoder of this rank and the routes of its outputs.
+        """The inputs of this rank's encoder and the routes of its outputs, by exchange.
 
-        There is one entry for each exchange, and none for a job without images.
+        It is empty for a job without images.
         """
         if self._exchanges is None:
             wide = self._bucket.encoder
@@ -289,9 +293,9 @@ class Step:
 
 
 def check_count(step: Any, expected: int | None) -> None:
-    """Raise PlanError for a step whose number of microbatches is not ``expected``.
+    """Raise ``PlanError`` if a step does not have ``expected`` microbatches; None: do not check.
 
-    This is for trainers that count microbatches. None: the number is not known.
+    Trainers that count microbatches need it.
     """
     if expected is None or len(step) == expected:
         return
@@ -309,11 +313,11 @@ def check_count(step: Any, expected: int | None) -> None:
 
 
 # ----------------------------------------------------------------------------
-# ``Client``: the iterator of a trainer. It waits with a deadline that names the reason.
+# ``Client``: the iterator of a trainer. Its waits have a deadline, and the error has the reason.
 
 
 class Client:
-    """Iterator over the steps of one rank, made by ``session.client(rank)``."""
+    """The iterator over the steps of one rank, from ``session.client(rank)`` or ``connect``."""
 
     def __init__(
         self,
@@ -335,7 +339,7 @@ class Client:
         world_size: int | None = None,
     ):
         self.rank, self._queue, self._state = rank, queue, start
-        # called before the first wait: demand starts the work
+        # called before the first wait, since the work starts on demand
         self._begin: Callable[[], None] | None = begin
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = (
             consumed,
@@ -350,44 +354,47 @@ class Client:
         # held while a step is handed to the trainer, and while the session changes its mesh
         self._gate = threading.Lock()
         self.session: Any = None  # session that this client owns (``join``)
-        self._failed = False  # closed by an exception: other ranks are not waited for
-        self._fault: BaseException | None = None  # that exception
+        self._failed = False  # an exception closed the client: do not wait for other ranks
+        self._fault: BaseException | None = None  # the exception that closed the client
         self.waited_s = 0.0  # time that the trainer has waited for steps
         self.steps = 0
-        self.bytes_fetched = 0  # bytes of received arrays, as they are sent
+        self.bytes_fetched = 0  # bytes of received arrays, in the form in which they were sent
         self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
         self.world_size = world_size  # ranks of the mesh, if known
         # mesh and broadcasts of the last step
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
-        # a refused step: the position before it, the state after it, the step
+        # a step that was put back: the position before it, the state after it, and the step
         self._refused_step: tuple[QueuePosition, State, Step] | None = None
 
     @property
     def queue(self) -> StepQueue:
-        """Return the queue from which the next step comes."""
+        """The queue from which the next step is taken."""
         return self._queue
 
     @property
     def position(self) -> State:
-        """Return the state of the stream after the last step that was taken."""
+        """The state of the stream after the last step that was taken."""
         return self._state
 
     @property
     def failed(self) -> bool:
-        """Return whether an exception closed the client."""
+        """Whether an exception ended the trainer or closed the client."""
         return self._failed
 
     def mark_failed(self, fault: BaseException | None = None) -> None:
-        """Mark the client as failed by ``fault``; closing it then does not wait for other ranks."""
+        """Mark the client as failed, so that closing it does not wait for other ranks.
+
+        ``fault``: the exception; None keeps an earlier one.
+        """
         self._failed, self._fault = True, fault or self._fault
 
     def close_with(self, close: Callable[[Callable[[], None]], None]) -> None:
-        """Replace the callback of ``close()``; the new one is called with the previous one."""
+        """Make ``close()`` call the function ``close`` with the previous callback."""
         before = self._close
         self._close = lambda: close(before)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Return a context in which no step is taken, for a session that changes its mesh."""
+        """Return a context in which the trainer takes no step; a session reshards inside it."""
         return self._gate
 
     def move_to(self, queue: StepQueue, position: State) -> None:
@@ -395,7 +402,7 @@ class Client:
         self._queue, self._state = queue, position
 
     def begin_with(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` before the next step is waited for."""
+        """Call ``begin`` once, before the next wait for a step."""
         self._begin = begin
 
     def __iter__(self) -> Client:
@@ -418,7 +425,7 @@ class Client:
                     raise
                 continue
             with self._gate:
-                # otherwise the session was rewound or resharded, and the step is sent again
+                # a new queue: the session was rewound or resharded, and sends the step again
                 if queue is self._queue:
                     self._state, self._shared = info.after, (info.place, info.broadcast)
                     break
@@ -427,11 +434,8 @@ class Client:
         return Step(info, bucket, self.rank)
 
     def _retake(self) -> Step | None:
-        """Return the refused step, which is taken again; None if there is none.
-
-        Also None after the session was rewound.
-        """
-        # read without the gate, which is held during a rewind: ready steps are taken meanwhile
+        """Take the step that was put back; return None if there is none, or after a rewind."""
+        # Read without the gate: it is held during a rewind, and ready steps must not wait for it.
         if self._refused_step is None:
             return None
         with self._gate:
@@ -443,14 +447,17 @@ class Client:
         return step
 
     def _put_back(self, step: Step, before: QueuePosition) -> None:
-        """Move to the position before the last step, unless the session was rewound meanwhile."""
+        """Put a step back, so that it is the next one; do nothing if the session was rewound.
+
+        ``before``: the position before the step.
+        """
         with self._gate:
             if before[0] is self._queue:
                 self._refused_step, self._state = (before, self._state, step), before[1]
                 self.steps -= 1
 
     def _refuse_fork(self) -> None:
-        if os.getpid() != self._pid:  # the threads that fill the queue are in the other process
+        if os.getpid() != self._pid:  # a fork does not copy the threads that fill the queue
             raise OverlordError(
                 f"rank {self.rank}: expected process {self._pid}, which opened the client, got "
                 f"process {os.getpid()}; a session does not survive a fork: launch it in the "
@@ -458,7 +465,7 @@ class Client:
             )
 
     def _wait(self, queue: StepQueue) -> tuple[StepInfo, BucketBatch]:
-        """Wait for a step; report the reason every ``stall_warn_s``, raise after the limit."""
+        """Wait for a step, and warn every ``stall_warn_s``; raise ``DataStall`` at the limit."""
         start = time.monotonic()
         warn_at = self._warn_s
         while True:
@@ -491,11 +498,9 @@ class Client:
     def microbatches(self) -> Iterator[Microbatch]:
         """Yield the microbatches of all steps, for trainers that count them per optimizer step.
 
-        Such a trainer takes ``Batch.microbatches`` of them for each step.
-
-        A step with another number of microbatches raises ``PlanError``: such a trainer would mix
-        steps from there on. The position then stays before that step: a state saved there includes
-        it, and it is the next step.
+        Such a trainer takes ``Batch.microbatches`` of them for each step. A step with another
+        number of microbatches raises ``PlanError``: the trainer would mix later steps. The position
+        stays before that step, so a resume from a state saved there begins with it.
         """
         before = self.mark()
         for step in self:
@@ -508,18 +513,18 @@ class Client:
             before = self.mark()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send measurements of a step that this rank took, for a mixture that learns.
+        """Send measurements of a step that this rank took, for an adaptive mixture.
 
-        An example is ``{"loss/web": 2.31, "tokens/web": 8192}``. Plan ``step + feedback_lag`` uses
-        the report. It is in time if it is sent before ``step + 2`` is requested. Values of several
-        ranks are averaged, weighted by ``tokens/<source>`` if given. The last report of a rank and
-        step counts. Returns at once.
+        An example is ``{"loss/web": 2.31, "tokens/web": 8192}``. The plan of step
+        ``step + feedback_lag`` uses the report. It is in time if it is sent before step
+        ``step + 2`` is requested. Values of several ranks are averaged, weighted by
+        ``tokens/<source>`` if given. Only the last report of a rank for a step is used.
         """
         self._refuse_fork()
         self._report(self._queue, step, metrics, self._state.step)
 
     def state_dict(self, at: QueuePosition | None = None) -> dict[str, Any]:
-        """Return the state of the stream after the last step, or at ``at``, as plain JSON values.
+        """Return the state of the stream after the last step, or at a mark ``at``, as JSON values.
 
         The state is the same on every rank, and valid on any mesh.
         """
@@ -531,7 +536,7 @@ class Client:
         Callers that take steps ahead of the trainer need it.
         """
         state = self._state
-        # its bytes may be in the memory of the step's arrays, which a position must not retain
+        # Its bytes may share the memory of the step's arrays, which a mark must not keep alive.
         if isinstance(state, EncodedState):
             state = EncodedState(state.step, state.data.copy())
         return self._queue, state
@@ -539,14 +544,18 @@ class Client:
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Continue from a saved state.
 
-        The first rank that does so rewinds the session; the others must load the same state.
-        ``allow`` names parts of the fingerprint that may differ.
+        The first rank that calls this rewinds the session; the other ranks must load the same
+        state. ``allow``: parts of the job that may differ from the saved job, by the names in the
+        error. Raise ``StateMismatch`` for a state that does not fit the job.
         """
         self._queue, self._state = self._rewind(state, allow)
         self._refused_step = None
 
     def close(self) -> None:
-        """Close the client; other ranks no longer wait for this rank."""
+        """Close the client, so that other ranks no longer wait for this rank.
+
+        In a forked process this does nothing.
+        """
         if os.getpid() != self._pid:  # a copy after a fork; the original stays open
             return
         self._close()
@@ -563,7 +572,7 @@ class Client:
         self.close()
 
     def figures(self) -> dict[str, Any]:
-        """Return the metrics of a ``BroadcastClient``, for a rank that fetches its own steps."""
+        """Return metrics with the keys of ``BroadcastClient.figures``, without a broadcast here."""
         place, broadcast = self._shared
         by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
         fetchers = self.world_size if place is None else len(place.fetchers(broadcast))

@@ -1,6 +1,6 @@
-"""``connect``: returns a client in any process, for a session that serves.
+"""``connect``: create a client in any process, for a session that serves.
 
-It costs the trainer two sockets and the memory that it maps.
+The client costs the trainer two sockets and the memory that it maps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from overlord.transport.connection import RETRY_S
 
 log = logging.getLogger("overlord")
 
-REASON_S = 1.0  # timeout of a request for the reason of a stall: the client has waited long
-DETACH_S = 2.0  # timeout of the request that closes the client
-REWIND_S = 300.0  # timeout of a rewind, which starts all workers and opens files
+REASON_S = 1.0  # timeout of short requests, e.g. for the reason of a stall
+DETACH_S = 2.0  # timeout of the request that detaches the rank
+REWIND_S = 300.0  # least timeout of a rewind, which starts all workers and opens files
 
 # queues of this process, by the address of their session
 _QUEUES: dict[str, WeakSet[RemoteStepQueue]] = {}
@@ -56,9 +56,10 @@ def connect(
     """Return the client of one rank of a session in another process.
 
     Defaults: ``OVERLORD_ADDRESS``, ``OVERLORD_TOKEN``, and the rank in the process group, or
-    ``RANK``. ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; the defaults are those of the
-    session. ``on_stall(reason, seconds)`` is called instead of the logged warning.
-    ``reconnect_s``: how long to reconnect to a constructor that was lost.
+    ``RANK``. ``timeout_s``: the longest wait for the session to answer. ``stall_warn_s``,
+    ``stall_limit_s``: as in ``launch``; None: the session's values. ``on_stall(reason, seconds)``
+    is called instead of the logged warning. ``reconnect_s``: seconds of attempts to reconnect to a
+    lost constructor.
     """
     address, rank, token = _arguments(address, rank, token)
     control = ControlClient(address, token, rank, timeout_s=timeout_s)
@@ -73,7 +74,10 @@ def connect(
 
 
 def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
-    """Return the start position of the rank; retry while the session waits for a worker."""
+    """Return the session's settings and the rank's start position.
+
+    Retry while the session waits for a worker; raise the first ``DataStall`` at the deadline.
+    """
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
@@ -89,7 +93,10 @@ def _started(control: ControlClient, timeout_s: float) -> Mapping[str, Any]:
 
 
 def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
-    """Return the arguments, or their values in the environment; raise JobError for missing ones."""
+    """Return the arguments, or their values in the environment.
+
+    Raise ``JobError`` for missing and invalid ones.
+    """
     address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
     token = os.environ.get("OVERLORD_TOKEN") if token is None else token
     given = _rank() if rank is None else rank
@@ -115,13 +122,13 @@ def _arguments(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
 
 
 def _rank() -> Any:
-    """Return the rank in the process group if there is one, else the value of ``RANK``."""
+    """Return the rank in the process group if there is one, else ``RANK``, else None."""
     groups = process_groups()
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
 
 class SessionConnection:
-    """Connection of a client to its session: the callbacks of the client send requests."""
+    """The connection of a client to its session: callbacks of the client that send requests."""
 
     def __init__(
         self,
@@ -168,9 +175,9 @@ class SessionConnection:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
-            # The constructor has died and is restarted, another rank rewinds the session, or
-            # the step is no longer kept. The first ``get`` connects again and raises the error: a
-            # state may be loaded before.
+            # The constructor died and is restarted, another rank rewinds the session, or the step
+            # is no longer kept. The first ``get`` connects again and raises the error, since the
+            # trainer may load a state before it.
             return self._remote(at, "")
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteStepQueue:
@@ -191,9 +198,9 @@ class SessionConnection:
         return queue
 
     def _siblings(self, queue: RemoteStepQueue) -> list[RemoteStepQueue]:
-        """Return the other queues of the same thread.
+        """Return the queues of this session that the same thread reads, ``queue`` included.
 
-        A queue of another thread may be about to load a state.
+        Queues of other threads are left out: their clients may be loading a state.
         """
         with _LOCK:
             return [
@@ -205,7 +212,7 @@ class SessionConnection:
     def _token(self, at: Mapping[str, Any]) -> str:
         """Return the token for the constructor.
 
-        It is the session's own, which is never sent, or that of a socket of this machine.
+        An empty token in the session's answer stands for the token that this client connected with.
         """
         return at["token"] or self._control.token
 
@@ -226,7 +233,7 @@ class SessionConnection:
             self._client.move_to(self._client.queue, state)
 
     def _waiting_for(self) -> str:
-        """Describe the wait of the client; never raise, since a fault may have occurred."""
+        """Describe the wait of the client; a fault of the connection is part of the text."""
         assert self._client is not None
         queue = self._client.queue
         connection_problem = queue.connection_problem if isinstance(queue, RemoteStepQueue) else ""
@@ -246,7 +253,7 @@ class SessionConnection:
     def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         assert self._client is not None
         old = cast(RemoteStepQueue, self._client.queue)
-        took = (old.generation, old.taken)  # the ack may not have arrived yet
+        took = (old.generation, old.taken)  # the session may not have received the last ack
         try:
             at = self._control.ask(
                 "rewind",
@@ -255,7 +262,7 @@ class SessionConnection:
                 allow=tuple(allow),
                 took=took,
             )
-        except FrameError as fault:  # a state can always be encoded
+        except FrameError as fault:  # the encoding fails only for a damaged state
             remedy = "load the state that state_dict() returned, unchanged"
             raise StateMismatch(
                 {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
@@ -273,7 +280,10 @@ class SessionConnection:
         return new, at["state"]
 
     def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
-        """Check a report and send it; scalars of any library become numbers."""
+        """Check a report and send it; raise ``JobError`` if it is invalid.
+
+        Scalars of any library become numbers.
+        """
         from overlord.messages.data import checked_report
 
         rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation
@@ -294,7 +304,7 @@ class SessionConnection:
         )
 
     def disconnect(self) -> None:
-        """Close the control connection only: the rank stays attached."""
+        """Close the control connection without a detach: the session keeps the rank attached."""
         self._control.close()
 
     def _close(self) -> None:
@@ -302,7 +312,7 @@ class SessionConnection:
         if client is not None:
             queue = cast(RemoteStepQueue, client.queue)
             took = (queue.generation, queue.taken)
-        crashed = client is not None and client.failed  # its trainer may connect again
-        with contextlib.suppress(OverlordError):  # without a session no rank waits for this one
+        crashed = client is not None and client.failed  # a restarted trainer may connect again
+        with contextlib.suppress(OverlordError):  # if the session is gone, no rank waits for this
             self._control.ask("crashed" if crashed else "detach", timeout_s=DETACH_S, took=took)
         self._control.close()

@@ -1,6 +1,6 @@
 """Requests of a client to the control server of its session.
 
-One request is sent at a time, each with a deadline. It is repeated after a lost connection.
+One request is sent at a time. Each has a deadline, and is repeated after a lost connection.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.transport.connection import TIMEOUT, Connection, open_connection
 
 CONTROL_SERVER = "the session's control server"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # pauses between attempts to connect
 
 
 class ControlClient:
     """The control connection of one rank; requests are idempotent, so they may be repeated.
 
-    ``role`` is ``"served"`` for a rank that takes no steps, and only sends queries and reports.
+    ``role``: ``"served"`` for a rank that takes no steps and only sends queries and reports, else
+    ``"control"``. ``__init__`` connects, and raises ``ActorLost`` after ``timeout_s``.
     """
 
     def __init__(
@@ -29,13 +30,16 @@ class ControlClient:
         self._connect_s = timeout_s  # timeout of a connection; an answer may take longer
         self._lock = threading.Lock()
         self._last_id = 0
-        self._over: Exception | None = None  # why no further request is answered
+        self._over: Exception | None = None  # the error that every later request raises
         self._link: Connection | None = None
         self.welcome: dict[str, Any] = {}
         self._connected(time.monotonic() + timeout_s)
 
     def ask(self, what: str, *, timeout_s: float, **given: Any) -> Any:
-        """Send a request; return the answer of the server, or raise the error that it sent."""
+        """Send a request; return the answer of the server, or raise the error that it sent.
+
+        Raise ``DataStall`` or ``ActorLost`` after ``timeout_s`` without an answer.
+        """
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise DataStall(
@@ -53,7 +57,7 @@ class ControlClient:
         while True:
             link = self._connected(min(deadline, time.monotonic() + self._connect_s))
             try:
-                # an answer to a request that timed out, or the error before a close
+                # Skip answers to requests that timed out; an error before a close is raised.
                 while self._received(link, 0.0) is not TIMEOUT:
                     pass
                 link.send(request, timeout_s=max(0.01, deadline - time.monotonic()))
@@ -139,7 +143,7 @@ def _unwrap(reply: dict[str, Any]) -> Any:
 
 
 def reason_of(fault: BaseException | None) -> str:
-    """Return the text of the first cause of a lost connection."""
+    """Return the text of a fault's first cause: follow ``ActorLost`` along ``__cause__``."""
     while isinstance(fault, ActorLost) and isinstance(fault.__cause__, (ActorLost, DataStall)):
         fault = fault.__cause__
     return fault.reason if isinstance(fault, ActorLost) else str(fault)

@@ -1,8 +1,8 @@
-"""Queue of the steps that a constructor in another process sends.
+"""The queue of the steps that a constructor in another process sends.
 
-On the same machine the thread of the trainer reads them: no thread is added. Steps that were sent
-stay readable when the constructor dies: descriptors are in the socket, bytes in shared memory. The
-session returns the address of the restarted constructor, which sends the next steps.
+On the same machine the thread of the trainer reads the steps, without another thread. Steps that
+were sent stay readable when the constructor dies: descriptors are in the socket, bytes in shared
+memory. The session sends the address of the restarted constructor, which sends the next steps.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection, ope
 log = logging.getLogger("overlord")
 
 DIAL_S = 5.0  # timeout of one attempt to connect
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
-WORKER_PREFIX = "constructor-worker/"  # only errors of the session have such names
-# the session reports them as lost only if they are not restarted
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # pauses between attempts to connect
+WORKER_PREFIX = "constructor-worker/"  # prefix of names that only errors of the session have
+# prefixes of processes that the session reports as lost only if they are not restarted
 NOT_RESTARTED = (WORKER_PREFIX, "planner")
-SHORT_PAUSE_S = 0.2  # between attempts while a constructor restarts, which takes about a second
-EARLY_DIAL_S = 0.2  # timeout of an attempt while steps are ready, which it delays
+SHORT_PAUSE_S = 0.2  # pause between attempts while a constructor restarts, in about a second
+EARLY_DIAL_S = 0.2  # timeout of an attempt while steps are ready, since it delays them
 SIBLINGS_AFTER_S = 0.5  # wait for a step before other queues of this process are reconnected
-# time without a message before the queue checks whether the constructor was replaced
+# seconds without a message before the queue checks whether the constructor was replaced
 CHECK_AFTER_S = 5.0
-# steps that a trainer may keep views of, besides those in the queue; further ones are copied
+# Steps of which a trainer may keep views, in addition to ``prefetch``; further steps are copied.
 SPARE_SLOTS = 8
 
 
 class RemoteStepQueue:
     """The ``StepQueue`` of a client whose constructor is in another process.
 
-    ``where(generation)`` returns address and token of the constructor. The address may change after
-    a loss. After a rewind there is none for ranks that have not loaded the state. Without an
-    ``address`` the first ``get`` requests it.
+    ``where(generation)`` returns address and token of the constructor, or raises. The address may
+    change after a loss. After a rewind there is none for ranks that have not loaded the state. With
+    an empty ``address`` the first ``get`` requests it.
 
     One thread may take the steps of several ranks in turn. When their constructor is lost, the
     first rank without a step blocks, and ``get`` of the other ranks is no longer called. The new
     constructor would never receive their acks. So a queue that waits also reconnects its
-    ``siblings``, the queues of the same process and session.
+    ``siblings``, the queues of the same session that the same thread reads.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class RemoteStepQueue:
         )
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
         self._buffers = BufferPool()  # for arrays that the trainer expands
-        self.taken = -1
-        # acked by an earlier client of this rank: a restarted constructor may not know it
+        self.taken = -1  # the last step that was acknowledged here; -1: none
+        # last step that an earlier client of this rank acked; sent to a restarted constructor
         self._acked_before = next_step - 1
-        self._taking = generation  # generation of the step that was returned last
+        self._taking = generation  # generation of the last returned step
         self._ended = False
         self._error: BaseException | None = None
         self._lost_at: float | None = None  # when the connection broke; None while it works
@@ -103,11 +103,11 @@ class RemoteStepQueue:
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # when reconnection began
         self._linked_at = 0.0  # when the last connection was made
-        self._retry_at = 0.0  # no attempt before this time
-        self._session_silent = False  # since the loss the session has not answered either
+        self._retry_at = 0.0  # earliest time of the next attempt
+        self._session_silent = False  # the session has not answered either since the loss
         self._waited_s = 0.0
         self._received_at = now()  # when the last message arrived
-        self._changed = threading.Condition()  # for the reading thread, if there is one
+        self._changed = threading.Condition()  # shared with the reading thread, if there is one
         self.caller = (0, 0)  # process and thread of the last ``get``
         self._read_lock = threading.Lock()  # held by the reader: two readers would swap steps
         self._link: SocketConnection | None = None
@@ -119,9 +119,10 @@ class RemoteStepQueue:
     # Methods of the client.
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        """Return the next step, or None after the timeout.
+        """Return the next step, or None if none arrives within ``timeout_s``.
 
-        Raise StopIteration, or the error, at the end of the stream.
+        At the end of the stream raise ``StopIteration``, or the error that ended it. Raise
+        ``ActorLost`` if the constructor was not reached for ``reconnect_s``.
         """
         start, self.caller = self._now(), (os.getpid(), threading.get_ident())
         try:
@@ -131,15 +132,15 @@ class RemoteStepQueue:
             self._waited_s += self._now() - start
 
     def reconnect_idle(self) -> None:
-        """Reconnect while no step of this rank is requested and another rank waits.
+        """Reconnect a lost queue while its trainer waits for a step of another rank.
 
-        A restarted constructor must know the last step of this rank. Does nothing during ``get``.
+        A restarted constructor needs the last ack of this rank. During ``get`` this does nothing.
         """
         if self._read_lock.acquire(blocking=False):
             try:
                 self._drain()
                 if self._link is None and not self._ended:
-                    self._session_silent = False  # no ready step waits for this
+                    self._session_silent = False  # this attempt delays no ready step
                     self._reconnect_early()
             finally:
                 self._read_lock.release()
@@ -152,7 +153,7 @@ class RemoteStepQueue:
             if self._steps:
                 info, bucket = self._steps[0]
                 self._taking = self.generation
-                self._next = info.step + 1  # before popleft: repeated steps are detected by it
+                self._next = info.step + 1  # before popleft: ``_wanted`` drops repeated steps by it
                 self._steps.popleft()
                 return info, bucket
             if self._error is not None:
@@ -171,13 +172,14 @@ class RemoteStepQueue:
 
     def _reconnect_others(self) -> None:
         for queue in self._other_queues() if not self._steps else ():
-            with contextlib.suppress(OverlordError):  # raised by its next get
+            with contextlib.suppress(OverlordError):  # the next ``get`` of that queue raises it
                 queue.reconnect_idle()
 
     def _check_replaced(self) -> None:
         """Detect a constructor that was replaced while its connection stayed open.
 
-        A constructor that was stopped or partitioned keeps its connection, and sends nothing.
+        A constructor that is stopped, or cut off from the network, keeps its connection and sends
+        nothing.
         """
         if (
             (link := self._link) is None
@@ -207,7 +209,10 @@ class RemoteStepQueue:
                 link.send(StepAck(step, self._waited_s, self._taking), timeout_s=DIAL_S)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """Close the queue locally; ``get`` then raises ``error``."""
+        """Close the queue locally; ``get`` then raises ``error``, or ``StopIteration`` for None.
+
+        Steps that are ready are delivered first, unless ``drop`` discards them.
+        """
         with self._changed:
             self._ended, self._error, self._end_received = True, error, False
             if drop:
@@ -218,7 +223,7 @@ class RemoteStepQueue:
     def __len__(self) -> int:
         """Return the number of steps in this process.
 
-        Steps in the socket are read first, unless the trainer reads at the moment.
+        Steps in the socket are read first, unless another thread is reading.
         """
         if self._read_lock.acquire(blocking=False):
             try:
@@ -230,7 +235,7 @@ class RemoteStepQueue:
 
     @property
     def connection_problem(self) -> str:
-        """Describe the fault of the connection; empty while it works."""
+        """A description of the fault of the connection; empty while the connection works."""
         if self._lost_at is None:
             return ""
         if isinstance(self._fault, DataStall):  # the session describes the remedy
@@ -256,7 +261,7 @@ class RemoteStepQueue:
             pass
 
     def _wait(self, seconds: float) -> None:
-        """Wait for a message; without a connection, until the next attempt."""
+        """Wait for a message; without a connection, wait for the next attempt or make it."""
         link = self._link
         if link is None:
             self._retry_connection(seconds)
@@ -278,7 +283,7 @@ class RemoteStepQueue:
         except (ActorLost, FrameError) as fault:
             self._connection_lost(link, fault)
             return TIMEOUT
-        # Ctrl-C in the middle of a message: a new connection begins at the missing step
+        # Ctrl-C in the middle of a message: a new connection begins at the first missing step
         except BaseException as fault:
             self._connection_lost(link, fault)
             raise
@@ -291,7 +296,7 @@ class RemoteStepQueue:
     def _handle_message(self, value: Any) -> None:
         with self._changed:
             if isinstance(value, StepMessage):
-                if value.info.step >= self._wanted:  # else it arrived before the loss
+                if value.info.step >= self._wanted:  # otherwise the step arrived before the loss
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = BatchArrays.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
@@ -319,10 +324,10 @@ class RemoteStepQueue:
             self._changed.notify_all()
 
     def _reconnect_early(self) -> None:
-        """Reconnect while steps are ready.
+        """Make at most one attempt to reconnect while steps are ready.
 
-        If the session was rewound, these steps are obsolete. Otherwise a restarted constructor must
-        know the last step, or no step is planned beyond those in this process.
+        If the session was rewound, these steps are obsolete. Otherwise a restarted constructor
+        needs the last ack, or no step is planned beyond those in this process.
         """
         if self._session_silent or self._now() < self._retry_at:
             return
@@ -334,17 +339,20 @@ class RemoteStepQueue:
         except (ActorLost, DataStall) as fault:
             if _is_replaced(fault):
                 self._fault, self._retry_at = fault, self._now() + FIRST_PAUSE_S
-            # once for each loss: ready steps must not wait for a session that does not answer
+            # One attempt per loss: ready steps must not wait for a session that does not answer.
             self._session_silent = (
                 fault.name == CONTROL_SERVER
                 if isinstance(fault, ActorLost)
                 else CONTROL_SERVER in fault.waiting_for
             )
-        except OverlordError as fault:  # raised after the ready steps
+        except OverlordError as fault:  # the next attempt, after the ready steps, raises it
             log.debug("rank %d: reconnection failed: %s", self.rank, fault)
 
     def move(self, generation: int, after: EncodedState) -> None:
-        """Continue in a new generation: the whole session was rewound, with this client."""
+        """Continue in a new generation, after the state ``after``; drop steps of the old one.
+
+        The session calls it when it rewinds all its clients.
+        """
         self._steps.clear()
         self._end_received, self._retry_at = False, 0.0
         # acks of the old generation do not apply to the new one
@@ -358,7 +366,7 @@ class RemoteStepQueue:
 
     @property
     def _wanted(self) -> int:
-        """Return the first step that is not in this process."""
+        """The first step that this process has not received."""
         return self._steps[-1][0].step + 1 if self._steps else self._next
 
     @property
@@ -390,8 +398,8 @@ class RemoteStepQueue:
             self._now(),
             False,
         )
-        self._pause_next()  # for the case that this one breaks at once
-        self._send_ack(max(self.taken, self._acked_before))  # acks of the time without a connection
+        self._pause_next()  # in case that this connection breaks at once
+        self._send_ack(max(self.taken, self._acked_before))  # the acks of the interruption
         if not link.shares_memory:
             threading.Thread(
                 target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True
@@ -404,7 +412,7 @@ class RemoteStepQueue:
             self._link = None
             if not self._ended:
                 self._lost_at, self._fault = self._now(), fault
-            # a connection that breaks at once keeps its pauses and its deadline
+            # If a new connection breaks at once, the pauses and the deadline are kept.
             if self._now() - self._linked_at > LONGEST_PAUSE_S:
                 self._reset_pauses()
             self._changed.notify_all()
@@ -413,7 +421,7 @@ class RemoteStepQueue:
         link.close()
 
     def _log_loss(self, fault: BaseException) -> None:
-        """Log the loss of the connection; an orderly close by the session has the level INFO."""
+        """Log the loss of the connection: a warning, or INFO if the session closed it in order."""
         level, reason = (
             logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
             str(fault),
@@ -436,7 +444,7 @@ class RemoteStepQueue:
     def _retry_connection(self, seconds: float) -> None:
         """Make one attempt to reconnect if it is due, else wait."""
         assert self._lost_at is not None
-        # counted from the first attempt: the trainer may have used ready steps for long
+        # The limit counts from the first attempt: the trainer may have used ready steps for long.
         if self._tried_at is None:
             self._tried_at = self._now()
         gone = self._now() - self._tried_at
@@ -458,10 +466,10 @@ class RemoteStepQueue:
             if refused.reason != CLOSES:
                 self.end(OverlordError(refused.reason))
                 return
-            # the session is being rewound, and has the new address soon
+            # The session is being rewound, and will have the new address soon.
             self._fault = ActorLost(self._name, CLOSES)
             self._pause_next(SHORT_PAUSE_S)
-        except OverlordError as over:  # the session was rewound or closed: no step follows
+        except OverlordError as over:  # the session was rewound or closed: no more steps
             self.end(over)
 
     def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:
@@ -493,19 +501,19 @@ class RemoteStepQueue:
 
 
 def _is_replaced(fault: Exception) -> bool:
-    """Return whether the session is restarting the constructor."""
+    """Return whether a fault means that the session is restarting the constructor."""
     return isinstance(fault, DataStall) and fault.waiting_for.startswith(WORKER_PREFIX)
 
 
 # ----------------------------------------------------------------------------
-# The queue of a client in the launching process, with its constructor in another process.
+# The queue of a client in the launching process, whose constructor is in another process.
 
 
 class LaunchedStepQueue:
     """A ``RemoteStepQueue`` that connects when the first step is requested.
 
-    ``where`` returns address and token of the constructor. ``siblings``: connected queues of all
-    ranks of this process, which reconnect each other.
+    ``where`` returns address and token of the constructor. ``siblings``: a shared list of the
+    queues of all ranks of this process, which reconnect each other.
     """
 
     def __init__(
@@ -535,7 +543,7 @@ class LaunchedStepQueue:
         return self._connected().get(timeout_s)
 
     def _connected(self) -> RemoteStepQueue:
-        """Connect at the first call. The address is requested then, since it may change."""
+        """Return the connected queue; connect at the first call, since the address may change."""
         if self._remote is None:
             self._remote = RemoteStepQueue(
                 rank=self._rank,
@@ -548,13 +556,13 @@ class LaunchedStepQueue:
                 siblings=lambda queue: list(self._siblings),
             )
             self._siblings.append(self._remote)
-            if self._over is not None:  # by another thread meanwhile
+            if self._over is not None:  # another thread ended the queue meanwhile
                 self._remote.end(self._over)
         return self._remote
 
     @property
     def connection_problem(self) -> str:
-        """Describe the fault of the connection; empty while it works."""
+        """A description of the fault of the connection; empty while the connection works."""
         return "" if self._remote is None else self._remote.connection_problem
 
     def ack(self, step: int) -> None:
@@ -563,7 +571,8 @@ class LaunchedStepQueue:
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(
-            f"rank {self._rank}: expected steps of its constructor worker, got one of this process"
+            f"rank {self._rank}: expected steps from its constructor worker, got a step from this "
+            "process; this is a bug: report it"
         )
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from ``torch.distributed`` or the environment."""
+"""The rank and world size of this process, from ``torch.distributed`` or the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START_GROUP = (
 
 
 class World(NamedTuple):
-    """Rank and world size of a process; ``named`` is their origin, for error texts."""
+    """The rank and world size of a process; ``named``: the origin of the size, for error texts."""
 
     rank: int
     size: int
@@ -31,10 +31,11 @@ def process_groups() -> Any:
 
 
 def world_here(where: str) -> World | None:
-    """Return the rank and world size of this process, or None outside of a process group.
+    """Return the rank and world size of this process; None if it is not part of a distributed job.
 
-    ``where``: the caller, for error texts. The process group comes first: launchers that set no
-    ``RANK`` (``mp.spawn``, Lightning) initialise one.
+    The process group has precedence over ``RANK`` and ``WORLD_SIZE``: some launchers (``mp.spawn``,
+    Lightning) set no ``RANK`` and initialise a group. ``where``: the caller, for error texts. Raise
+    ``JobError`` if only one of the variables is set.
     """
     if (dist := process_groups()) is not None:
         return World(dist.get_rank(), dist.get_world_size(), "the process group")

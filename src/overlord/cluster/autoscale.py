@@ -1,4 +1,4 @@
-"""Polls loaders and trainers, asks ``scaling/scaler.py`` for decisions, and executes them."""
+"""Autoscaling: polls of loaders and trainers, and the decisions of ``scaling/scaler.py``."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ log = logging.getLogger("overlord")
 # ----------------------------------------------------------------------------
 # The load observer: it compares two polls of loaders and trainers for ``scaling/scaler.py``.
 #
-# Every runtime has an observer; only the cluster runtime can move loaders.
+# Every runtime can have an observer; only the cluster runtime can move loaders.
 
-KEPT_DECISIONS = 200  # listed in ``metrics()["scaling"]``
-POINTS = 4  # future steps at which a schedule is evaluated
+KEPT_DECISIONS = 200  # latest decisions that ``metrics()["scaling"]`` lists
+POINTS = 4  # number of future steps at which a schedule is evaluated
 
 
 def observing_scaler(options: Options, read_ahead: int) -> Scaler | None:
-    """Return the scaler of a runtime that moves no loaders, or None where nothing is polled."""
+    """Return a scaler that moves no loaders; None if ``watch_s`` is 0, which turns polls off."""
     if not options.watch_s:
         return None
     limits = ScalingLimits(
@@ -61,11 +61,11 @@ class SourceReaders(Protocol):
     """The placement of sources in a runtime: their loaders, workers and processes."""
 
     def loaders_of(self, source: int) -> range:
-        """Return the numbers of a source's loaders."""
+        """Return the loader numbers of a source."""
         ...
 
     def places_of(self, source: int) -> tuple[int, ...]:
-        """Return the workers that read a source, or its loaders if the runtime moves none."""
+        """Return the workers that read a source; its loaders if they cannot be moved."""
         ...
 
     def n_processes(self, source: int) -> int:
@@ -73,19 +73,22 @@ class SourceReaders(Protocol):
         ...
 
     def available_workers(self, source: int) -> tuple[int, ...]:
-        """Return the workers that can read a source and do not read it."""
+        """Return the workers that can read a source but do not read it now."""
         ...
 
     def free_s(self, source: int) -> float:
-        """Return the CPU seconds per sample that are known not to hold the interpreter lock."""
+        """Return the CPU seconds per sample in code that is known to release the interpreter lock.
+
+        Infinity: all code of the source releases it.
+        """
         ...
 
 
 class LoadObserver:
-    """Turns loader statistics into observations of a scaler, and executes its decisions.
+    """The link between polls and a scaler: it passes changes on, and executes the decisions.
 
-    ``scale`` changes the number of workers of a source and returns whether it does so.
-    ``set_read_ahead`` receives the command for the planner. Runs on: event loop.
+    ``scale(source, n, on)`` starts to read a source in ``n`` workers, and returns whether it does
+    so. ``set_read_ahead`` receives the command for the planner. Runs on: event loop.
     """
 
     def __init__(
@@ -99,15 +102,16 @@ class LoadObserver:
     ):
         self.scaler, self._planner, self._readers = scaler, planner, readers
         self._set_read_ahead, self._scale = set_read_ahead, scale
-        # time, last planned step and decision
+        # time of the decision, last planned step, decision
         self.decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)
         # totals at the previous poll, by worker and loader
         self._last: dict[tuple[int, int], LoaderWork] = {}
-        # the previous poll: time, planned step, taken step, seconds waited, samples drawn
+        # the previous poll: time, next step to plan, last taken step, mean seconds waited, and
+        # samples drawn by source
         self._before: tuple[float, int, int, float, np.ndarray] | None = None
 
     def restart(self) -> None:
-        """Forget the previous poll: the next one cannot be compared with it."""
+        """Discard the previous poll, so that the next one is not compared with it."""
         self._before = None
 
     def observe(
@@ -118,10 +122,12 @@ class LoadObserver:
         waited_s: float,
         **more: Any,
     ) -> Observation | None:
-        """Return the changes since the previous poll, or None without a comparable one.
+        """Record a poll; return the changes since the previous one, or None if there are none.
 
-        ``stats`` has the totals of loaders by worker, ``taken`` is the last step that all trainers
-        took, ``waited_s`` the mean of the seconds they have waited.
+        There are none at the first poll, after ``restart``, and when a source was added. ``stats``
+        has the totals of loaders by worker. ``taken`` is the last step that all trainers took.
+        ``waited_s`` is the mean of the seconds that trainers have waited since the start. ``more``
+        has further fields of ``Observation``.
         """
         planner = self._planner()
         drawn, planned = planner.ledger.samples.astype(float), planner.next_step
@@ -141,7 +147,8 @@ class LoadObserver:
     def _rows(self, stats: Mapping[int, Iterable[LoaderWork]]) -> dict[int, LoaderWork]:
         """Return the change of every loader's totals since the previous poll, without standbys.
 
-        The totals of standbys are kept too, for the first poll after a promotion.
+        The change is zero at the first poll of a loader. The totals of standbys are kept too, for
+        the first poll after a promotion.
         """
         found, last = dict[int, LoaderWork](), dict[tuple[int, int], LoaderWork]()
         for worker, rows in stats.items():
@@ -206,14 +213,15 @@ class LoadObserver:
                 if not self._scale(names.index(source), n, on):
                     return
                 log.info(
-                    "source %r scales from %d to %d loader workers: %s",
+                    "scaling of source %r started, from %d to %d loader workers: %s",
                     source,
                     decision.had,
                     n,
                     decision.reason,
                 )
             case ReadAhead(source=source, steps=steps):
-                log.info("source %r is read %d steps ahead: %s", source, steps, decision.reason)
+                reason = decision.reason
+                log.info("read-ahead of source %r set to %d steps: %s", source, steps, reason)
                 self._set_read_ahead(SetReadAhead(names.index(source), steps))
             case CannotKeepUp(source=source):
                 log.warning(
@@ -227,7 +235,7 @@ class LoadObserver:
         self.decided.append((now, self._planner().next_step - 1, decision))
 
     def metrics(self, now: float) -> dict[str, Any]:
-        """Return decisions with reasons, sources that cannot keep up, and estimates per source."""
+        """Return the pace of trainers, recent decisions, and shortages and estimates by source."""
         scaler, names = self.scaler, self._planner().spec.names
         short = {
             d.source: {"needs": d.wanted, "has": d.hosts, "what": d.what, "reason": d.reason}
@@ -253,7 +261,10 @@ class LoadObserver:
 
 
 def _plain(decision: Decision) -> dict[str, Any]:
-    """Return the fields of a decision without ``what``: that key holds the decision's class."""
+    """Return the fields of a decision without ``what``.
+
+    In the metrics this key holds the name of the decision's class.
+    """
     return {name: value for name, value in asdict(decision).items() if name != "what"}
 
 
@@ -264,7 +275,7 @@ def _plain(decision: Decision) -> dict[str, Any]:
 def scaler_of(
     prepared: PreparedJob, loader_placement: LoaderPlacement, read_ahead: int
 ) -> Scaler | None:
-    """Return the scaler of a job: one that moves loaders, one that only observes, or None."""
+    """Return a scaler that moves loaders, if the job may scale, else ``observing_scaler``."""
     options = prepared.options
     if not scales(prepared):
         return observing_scaler(options, read_ahead)
@@ -281,9 +292,10 @@ def scaler_of(
 
 
 class Autoscaler:
-    """Polls the workers and executes the decisions of a scaler. Runs on: event loop.
+    """The autoscaler of a cluster: it polls workers and executes the decisions of a scaler.
 
-    ``set_read_ahead`` receives a command for the planner. Without attached ranks nothing is polled.
+    ``set_read_ahead`` receives a command for the planner. Workers are polled only while a rank is
+    attached. Runs on: event loop.
     """
 
     def __init__(
@@ -310,16 +322,16 @@ class Autoscaler:
             scale=rebalancer.scale,
         )
         self._scaler = scaler
-        self._answers: dict[str, Any] = {}  # answers to this poll, by worker
+        self._answers: dict[str, Any] = {}  # to the current poll, by worker; None: it failed
         self._n_polled = 0
         self._polling = False
         self._free_seconds: list[float] = []  # by source, see ``free_s``
-        self._full: set[int] = set()  # workers that may read no other source, at the last poll
-        self._rss: dict[str, int] = {}  # bytes of loader workers, if their memory is bounded
+        self._full: set[int] = set()  # result of ``_full_workers`` at the last poll
+        self._rss: dict[str, int] = {}  # PSS of loader workers; measured if memory is bounded
         self._stop: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Poll from now on, once all workers have started."""
+        """Start to poll periodically. All workers must have started."""
         interval_s = self._scaler.limits.interval_s
         self._stop = self._platform.every(interval_s, self._tick, "overlord scaling")
 
@@ -329,7 +341,7 @@ class Autoscaler:
     # polling
 
     def _tick(self) -> None:
-        """Post a poll unless one is under way. Runs on: timer thread."""
+        """Post a poll unless one is in progress. Runs on: timer thread."""
         if not self._polling:
             self._polling = True
             self._event_loop.post(self._poll)
@@ -356,7 +368,7 @@ class Autoscaler:
         if len(self._answers) < self._n_polled or self._pool.closed:
             return
         self._polling = False
-        if any(a is None for a in self._answers.values()):  # a worker is being lost
+        if any(a is None for a in self._answers.values()):  # a call failed: a worker may be lost
             self._observer.restart()
         else:
             self._observer.conclude(self._observe(), self._platform.now())
@@ -388,7 +400,7 @@ class Autoscaler:
         )
 
     def _full_workers(self) -> set[int]:
-        """Return the workers that may read no other source."""
+        """Return the workers that read ``sources_per_host`` sources; none without that option."""
         if not (bound := self._current.prepared.options.sources_per_host):
             return set()
         sources = range(len(self._placement.loaders))
@@ -410,16 +422,19 @@ class Autoscaler:
         return len(self._placement.workers_of(source))
 
     def available_workers(self, source: int) -> tuple[int, ...]:
-        """Return other workers with the code of a source, within ``sources_per_host``."""
+        """Return the living workers that could read a source but do not read it now.
+
+        Each has the code of the source, and read fewer than ``sources_per_host`` at the last poll.
+        """
         readers = set(self._placement.workers_of(source))
         workers = sorted(self._pool.living() - self._full - readers)
         return tuple(h for h in workers if self._placement.can_open(h, source))
 
     def free_s(self, source: int) -> float:
-        """Return the CPU seconds per sample that are known not to hold the interpreter lock.
+        """Return the CPU seconds per sample in code that is known to release the interpreter lock.
 
         A coordinator in its own process does not have the code of added sources. It assumes that
-        this code holds the lock.
+        this code holds the lock, and returns 0.
         """
         n = len(self._current.planner.spec.names)
         if len(self._free_seconds) != n:

@@ -32,11 +32,11 @@ from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
 from overlord.transport.connection import Connection
 from overlord.transport.server import Server
 
-READ_ACKS_S = 5.0  # for the server to read received acknowledgements; callers wait less than this
+READ_ACKS_S = 5.0  # for a server to read received acknowledgements; callers wait no longer
 
 
 class ConstructorWorker(Worker):
-    """The constructors of some buckets, and the memory their clients read from."""
+    """The constructors of some buckets, and the shared memory that their clients read."""
 
     def __init__(
         self,
@@ -74,13 +74,14 @@ class ConstructorWorker(Worker):
             self._delivery.queue(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
         self._loaders: dict[Connection, int] = {}
-        self._incarnations: dict[int, int] = {}  # of loader workers: the last that connected
+        self._incarnations: dict[int, int] = {}  # highest one of each connected loader worker
         self._taken: dict[int, int] = {}  # rank -> the last step that its client took
         # the highest step of all rollbacks, of this coordinator and earlier ones: all ranks took it
         self._floor = -1
-        self._rolled_back_to = -1  # step of the last rollback; a new coordinator may know less
-        self._reported = -1  # the last step that all ranks took, as the coordinator was told
-        self._acks_sent: dict[int, int] = {}  # rank -> its last step that was reported
+        # step of the last rollback; that of a coordinator that takes over may be below ``_floor``
+        self._rolled_back_to = -1
+        self._reported = -1  # last step that was reported to the coordinator as taken by all ranks
+        self._acks_sent: dict[int, int] = {}  # rank -> last step that was reported for it
         self._servers = [self._serve(settings.token, **self._platform.inside())]
         self._start()
 
@@ -105,9 +106,10 @@ class ConstructorWorker(Worker):
         return self._delivery.opened(link, dict(hello))
 
     def _loader_connected(self, link: Connection, worker: Any, incarnation: Any) -> dict[str, Any]:
-        """Replace the connection of a loader worker that reconnected or was restarted.
+        """Register the connection of a loader worker, and close its former one.
 
-        The end of the old connection may not have been detected yet.
+        The end of the former connection may not have been detected yet. Refuse an incarnation
+        older than the last one.
         """
         if type(worker) is not int or worker < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
@@ -117,7 +119,7 @@ class ConstructorWorker(Worker):
         if incarnation < (last := self._incarnations.get(worker, 0)):
             raise OverlordError(
                 f"{self.name}: expected incarnation {last} or later of loader-worker/{worker}, got "
-                f"{incarnation}; stop this process, a later one has replaced it"
+                f"{incarnation}; stop the process of incarnation {incarnation}: it was replaced"
             )
         former = next((other for other, h in self._loaders.items() if h == worker), None)
         self._loaders[link], self._incarnations[worker] = worker, incarnation
@@ -176,20 +178,21 @@ class ConstructorWorker(Worker):
                 self._taken.pop(rank, None)
                 self.commands.queue.extend(self._building.detach(rank))
                 self._report_acks()
-            case EndOfJob():  # runs now: memory is released before that step may be repeated
+            case EndOfJob():  # not queued: memory is released before the step may be repeated
                 self.run(self._gathering.finish(message))
             case Rollback():
                 self._roll_back(message)
             case _:
                 raise TypeError(
                     f"{self.name}: expected a message to a constructor worker, got "
-                    f"{type(message).__name__}"
+                    f"{type(message).__name__}; this is a bug in Overlord: report it"
                 )
 
     def _roll_back(self, rollback: Rollback) -> None:
         """Roll back to a step that all ranks have taken.
 
-        A coordinator that takes over then receives the steps that the ranks took since.
+        A coordinator that takes over may roll back to an earlier step than the ranks have taken.
+        So the last steps of the ranks are reported again.
         """
         self.run(self._gathering.rollback(rollback))
         self._floor, self._rolled_back_to = max(rollback.step, self._floor), rollback.step
@@ -233,7 +236,8 @@ class ConstructorWorker(Worker):
                 self._building.execute(command, self.commands.queue)
             case _:
                 raise TypeError(
-                    f"{self.name}: expected a constructor command, got {type(command).__name__}"
+                    f"{self.name}: expected a constructor command, got {type(command).__name__}; "
+                    "this is a bug in Overlord: report it"
                 )
 
     def _after_turn(self) -> float | None:
@@ -245,7 +249,7 @@ class ConstructorWorker(Worker):
     # status
 
     def waiting_for(self, rank: int) -> str:
-        """Describe what a rank's next step waits for in this process; empty if for a plan."""
+        """Describe what a rank's next step waits for in this process; empty if it needs a plan."""
 
         def describe() -> str:
             return (
@@ -257,17 +261,17 @@ class ConstructorWorker(Worker):
         return self._event_loop.call(describe, "the constructor worker's event loop", 1.0)
 
     def taken(self, rank: int) -> int:
-        """Read all received acknowledgements; return the last step that a rank's client took.
+        """Return the last step that a rank's client took; -1 before the first.
 
-        Otherwise an unread acknowledgement of a client that died would be missed. The next client
-        of the rank would then request a step that is not kept any more.
+        All received acknowledgements are read first, also those of a client that died. Otherwise
+        the next client of the rank could request a step that is not kept any more.
         """
         for server in self._servers:
             server.caught_up(READ_ACKS_S)
         return self._delivery.taken(rank)
 
     def work(self) -> list[RankWait]:
-        """Return the total seconds that the trainer of each rank has waited, for the autoscaler."""
+        """Return the seconds that the trainer of each attached rank has waited, for autoscaling."""
         return [
             RankWait(rank, float(row["waited_s"]))
             for rank, row in self._delivery.metrics().items()

@@ -74,15 +74,15 @@ from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 
-# difference of the first generations of two coordinators: each may roll back a million times
+# first generations of successive coordinators differ by this: each may roll back a million times
 GENERATIONS_PER_COORDINATOR = 2**40
 
 
 class Coordinator:
-    """Plans steps, routes them to workers, and recovers lost workers. Runs on: event loop.
+    """The coordinator of a job: it plans steps, routes them to workers, and recovers lost workers.
 
     ``starter`` starts the workers; without one this process starts them. ``incarnation``
-    distinguishes a coordinator in its own process from those before it.
+    distinguishes a coordinator in its own process from those before it. Runs on: event loop.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Coordinator:
         loader_placement = starter.loader_placement if starter else loader_placement_of(prepared)
         read_ahead = read_ahead_of(loader_placement, scales(prepared))
         prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
-        self._first = prepared  # the job as launched: its schedule is that of the planner
+        self._first = prepared  # the job as launched, which has the schedule of the planner
         options = prepared.options
         context = ProcessContext(control, event_loop, platform or Platform())
         self._context = context
@@ -195,7 +195,7 @@ class Coordinator:
     # starting
 
     def start(self) -> Coordinator:
-        """Start all workers, wait for them, and supervise them. Returns this coordinator."""
+        """Start all workers, wait for them, and supervise them; return this coordinator."""
         with self.closed_on_error():
             job = self.prepared.job
             sendable(job.hooks, "hooks")
@@ -205,7 +205,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close this coordinator if the start of its workers fails."""
+        """Close this coordinator if the body of the ``with`` statement raises."""
         try:
             yield
         except BaseException:
@@ -213,7 +213,7 @@ class Coordinator:
             raise
 
     def begin(self) -> None:
-        """Supervise the started workers, attach standbys, and start the autoscaler."""
+        """Supervise the started workers, attach standbys, and start autoscaler and node reviews."""
         for worker in self.pool.workers():
             self.recovery.joined(worker)
         self.standby.fill(self.pool.living(), self.pool.nodes())
@@ -251,7 +251,7 @@ class Coordinator:
         """Do nothing: an event has taken effect when ``event`` returns."""
 
     def event(self, event: Any) -> None:
-        """Apply an event and write it to the journal: it is durable on return."""
+        """Apply an event and write it to the journal: except a report, it is durable on return."""
         if isinstance(event, Report) and self.planner.in_time(event):
             self.history.reported(event)
         ended, commands = self.planner.ended, self.gate.record(event)
@@ -266,7 +266,7 @@ class Coordinator:
         self.history.applied(event)
 
     def report(self, report: Report) -> bool:
-        """Apply a report; return whether it arrived before the plan that uses it."""
+        """Apply a report; return whether a later plan uses it. A late report is dropped."""
         used = self.planner.in_time(report)
         self.event(report)
         return used
@@ -301,7 +301,7 @@ class Coordinator:
             self.detach(rank)
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Record a step that clients of this process took.
+        """Record, with failover, that clients of this process took the steps up to ``step``.
 
         Constructor workers report it too, but an acknowledgement may be lost with its worker. This
         call arrives before the client requests its next step.
@@ -333,7 +333,8 @@ class Coordinator:
                     self.commands.queue.append(event)
                 case _:
                     raise TypeError(
-                        f"coordinator: expected an event of a worker, got {event!r:.80}"
+                        f"coordinator: expected an event of a worker, got {event!r:.80}; this is a "
+                        "bug in Overlord: report it"
                     )
         self.run()
         self.gate.acked()
@@ -351,13 +352,13 @@ class Coordinator:
             self.gate.acked()  # no plan follows the last steps and would record them
 
     def _end_with(self, error: ActorLost) -> None:
-        """End the job after the complete steps: a worker is lost for good."""
+        """End the job with an error after the complete steps: a worker is lost for good."""
         self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     # recovery
 
     def rollback(self, reason: str) -> None:
-        """Replan everything after the last step that every rank acknowledged.
+        """Replan all steps after the last one that every rank acknowledged.
 
         This is the only recovery path. Every worker receives the rollback before any later message.
         """
@@ -432,7 +433,8 @@ class Coordinator:
                 self.rebalancer.restart(restart)
             case unknown:
                 raise TypeError(
-                    f"coordinator: expected a known command, got {type(unknown).__name__}"
+                    f"coordinator: expected a known command, got {type(unknown).__name__}; "
+                    "this is a bug in Overlord: report it"
                 )
 
     def _progress(self) -> None:
@@ -441,7 +443,7 @@ class Coordinator:
             self.recovery.acked(self.history.acked)
 
     def _publish(self, stage: PlannedStep) -> None:
-        """Send a planned step to the workers that execute it."""
+        """Send a planned step to its workers, unless the job ends before it."""
         assert isinstance(stage.after, StreamState)
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._is_first(stage)) is None:
@@ -460,7 +462,7 @@ class Coordinator:
         self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:
-        """Return whether a step is planned first; None: it differs, and the job ends."""
+        """Return whether a step is new; None if it differs from its first plan: the job ends."""
         try:
             return self.history.planned(stage)
         except PlanError as error:
@@ -468,7 +470,7 @@ class Coordinator:
             return None
 
     def _finish(self, finish: EndOfJob) -> None:
-        """Send the end of the job; one that a worker reported goes to the planner first."""
+        """Send the end of the job to constructor workers, once the planner has accepted it."""
         if self.planner.finished is not finish:
             self.commands.queue.extend(self.planner.handle(finish))
             return
@@ -478,7 +480,7 @@ class Coordinator:
     # addresses and step queues of clients
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Return the address and the token for a client of this process. Runs on: any thread."""
+        """Return address and token of a rank's constructor worker. Runs on: any thread."""
         return self.endpoints.address(rank)
 
     def listen(self, host: str, token: str) -> None:
@@ -486,11 +488,11 @@ class Coordinator:
         self.endpoints.listen(host, token)
 
     def outside(self, rank: int) -> tuple[str, str]:
-        """Return the address for a client of another process, which has the token."""
+        """Return address and empty token of a rank's constructor worker, for a client elsewhere."""
         return self.endpoints.outside(rank)
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a client took. Runs on: any thread but the event loop."""
+        """Return the last step that a rank took; -1: none. None: its constructor worker is lost."""
         return self.endpoints.taken(rank)
 
     def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
@@ -505,7 +507,7 @@ class Coordinator:
         return self.sources.prepared
 
     def prepare_source(self, prepared: PreparedJob) -> int:
-        """Start a worker for a new source and return its number. Runs on: any thread."""
+        """Start a worker for the last source of a job; return its number. Runs on: any thread."""
         return self.sources.prepare(prepared)
 
     def drop_prepared(self, h: int) -> None:
@@ -531,11 +533,11 @@ class Coordinator:
         self.run(commands)
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
-        """Read the k-th loader of a source on ``hosts[k % len(hosts)]``."""
+        """Move the k-th loader of a source to the worker named ``hosts[k % len(hosts)]``."""
         self.rebalancer.move(source, hosts)
 
     def scale(self, source: int, n: int) -> bool:
-        """Read a source in ``n`` workers; return whether that changes anything."""
+        """Start to read a source in ``n`` workers; return whether a migration has begun."""
         return self.rebalancer.scale(source, n)
 
     # status
@@ -547,22 +549,21 @@ class Coordinator:
             return words
         answers = self.status.poll()
         busy = self.status.busy(answers)
-        # Constructor workers report only when their slowest rank takes a step. The planner needs
-        # all steps to name the slowest rank.
+        # constructor workers report late, and the planner needs all steps to name the slowest rank
         acks = [ack for ack in self.status.acks(answers) if ack.rank in self._ranks]
         self.commands.queue.extend(self._barrier.hold(acks))
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of all workers."""
+        """Return the metrics of all workers, of autoscaling, and of the placement on nodes."""
         nodes = self._starter.placement
         scaling = {} if self.autoscaler is None else self.autoscaler.metrics()
         placement = {} if nodes is None else nodes.metrics()
         return self.status.metrics(scaling) | {"placement": placement}
 
     def kill(self, name: str) -> None:
-        """Kill a worker as a crash would, for drills."""
+        """Kill a worker by name, as a crash would, for drills."""
         self.pool.kill_named(name)
 
     # the end
@@ -589,7 +590,7 @@ class Coordinator:
 
     @property
     def absent(self) -> str:
-        """Empty: the planner runs in this process and can always be called."""
+        """The reason why the planner cannot be called: always empty, since it runs here."""
         return ""
 
     def use_buffers(self, buffers: Any) -> None:

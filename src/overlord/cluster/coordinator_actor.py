@@ -51,7 +51,7 @@ from overlord.transport.codec import register
 
 log = logging.getLogger("overlord")
 
-# metrics of a journal that add up over successive coordinators
+# counts of a journal that are summed over successive coordinators
 WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")
 
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
@@ -61,7 +61,7 @@ for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Counted:
-    """Counts of a planner at one moment; fields are named as in ``Planner`` and ``totals``."""
+    """Counts of a planner at one moment; fields are named as in ``Planner`` and its ledger."""
 
     next_step: int
     samples: np.ndarray
@@ -80,7 +80,7 @@ class Counted:
 
 
 class SessionEvents:
-    """Collects the changes that the launching process keeps: they must outlive this process."""
+    """Changes of a coordinator that the launching process keeps, since it outlives this process."""
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
@@ -90,7 +90,10 @@ class SessionEvents:
         self._worker_of = coordinator.placement.worker_of.copy()
 
     def collect(self) -> Iterator[Any]:
-        """Yield the events for the launching process since the last call."""
+        """Yield events for the launching process: quarantined rows, recoveries, moved loaders.
+
+        Each call yields what changed since the call before.
+        """
         ledger = self._coordinator.planner.ledger
         of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
         if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
@@ -132,7 +135,7 @@ class CoordinatorActor:
         self._closed = self._opens_journal = self._beats_loop = False
         self._ran = threading.Event()
         self._ran.set()
-        # the end of the job as this coordinator sent it last
+        # the last end of the job that was sent to the launching process; a text before the first
         self._end_sent: EndOfJob | str | None = "nothing yet"
         self._acked = -2
         # events of earlier coordinators in the journal, then those that this one applied
@@ -147,10 +150,10 @@ class CoordinatorActor:
         return self._rpc.address, self._rpc.token
 
     def beat(self) -> bool:
-        """Return whether the event loop has run since the last call.
+        """Return False if the event loop is blocked: it has not run since the last call.
 
-        A coordinator whose loop is blocked is killed. One that waits for its journal is not: its
-        successor would wait for the same disk, and clients are given the reason.
+        Then the coordinator is killed. The result is True before the loop starts, and while it
+        waits for the journal: a successor would wait for the same disk.
         """
         if not self._ran.is_set():
             return self._writes()
@@ -171,7 +174,7 @@ class CoordinatorActor:
         return self._events.ask()
 
     def _send(self, message: Any) -> None:
-        """Send a message to the launching process. Runs on: any thread."""
+        """Send a message to the launching process at once. Runs on: any thread."""
         self._events.put(message)
         self._events.answer()
 
@@ -183,7 +186,10 @@ class CoordinatorActor:
         self._rpc.died(lease_id, reason, fault)
 
     def begin(self) -> Future[int]:
-        """Start the workers, or take over living ones; answer with the last acknowledged step."""
+        """Start the workers, or take over living ones.
+
+        Return a future of the last step that all ranks acknowledged; it is set when workers run.
+        """
         begun = Future[int]()
         threading.Thread(
             target=self._begin, args=(begun,), name="overlord-begin", daemon=True
@@ -232,7 +238,8 @@ class CoordinatorActor:
     def _send_recovered(self) -> None:
         """Send the events that an earlier coordinator may not have sent before it died.
 
-        They have the last acknowledged step, the step of each rank, and the removed sources.
+        These are the events in the journal and the removed sources. With clients in other
+        processes, they include the last acknowledged step and the last step of each rank.
         """
         state = self._coordinator.planner.state()
         if self._applied:
@@ -257,7 +264,8 @@ class CoordinatorActor:
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
         """Open the journal and write the start of the stream, before any step is planned.
 
-        The session closed the journal before this call: another launch may have continued it.
+        ``anew``: earlier plans in the journal become void. The session has closed the journal
+        before this call. Raise ``JournalError`` if another launch has continued it since.
         """
 
         def act() -> None:
@@ -305,7 +313,7 @@ class CoordinatorActor:
 
     def _planned(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
-        # sent to clients that are served, and where the session warns of lost tokens
+        # for clients in other processes, and for warnings of the session about lost tokens
         if self._losses.newly_exceeding(stage.after.counts) or self._watched:
             self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 
@@ -316,7 +324,7 @@ class CoordinatorActor:
     # requests of the session
 
     def _on_loop(self, act: Callable[[], Any]) -> Future[Any]:
-        """Run a call on the event loop and answer with its result."""
+        """Run a call on the event loop; return a future of its result or exception."""
         answer = Future[Any]()
 
         def run() -> None:
@@ -339,7 +347,7 @@ class CoordinatorActor:
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
-        """Attach ranks; ignore those that were attached when this coordinator started."""
+        """Attach the given ranks, except those that are already attached."""
         return self._on_loop(
             lambda: self._coordinator.attach(
                 dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
@@ -353,7 +361,10 @@ class CoordinatorActor:
         return self._on_loop(lambda: self._coordinator.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        """Apply an event and confirm it by a message, in case the call has timed out."""
+        """Apply an event. Confirm a ``SetMixture`` or ``Skip`` by a message, too.
+
+        The message also arrives if the caller no longer waits for the answer.
+        """
 
         def act() -> None:
             self._coordinator.event(event)
@@ -363,9 +374,10 @@ class CoordinatorActor:
         return self._on_loop(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Apply a report; answer whether it arrived before the plan that uses it.
+        """Apply a report; return a future of whether a later plan uses it.
 
-        This includes a report that arrived in time at an earlier coordinator.
+        A late report is dropped. A repeated one counts as used if an earlier coordinator received
+        it in time.
         """
 
         def act() -> bool:
@@ -379,13 +391,13 @@ class CoordinatorActor:
         return self._on_loop(act)
 
     def all_reported(self, mark: int) -> Future[None]:
-        """Release acknowledgements: the launching process has forwarded all earlier reports."""
+        """Release acknowledgements: the launching process sent all reports before ``mark``."""
         return self._on_loop(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
         self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
     ) -> Future[None]:
-        """Add a source whose worker the launching process has started."""
+        """Add a source that loader worker ``h`` reads, which the launching process has started."""
 
         def act() -> None:
             coordinator, before = self._coordinator, self._coordinator.prepared
@@ -422,7 +434,10 @@ class CoordinatorActor:
         self._events.put(EventApplied(event))
 
     def applied_events(self) -> Future[list[Any]]:
-        """Answer with the events of the journal, then those applied since, in force or not."""
+        """Return a future of the user's events: those in the journal, then those applied since.
+
+        They are listed whether they have taken effect or not.
+        """
         return self._on_loop(lambda: list(self._applied))
 
     def watch(self) -> None:
@@ -470,7 +485,7 @@ class CoordinatorActor:
         return self._on_loop(lambda: self._coordinator.planner.refuse_planned(step))
 
     def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
-        """Answer with all kept plans, or with those of one step."""
+        """Return a future of all kept plans, or of those of one step."""
         return self._on_loop(
             lambda: (
                 list(self._coordinator.plans) if step is None else self._coordinator.plans.of(step)
@@ -505,7 +520,7 @@ class CoordinatorActor:
     def stop(self, taken: int = -1) -> None:
         """Stop supervising workers, which are about to exit, and close the journal.
 
-        ``taken`` is the last step that all ranks took, as the launching process knows it.
+        ``taken`` is the last step that all ranks took by the record of the launching process.
         """
         if self._closed:
             return

@@ -1,6 +1,6 @@
 """The configuration of a coordinator in its own process: the job without its readers.
 
-The process receives user code (strategy, hooks, mixture) with this configuration only.
+The process receives user code (strategy, hooks, mixture) only with this configuration.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlannerJob(PreparedJob):
         return replace(self.specs[i], loaders=self.loaders_of(i))
 
     def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:
-        """Return this job with one more source, which is known by its spec only."""
+        """Return a copy of this job with one more source, of which it has only the spec."""
         more = copy.copy(self)
         more.specs, more.added, more.fingerprint = (
             (*self.specs, source),
@@ -69,9 +69,9 @@ class PlannerJob(PreparedJob):
         return more
 
     def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerJob:
-        """Return this job with its first ``n`` sources: those that the journal has.
+        """Return this job with only its first ``n`` sources, which are those of the journal.
 
-        A later source was being added when a coordinator was lost.
+        A later source was being added when the last coordinator was lost.
         """
         if n == len(self.specs):
             return self
@@ -109,8 +109,9 @@ def _with(record: Any, **fields: Any) -> Any:
 class Incarnation:
     """The position of a coordinator among those of its session.
 
-    ``number`` counts the coordinators before it, ``planned`` has the digests of the steps that they
-    planned after its state. ``barrier`` holds acknowledgements until reports have arrived.
+    ``number`` counts the earlier coordinators. ``planned`` has the digests of steps that they
+    planned after the state at which this one starts. ``barrier`` holds acknowledgements until
+    earlier reports have arrived.
     """
 
     number: int = 0
@@ -141,15 +142,15 @@ class CoordinatorConfig:
     reports: tuple[Report, ...] = ()
     machine: Platform = field(default_factory=Platform, repr=False)
     launch: str = ""  # identifies the launch in the journal; set when the journal is opened
-    # the journal has the start of this session; otherwise its content is of an earlier session
+    # the journal has the start of this session; else it is empty or of an earlier session
     opened: bool = True
     watched: bool = False  # report planned and taken steps, for clients in other processes
 
     def placement_of(self, n: int) -> LoaderPlacement:
-        """Return the placement of ``n`` sources.
+        """Return the loader placement, extended to ``n`` sources.
 
-        The last source may have been added when a coordinator was lost, before the launching
-        process was informed.
+        A coordinator may have been lost after it added the last source, and before the launching
+        process recorded that.
         """
         loader_placement = self.loader_placement
         # the lowest number counts: workers that scaling started have higher numbers
@@ -166,7 +167,10 @@ class CoordinatorConfig:
 
     @staticmethod
     def of(prepared: PreparedJob, **fields: Any) -> CoordinatorConfig:
-        """Return the configuration for a job; raise for hooks or code that cannot be sent."""
+        """Return the configuration for a job.
+
+        Raise ``JobError`` if hooks, strategy or mixture cannot be sent to another process.
+        """
         light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")

@@ -29,7 +29,7 @@ log = logging.getLogger("overlord")
 
 
 class LoaderStarts:
-    """Builds the ``LoaderStart`` messages of the current job, which ``prepared`` returns."""
+    """The builder of ``LoaderStart`` messages; ``prepared`` returns the current job."""
 
     def __init__(self, prepared: Callable[[], PreparedJob], placement: Placement):
         self._prepared, self._placement = prepared, placement
@@ -95,11 +95,11 @@ def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
 def standbys_of(
     prepared: PreparedJob, loader_placement: LoaderPlacement, placement: Placement
 ) -> StandbyManager:
-    """Return the manager of a job's standbys, by the launch option ``shadows``."""
+    """Return the manager of the standbys that the launch option ``shadows`` requests."""
     kind = prepared.options.shadows
     if kind != "none" and loader_placement.n_hosts == 1:
         log.warning(
-            "shadows=%r has no effect: a standby needs a second loader worker, and there is one",
+            "shadows=%r ignored: a standby needs a second loader worker, and the job has only one",
             kind,
         )
     return StandbyManager(
@@ -116,8 +116,8 @@ def rollback_messages(
 ) -> Iterator[tuple[WorkerHandle, Rollback | Attach | FollowLoader]]:
     """Yield the messages of a rollback, each with its worker.
 
-    Loader workers open their loaders at ``starts``. Restarted constructor workers attach their
-    ranks. Standbys follow their loaders from there on.
+    Loader workers open their loaders at ``starts``. Constructor workers named in ``restarted``
+    attach their ranks. Standbys follow their loaders from ``starts`` on.
     """
     pool, placement = workers.pool, workers.placement
     for c, worker in pool.constructors.items():

@@ -20,10 +20,10 @@ log = logging.getLogger("overlord")
 
 
 class JobSources:
-    """Owns the prepared job with all sources so far, and starts a worker for each added one.
+    """The prepared job with all sources so far, and the workers that added sources need.
 
-    A process receives code only at its start. ``n_launched`` is the number of loader workers that
-    the job was launched with.
+    Each added source has a worker of its own, since a process receives code only at its start.
+    ``n_launched`` is the number of loader workers that the job was launched with.
     """
 
     def __init__(
@@ -40,14 +40,17 @@ class JobSources:
         self._refused: dict[int, WorkerHandle] = {}  # workers of sources that could not be added
 
     def ready(self, h: int) -> WorkerHandle:
-        """Return the worker of a source that is about to be added; raise if it is lost."""
+        """Return the worker of a source that is about to be added; raise ``ActorLost`` if lost."""
         worker = self._pool.loaders[h]
         if worker.lost:
             raise ActorLost(worker.name, worker.lost)
         return worker
 
     def add(self, worker: WorkerHandle, source: SourceSpec, budget_bytes: int) -> None:
-        """Use a prepared worker: it reads the source that the planner has accepted."""
+        """Let a prepared worker read its source, which the planner has accepted.
+
+        ``budget_bytes`` is the new buffer budget of every loader.
+        """
         worker.joined = True
         self._pool.link(worker)  # a constructor worker may have been restarted since its start
         self._recovery.joined(worker)
@@ -59,13 +62,13 @@ class JobSources:
             )
 
     def abandon(self, h: int) -> None:
-        """Forget the worker of a source that the journal could not record: the job ends."""
+        """Mark a worker as lost: the journal could not record its source, and the job ends."""
         worker = self._pool.loaders[h]
         worker.lost = "its source could not be added"
         self._recovery.retired(worker)
 
     def prepare(self, prepared: PreparedJob) -> int:
-        """Start a worker for the last source of a job and return its number.
+        """Start a worker for the last source of a job, wait for it, and return its number.
 
         Runs on: any thread.
         """
@@ -94,7 +97,10 @@ class JobSources:
             self._pool.end(h, worker)
 
     def adopt(self, prepared: PreparedJob, h: int, handle: Callable[[], ActorHandle]) -> None:
-        """Use a worker that another process started for a new source. ``refuse`` undoes this."""
+        """Use worker ``h``, which another process started for the last source of a job.
+
+        ``refuse`` undoes this.
+        """
         self.prepared = prepared
         self._placement.sources_of[h] = frozenset([len(prepared.job.sources) - 1])
         if (worker := self._refused.pop(h, None)) is None:
@@ -103,7 +109,10 @@ class JobSources:
         self._pool.link(worker)  # a constructor worker may have been restarted since its start
 
     def refuse(self, prepared: PreparedJob, h: int) -> None:
-        """Set aside the worker of a refused source, which may be added at a later step."""
+        """Undo ``adopt`` for a source that the planner refused.
+
+        The worker is kept, since the source may still be added at a later step.
+        """
         self.prepared = prepared
         self._placement.sources_of.pop(h)
         self._refused[h] = self._pool.loaders.pop(h)

@@ -1,7 +1,7 @@
 """The worker processes of a job whose coordinator has its own process.
 
-The launching process starts and ends them, since it has their code. It redirects each to the
-coordinator, and reports its death there.
+The launching process starts and ends them, since it has their code. It redirects each worker to
+the coordinator, and reports the death of a worker to it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 START_S = 120.0  # for workers to start: they open their sources first, and a store may be slow
-DISCONNECTED_S = 1.0  # between the end of a worker's connection and the report of its death
+DISCONNECTED_S = 1.0  # for a worker to exit after its connection ended; then it is killed
 
 
 class LaunchedWorkers:
-    """Starts and ends workers at the request of a coordinator. Runs on: any thread.
+    """The worker processes of a job, started and ended as a coordinator requests.
 
-    ``coordinator`` returns the current one. Requests of earlier ones are ignored: each coordinator
-    receives all workers of the last one, and requests those that it lacks.
+    ``coordinator`` returns the current coordinator. Requests of earlier ones are ignored: a new
+    coordinator takes over all living workers, and requests the missing ones. Runs on: any thread.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LaunchedWorkers:
         self._preparing: set[str] = set()
         # the worker of the last source that was prepared, and the job without that source
         self._without: tuple[int, PreparedJob | None] = (-1, None)
-        # lost workers with reason and time, until a coordinator reports that they are back
+        # lost workers with reason and time, until a coordinator reports their recovery
         self._lost: dict[str, tuple[str, float]] = {}
         self.watchdog = StartupWatchdog(control, prepared.options.lost_after_s)
         self._lock = threading.Lock()  # guards handles and placement
@@ -95,9 +95,10 @@ class LaunchedWorkers:
     # coordinators
 
     def hand_over(self) -> tuple[str, ...]:
-        """Return the living workers for a new coordinator, and void the leases of the last one.
+        """Return the names of living workers, and void the leases of the last coordinator.
 
-        Runs under ``spawning``.
+        Workers that are being prepared for an added source are left out. The caller holds
+        ``spawning``.
         """
         self._leases = {}
         with self._lock:
@@ -159,7 +160,7 @@ class LaunchedWorkers:
         self._lease(coordinator, lease_id, worker)
 
     def _lease(self, coordinator: ActorHandle, lease_id: int, worker: ActorHandle) -> None:
-        """Redirect a worker to the coordinator, and report its death there."""
+        """Redirect a worker to the coordinator, and report a later death of the worker to it."""
         self._leases[worker.name] = lease_id
         self._control.tell(worker, "redirect", *self._address, lease_id)
 
@@ -189,7 +190,7 @@ class LaunchedWorkers:
             self.end(worker)
 
     def disconnected(self, notice: WorkerDisconnected) -> None:
-        """Kill a worker that lost its connection to the coordinator and does not die by itself.
+        """Kill a worker whose connection ended and that does not exit within DISCONNECTED_S.
 
         Usually the connection ends because the worker died, which is reported separately.
         """
@@ -219,7 +220,10 @@ class LaunchedWorkers:
                 self.factory.end(number, worker)
 
     def moved(self, worker_of: Sequence[int]) -> None:
-        """Record the worker of every loader; ``joined`` records the loaders of added sources."""
+        """Record the worker of every loader.
+
+        Loaders of a source that ``joined`` has not recorded yet are ignored.
+        """
         with self._lock:
             n = sum(self.placement.loaders)
             self.placement = replace(self.placement, host_of=tuple(worker_of[:n]))
@@ -243,19 +247,19 @@ class LaunchedWorkers:
     # losses
 
     def note_lost(self, name: str, why: str, silent_s: float = 0.0) -> None:
-        """Record the loss of a worker, ``silent_s`` after its last answer.
+        """Record the loss of a worker. ``silent_s``: seconds since its last answer.
 
-        The first reason counts: after a silence the kill of the worker is not the cause.
+        The first reason counts: if a silent worker is killed, the kill is not the cause.
         """
         if not self.closed and name in self.handles:
             self._lost.setdefault(name, (why, time.monotonic() - silent_s))
 
     def recovered(self, name: str) -> None:
-        """Forget the loss of a worker: a coordinator has reported its recovery."""
+        """Remove the loss of a worker whose recovery a coordinator has reported."""
         self._lost.pop(name, None)
 
     def take_recovered(self) -> dict[str, tuple[str, float]]:
-        """Return reason and time of each loss whose worker lives again, and forget them."""
+        """Remove and return the losses of workers that are alive again: reason and time by name."""
         names = [n for n in list(self._lost) if n in self.handles and self.handles[n].alive]
         # a coordinator may have reported some of them already
         found = {name: self._lost.pop(name, None) for name in names}
@@ -264,7 +268,10 @@ class LaunchedWorkers:
     # added sources
 
     def prepare(self, prepared: PreparedJob, constructors: Callable[[], Mapping[int, str]]) -> int:
-        """Start a loader worker for the last source of a job; return its number."""
+        """Start a loader worker for the last source of a job, wait for it, and return its number.
+
+        ``constructors`` returns the addresses of constructor workers by number.
+        """
         source, number = len(prepared.job.sources) - 1, self._next_number
         self._next_number += 1
         name, before = f"loader-worker/{number}", self.prepared

@@ -50,20 +50,20 @@ log = logging.getLogger("overlord")
 
 # Polls in ``lost_after_s``. They are counted, so that a suspended machine loses no coordinator.
 TICKS = 4
-ACTIVITY_S = 0.5  # for a blocked coordinator to report its activity
+ACTIVITY_S = 0.5  # seconds for a blocked coordinator to report its activity
 
 
 class CoordinatorHeartbeat:
-    """Kills a coordinator that does not answer, or whose event loop is blocked.
+    """Periodic polls of a coordinator, which kill one that is silent or has a blocked event loop.
 
-    Its death is then handled like any other. ``on_tick`` is called before every poll. Runs on: a
-    thread of its own, except where stated.
+    The death of a killed coordinator is handled like any other. ``on_tick`` is called before every
+    poll. Runs on: a thread of its own, except where stated.
     """
 
     def __init__(self, control: ActorSystem, lost_after_s: float, on_tick: Callable[[], None]):
         self._control, self._lost_after_s, self._on_tick = control, lost_after_s, on_tick
         self._watched: ActorHandle | None = None
-        self._killed: tuple[ActorHandle | None, str] = (None, "")  # the last one, and the cause
+        self._killed: tuple[ActorHandle | None, str] = (None, "")  # last killed one, and the cause
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -73,11 +73,11 @@ class CoordinatorHeartbeat:
         self._stop.set()
 
     def watch(self, coordinator: ActorHandle) -> None:
-        """Poll this coordinator from now on: its process runs. Runs on: any thread."""
+        """Poll this coordinator from now on instead of its predecessor. Runs on: any thread."""
         self._watched = coordinator
 
     def cause(self, coordinator: ActorHandle | None) -> str | None:
-        """Return why a coordinator was killed here; None if it was not. Runs on: any thread."""
+        """Return why ``kill`` killed a coordinator; None if it did not. Runs on: any thread."""
         killed, why = self._killed
         return why if killed is coordinator else None
 
@@ -88,7 +88,7 @@ class CoordinatorHeartbeat:
             self._on_tick()
             coordinator = self._watched
             runs = coordinator is not polled or _loop_runs(beat)
-            # the last answer may be under way
+            # the last answer may be in transit
             silent, answers = (0, False) if runs else (silent + 1, answers or beat.done())
             if silent >= TICKS and coordinator is not None:
                 for_s = f"for {self._lost_after_s:g} s"
@@ -114,15 +114,18 @@ class CoordinatorHeartbeat:
 
 
 def _loop_runs(beat: Future[Any]) -> bool:
-    """Return whether a coordinator has answered, and its event loop has run."""
+    """Return False while a heartbeat is unanswered, or if its answer reports a blocked event loop.
+
+    A failed call counts as True: a death is reported separately.
+    """
     return beat.done() and (beat.exception() is not None or bool(beat.result()))
 
 
 COORDINATOR_NAME = "planner"  # as in ``session.kill`` and ``metrics()["actors"]``
-BOOT_S = 30.0  # for the coordinator's process alone
-# for the coordinator to answer, including a restart; a caller of the event loop waits for 30 s
+BOOT_S = 30.0  # seconds for the coordinator's process to start, without its workers
+# seconds for the coordinator to answer, restart included; a caller of the event loop waits 30 s
 ASK_S = 25.0
-STOP_S = 1.0  # for the coordinator to close its journal
+STOP_S = 1.0  # seconds for the coordinator to close its journal
 LOST = "the coordinator was lost: "
 
 
@@ -131,10 +134,10 @@ LOST = "the coordinator was lost: "
 
 
 class Launcher:
-    """Starts the coordinator of a job, restarts it after a loss, and passes calls to it.
+    """The processes of a job, from the launching process: the coordinator and its workers.
 
-    ``workers`` starts and ends workers. ``on_event`` receives the events for the session, on a
-    thread of the launcher.
+    A lost coordinator is restarted. ``ask`` and ``tell`` call the current one. ``workers`` starts
+    and ends workers. ``on_event`` receives the events for the session, on a thread of the launcher.
     """
 
     def __init__(
@@ -156,9 +159,8 @@ class Launcher:
         self.attached: set[int] = set()
         # the ranks that were attached when the current coordinator started
         self._attached_at_start: frozenset[int] = frozenset()
-        self.acked = (
-            self._progress
-        ) = -1  # last step that all ranks took; as coordinators reported it
+        # last step that all ranks took: by coordinators and clients here, and by coordinators only
+        self.acked = self._progress = -1
         self.watched = False
         self.reports: dict[tuple[int, int], Report] = {}  # recently accepted, by step and rank
         self._session, self._on_event = generation, on_event
@@ -170,7 +172,7 @@ class Launcher:
         self._opened = False  # the journal has the start of this session
         self._lock = threading.Condition()  # guards ``coordinator`` and ``_ready``
         self._ready = self._closed = False
-        self.absent = ""  # why the coordinator cannot be called; empty if it can
+        self.absent = ""  # the reason why the coordinator cannot be called; empty if it can be
         self._written: dict[ActorHandle, list[float]] = {}  # journal counts of each coordinator
         self._over: Exception | None = None  # the error that ended the job
         # separate queues: notifications may block on session locks, starts of workers must not
@@ -197,7 +199,7 @@ class Launcher:
         )
 
     def _start_coordinator(self) -> int:
-        """Start a coordinator; return the last step that all ranks took before its start."""
+        """Start a coordinator with its workers; return the last step that all ranks took before."""
         workers = self.workers
         with workers.spawning, self._lock:
             living = workers.hand_over()
@@ -240,12 +242,12 @@ class Launcher:
     def _begin_s(self) -> float:
         """The timeout for a coordinator to start with all its workers, in seconds.
 
-        It may have to wait for silent workers first, and then to start others.
+        The coordinator may have to wait for silent workers first, and then to start others.
         """
         return 2 * START_S + 2 * self.prepared.options.lost_after_s
 
     def _accept_calls(self) -> None:
-        """Accept calls from now on; raise if the coordinator died during its start."""
+        """Accept calls from now on; raise ``ActorLost`` if the coordinator has died meanwhile."""
         with self._lock:
             coordinator = self.coordinator
             assert coordinator is not None
@@ -256,13 +258,13 @@ class Launcher:
                 return
         self.control.get(
             self.control.call(coordinator, "beat"), BOOT_S
-        )  # raises the reason of its death
+        )  # raises the error of a dead actor
 
     def _send_attached(self) -> None:
         """Send the ranks that were attached and detached while the coordinator started.
 
-        Runs under the lock, before any other call. The requests of these clients may have timed
-        out.
+        The requests of these clients may have timed out. The caller holds the lock, so that no
+        other call precedes.
         """
         now = frozenset(self.attached)
         for rank in sorted(self._attached_at_start - now):
@@ -288,7 +290,7 @@ class Launcher:
         ).start()
 
     def _loss_reason(self, coordinator: ActorHandle | None, reason: str) -> str:
-        """Return the reason of a loss; after a kill by the heartbeat, the cause of the kill."""
+        """Return ``reason``; after a kill by heartbeat or watchdog, the cause of the kill."""
         cause = self._heartbeat.cause(coordinator)
         return self.workers.watchdog.reason_of(COORDINATOR_NAME, reason) if cause is None else cause
 
@@ -331,7 +333,7 @@ class Launcher:
     def _report_recovery(self, reason: str, since: float, acked: int) -> None:
         """Report the recovery of the coordinator and of workers that were lost with it.
 
-        The new coordinator does not know that they were lost.
+        The new coordinator has no record of these losses.
         """
         now = time.monotonic()
         for name, (why, when) in {
@@ -347,7 +349,7 @@ class Launcher:
             self._notify(WorkerRecovered(name, why, now - when, acked))
 
     def _note_awaited(self, names: Sequence[str]) -> None:
-        """Add the workers that a starting coordinator waits for to the reason of the wait."""
+        """Add the workers that a starting coordinator waits for to ``absent``."""
         with self._lock:
             if not self._ready:
                 few = ", ".join(names[:8]) + (
@@ -372,7 +374,7 @@ class Launcher:
                 self.control.kill(self.coordinator)
 
     def _give_up(self, error: Exception) -> None:
-        """End the job without another coordinator. Runs under the lock."""
+        """End the job without another coordinator. The caller holds the lock."""
         log.error("job ended, the coordinator is not restarted: %s", error)
         self._over, self.absent = error, str(error)
         self._lock.notify_all()
@@ -387,9 +389,10 @@ class Launcher:
         timeout_s: float = ASK_S,
         done: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """Call the coordinator; after a loss, call its successor.
+        """Call the coordinator and return its answer; after a loss, call its successor.
 
-        ``done`` is called after a loss and returns whether the request was already executed.
+        ``done`` is called after a loss. If it returns True, the request was executed before the
+        loss, and the result is None. Raise ``DataStall`` after ``timeout_s`` seconds.
         """
         deadline, lost = self._platform.now() + timeout_s, False
         while True:
@@ -410,8 +413,8 @@ class Launcher:
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
         """Let the coordinator write the start of this session, before any rank is attached.
 
-        If it is lost before its answer arrives, its successor starts at the same state and writes
-        the start again. No step is planned in between.
+        If the coordinator is lost before its answer arrives, its successor starts at the same state
+        and writes the start again. No step is planned in between.
         """
         self._launch = launch
         while not self._opened:
@@ -421,7 +424,10 @@ class Launcher:
                 self._opened = coordinator is self.coordinator
 
     def tell(self, method: str, *args: Any) -> None:
-        """Send a call without an answer. It may be lost: a new coordinator gets the same facts."""
+        """Call the coordinator without a reply. The call may be lost with the coordinator.
+
+        A successor receives the same information at its start.
+        """
         if (coordinator := self.coordinator) is not None:
             with contextlib.suppress(ActorLost, DataStall):
                 self.control.tell(coordinator, method, *args)
@@ -445,7 +451,7 @@ class Launcher:
                 max(0.0, deadline - self._platform.now()),
             )
             if self._closed:
-                raise OverlordError("the session is closed")
+                raise OverlordError("the session is closed; launch the job again to continue")
             if self._over is not None:
                 raise self._over
             if not self._ready or self.coordinator is None:
@@ -458,7 +464,7 @@ class Launcher:
         return self._over is not None
 
     def written_before(self) -> dict[str, float]:
-        """Return the journal counts of lost coordinators, up to the last acknowledged step."""
+        """Return the journal counts of lost coordinators, as of their last progress reports."""
         before = [
             counts
             for coordinator, counts in list(self._written.items())
@@ -498,7 +504,7 @@ class Launcher:
             case RedirectWorker():
                 self.workers.redirect(coordinator, event)
             case PlacementChanged(worker_of=worker_of):
-                # on this queue, before the requests that retire workers without loaders
+                # handled on this queue, so before requests that retire workers without loaders
                 self.workers.moved(worker_of)
             case RetireWorker(number=number):
                 self.workers.retire(number)

@@ -47,14 +47,14 @@ log = logging.getLogger("overlord")
 DIAL_S = 30.0  # for a constructor worker to accept a connection
 # for a constructor worker to receive payload: far above the time of a step, below stall_limit_s
 SEND_S = 120.0
-# The same with failover. A longer wait blocks the event loop, and the coordinator kills a worker
-# whose loop is blocked.
+# Both limits with failover. A longer wait blocks the event loop, and the coordinator kills a
+# worker whose loop is blocked.
 REACH_S = 5.0
 JOIN_BELOW = 4096  # values per piece: smaller pieces are joined first, which costs less
 
 
 class LoaderWorker(Worker):
-    """Some loaders of a job.
+    """The process of some loaders of a job.
 
     ``reader_specs`` has all sources that this worker may ever read: a process receives code only
     at its start.
@@ -83,12 +83,12 @@ class LoaderWorker(Worker):
         self._narrow = settings.narrow
         self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
-        # by source if its loaders share one, otherwise by -1 - loader
+        # transform workers, by source if its loaders share one, otherwise by -1 - loader
         self._workers: dict[int, TransformWorker] = {}
         self._worker_of: dict[int, int] = {}  # the key of every loader's transform worker
         self._opens = False  # a source is being opened, which blocks the event loop
         self._beats = deque[Future[bool]]()  # heartbeats to answer
-        # standbys that are to take over once they hold enough
+        # pending calls of ``caught_up``: their loaders, and their answer
         self._awaited: list[tuple[list[int], Future[bool]]] = []
         self._failover = settings.failover
         self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
@@ -117,7 +117,7 @@ class LoaderWorker(Worker):
         )
 
     def _reach(self, constructor: int, address: str, token: str) -> None:
-        """Connect to a constructor worker; report a failure to the coordinator.
+        """Connect to a constructor worker. With failover, report a failure to the coordinator.
 
         This call may block: no step is planned before all workers are connected.
         """
@@ -137,12 +137,17 @@ class LoaderWorker(Worker):
             link.close()
 
     def _listen(self, constructor: int, link: Connection) -> None:
-        """Receive the releases of shared memory by a constructor worker. Runs on: own thread."""
+        """Receive releases of shared memory from a constructor worker until its connection ends.
+
+        Runs on: a thread of its own.
+        """
         try:
             while link.recv(60.0) is TIMEOUT:
                 pass
         except ActorLost as lost:
-            log.debug("%s lost its connection to a constructor worker: %s", self.name, lost)
+            log.debug(
+                "connection of %s to constructor-worker/%d lost: %s", self.name, constructor, lost
+            )
             if self._failover:
                 reason = str(lost)
                 self._event_loop.post(lambda: self._disconnect(constructor, link, reason))
@@ -178,7 +183,7 @@ class LoaderWorker(Worker):
         self._loading.open(loader, reader)
 
     def beat(self) -> Future[bool]:
-        """Answer on the event loop, or at once while a source is opened.
+        """Return a future that the event loop sets; while a source is opened, it is set at once.
 
         Opening blocks the loop: transform processes start and import their modules. A start has its
         own deadline, so heartbeats must not fail during it.
@@ -233,7 +238,7 @@ class LoaderWorker(Worker):
             case _:
                 raise TypeError(
                     f"{self.name}: expected a message to a loader worker, got "
-                    f"{type(message).__name__}"
+                    f"{type(message).__name__}; this is a bug in Overlord: report it"
                 )
 
     def _execute(self, command: Any) -> None:
@@ -250,7 +255,8 @@ class LoaderWorker(Worker):
                 )
             case _:
                 raise TypeError(
-                    f"{self.name}: expected a loader command, got {type(command).__name__}"
+                    f"{self.name}: expected a loader command, got {type(command).__name__}; "
+                    "this is a bug in Overlord: report it"
                 )
 
     def _roll_back(self, rollback: Rollback) -> None:
@@ -283,16 +289,17 @@ class LoaderWorker(Worker):
             )
 
     def caught_up(self, loaders: list[int]) -> Future[bool]:
-        """Answer once these loaders hold as many samples as were requested.
+        """Return a future: True once these loaders hold the requested samples, False if one failed.
 
-        True: standbys among them can take over. False: one of them cannot read.
+        True means that standbys among them can take over. Loaders that this worker does not have
+        are ignored.
         """
         answer = Future[bool]()
         self._event_loop.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
     def work(self) -> Future[list[LoaderWork]]:
-        """Answer with the statistics of every loader, for the autoscaler."""
+        """Return a future of the statistics of every loader, for the autoscaler."""
         answer = Future[list[LoaderWork]]()
         self._event_loop.post(lambda: answer.set_result(self._loading.work()))
         return answer
@@ -300,7 +307,7 @@ class LoaderWorker(Worker):
     def pss_bytes(self) -> int:
         """Return the memory of this process in bytes, for the memory bound of the autoscaler.
 
-        Runs on: RPC thread, since the kernel has to count pages.
+        Runs on: RPC thread, since the kernel counts pages for this, which takes time.
         """
         return pss_bytes()
 
@@ -319,7 +326,7 @@ class LoaderWorker(Worker):
         return super()._after_turn()
 
     def _send(self, routed: LoaderPlan, popped: list[Content]) -> int:
-        """Copy payload into shared memory, send it to the constructors, and return the bytes."""
+        """Copy payload into shared memory, send it to constructors, and return the bytes sent."""
         n = 0
         pieces = [p.tokens for p in popped]
         takes: Sequence[np.ndarray | None] = routed.take or [None] * len(routed.to)
@@ -346,7 +353,8 @@ class LoaderWorker(Worker):
             (number >= found.counts[document]).any() for document, number in routed.items
         ):
             raise PlanError(
-                f"{self.name}: expected the images of the popped documents, got more in the plan",
+                f"{self.name}: expected every image of the plan in a popped document, got an image "
+                "that none of them has",
                 routed.step,
                 "this is a bug in Overlord: report it",
             )
@@ -354,10 +362,10 @@ class LoaderWorker(Worker):
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _send_payload(self, constructor: int, payload: StepPayload) -> int:
-        """Send a payload and return its bytes.
+        """Send a payload and return its bytes; with failover, 0 if it could not be sent.
 
-        A lost constructor worker is an error, unless it can be restarted: then this payload is
-        dropped, and the rollback that follows sends it again.
+        Then the payload is dropped, and the rollback that follows sends it again. Without failover
+        a lost or blocked constructor worker is an error.
         """
         try:
             if (link := self._links.get(constructor)) is None:

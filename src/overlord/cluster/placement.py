@@ -16,8 +16,9 @@ from overlord.scaling.loader_placement import SourceLoad
 class Placement:
     """The workers of loaders, sources and ranks. Loaders are numbered source by source.
 
-    ``loaders`` is the number of loaders of every source, ``worker_of`` the worker of every loader,
-    ``constructor_of`` the constructor worker of every data-parallel group, ``ranks`` its ranks.
+    ``loaders`` is the number of loaders of every source, ``worker_of`` the worker of every loader.
+    ``constructor_of`` is the constructor worker of every data-parallel group, ``ranks`` has the
+    ranks of every group.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Placement:
         return sorted({self.worker(loader) for loader in self.loaders_of(source)})
 
     def busy(self) -> set[int]:
-        """Return the workers that read a loader or are to read one."""
+        """Return the workers that read a loader after all pending moves."""
         return {self.pending.get(k, self.worker(k)) for k in range(self.n_loaders)}
 
     def can_open(self, worker: int, source: int) -> bool:
@@ -79,7 +80,7 @@ class Placement:
         self.worker_of[loader] = worker
 
     def follow(self, standbys: Mapping[int, int]) -> None:
-        """Set the workers with standbys: they pop the same samples as the loader's worker."""
+        """Set the worker of each loader's standby. A standby pops the samples its loader pops."""
         self.standby_of = dict(standbys)
 
     def add_source(self, loaders: int, worker: int) -> None:
@@ -88,7 +89,7 @@ class Placement:
         self.worker_of = np.concatenate([self.worker_of, np.full(loaders, worker, np.int64)])
 
     def replace_missing(self, living: Collection[int]) -> None:
-        """Move each loader without a living worker to the first worker that can open it."""
+        """Move each loader without a living worker to the first living one that can open it."""
         for loader, worker in enumerate(self.worker_of.tolist()):
             if worker not in living:
                 source = self.source_of(loader)
@@ -104,7 +105,7 @@ class Placement:
 
 
 class StandbyManager:
-    """Places and promotes standbys. Runs on: event loop.
+    """The standbys of a job: their placement and their promotion. Runs on: event loop.
 
     ``sizes`` has the estimated bytes of every loader. ``wanted`` are the loaders that are to have a
     standby; None: all.
@@ -125,7 +126,10 @@ class StandbyManager:
         return set(self.worker_of.values())
 
     def covers(self, worker: int, living: Collection[int]) -> bool:
-        """Return whether other living workers have standbys of all loaders of a worker."""
+        """Return whether each loader of a worker has a standby on another living worker.
+
+        True for a worker without loaders.
+        """
         others = {h for h in living if h != worker}
         return all(self.worker_of.get(k) in others for k in self._placement.loaders_on(worker))
 
@@ -139,7 +143,10 @@ class StandbyManager:
         ]
 
     def promote(self, dead: Collection[int], living: Collection[int]) -> None:
-        """Move loaders of dead workers to the workers of their standbys."""
+        """Move loaders of dead workers to living workers that have their standbys.
+
+        All standbys on workers that are not alive are discarded.
+        """
         for worker in dead:
             for loader in self._placement.loaders_on(worker):
                 if self.worker_of.get(loader) in living:
@@ -147,20 +154,20 @@ class StandbyManager:
         self.forget(living)
 
     def forget(self, living: Collection[int]) -> None:
-        """Forget standbys on workers that are not alive."""
+        """Discard standbys on workers that are not alive."""
         self.worker_of = {loader: h for loader, h in self.worker_of.items() if h in living}
         self._placement.follow(self.worker_of)
 
     def drop(self, loader: int) -> None:
-        """Forget the standby of a loader that has moved to the standby's worker."""
+        """Remove the standby of a loader that has moved to the standby's worker."""
         self.worker_of.pop(loader, None)
 
     def fill(self, living: Collection[int], nodes: Mapping[int, str]) -> list[int]:
         """Place the missing standbys, and return the loaders of the new ones.
 
         A standby is placed on another of the ``living`` workers that can open the source. Workers
-        on another node are preferred, since a node is lost as a whole, then the one that holds
-        least. The loaders of a source on one worker stay together, since hooks see them together.
+        on another node are preferred, since a node is lost as a whole, then workers that hold fewer
+        bytes. The loaders of a source on one worker stay together, for loader hooks.
         """
         load, made = self._held_by(living), list[int]()
         for group in self._groups():
@@ -183,7 +190,7 @@ class StandbyManager:
         return made
 
     def _held_by(self, living: Collection[int]) -> dict[int, float]:
-        """Return the bytes of loaders and standbys by worker."""
+        """Return the estimated bytes of loaders and standbys by worker."""
         held = dict.fromkeys(living, 0.0)
         for loader, n in self._sizes.items():
             if (h := self._placement.worker(loader)) in held:
@@ -193,7 +200,7 @@ class StandbyManager:
         return held
 
     def _groups(self) -> Sequence[Sequence[int]]:
-        """Return the loaders of each source and worker, the largest group first."""
+        """Return the loaders that need a standby, grouped by source and worker, largest first."""
         groups: dict[tuple[int, int], list[int]] = {}
         for loader in self._wanted:
             key = (self._placement.source_of(loader), self._placement.worker(loader))
@@ -204,10 +211,10 @@ class StandbyManager:
 def standby_sizes(
     kind: str, loads: Sequence[SourceLoad], loaders: Sequence[int]
 ) -> tuple[dict[int, float], list[int]]:
-    """Return the bytes of every loader, and the loaders that get a standby.
+    """Return the estimated bytes of every loader, and the loaders that get a standby.
 
-    The option ``shadows`` is ``kind``: the loaders of all sources ("all"), of sources that cost
-    more than the mean ("heavy"), or of none ("none").
+    ``kind`` is the option ``shadows``: the loaders of all sources ("all"), or of sources that cost
+    more than the mean ("heavy"). With "none" both results are empty.
     """
     if kind == "none":
         return {}, []
@@ -244,7 +251,7 @@ class AttachedRanks:
 
     @property
     def served(self) -> np.ndarray:
-        """Return for every data-parallel group whether one of its ranks is attached."""
+        """For every data-parallel group, whether one of its ranks is attached."""
         return self._count > 0
 
     def add(self, rank: int) -> None:

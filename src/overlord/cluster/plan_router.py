@@ -1,4 +1,4 @@
-"""Plans of a cluster: routed to workers, and kept until every rank acknowledged them. Pure."""
+"""Plans of a cluster: their routing to workers, and their states for a rollback. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from overlord.planning.mixture import Event, EventLog
 class PlanHistory:
     """States and digests since the last step that all ranks acknowledged, and the events since.
 
-    ``planned`` has digests of steps after ``start`` that an earlier coordinator planned.
+    ``lag`` is the job's ``feedback_lag``. ``planned`` has digests of steps after ``start`` that an
+    earlier coordinator planned.
     """
 
     def __init__(self, start: StreamState, lag: int, planned: Mapping[int, str] | None = None):
@@ -67,11 +68,11 @@ class PlanHistory:
         self._log.add(event, self.acked + 1)
 
     def reported(self, report: Report) -> None:
-        """Keep a report that arrived before the plan that uses it."""
+        """Keep a report that arrived in time, for the next rollback."""
         self._log.report(report, self.acked + 1)
 
     def taken(self, step: int) -> bool:
-        """Record that all ranks took the steps up to this one; return whether that is new."""
+        """Record that all ranks took the steps up to this one; return whether ``acked`` grew."""
         step_acked = max((s for s in self._states if s <= step), default=self.acked)
         if step_acked <= self.acked:
             return False
@@ -83,7 +84,10 @@ class PlanHistory:
         return True
 
     def rollback(self, names: Sequence[str]) -> StreamState:
-        """Return the state after the last acknowledged step, with all events since its plan."""
+        """Return the state after the last acknowledged step, with all events since its plan.
+
+        From now on the next step to plan is the one after it.
+        """
         self._next = self.acked + 1
         return self._log.completed(self._states[self.acked], names, ahead=True)
 
@@ -97,11 +101,11 @@ class PlanHistory:
 
 
 class ReportBarrier:
-    """Holds acknowledgements until the launching process has forwarded earlier reports.
+    """Acknowledgements that wait until the launching process has forwarded earlier reports.
 
     ``ask(mark)`` requests an answer that follows these reports; ``release(mark)`` receives it. Each
-    request has another number, ``mark``. Each coordinator starts at another ``first``, so answers
-    to an earlier one are ignored. Without ``learns`` nothing is held. Runs on: event loop.
+    request has a new number, ``mark``. Each coordinator starts at another ``first``, so answers
+    to an earlier one are ignored. ``learns``: the mixture learns from reports. Runs on: event loop.
     """
 
     def __init__(
@@ -109,14 +113,14 @@ class ReportBarrier:
     ):
         self.learns, self._ask, self._mark = learns, ask, first
         self._waiting: list[Consumed] = []
-        self._n_asked = 0  # how many of them the pending request covers
+        self._n_asked = 0  # number of acknowledgements that the pending request covers
 
     def add(self, taken: Iterable[Consumed]) -> None:
         """Hold acknowledgements without a request; the caller calls ``ask`` later."""
         self._waiting += taken
 
     def hold(self, taken: list[Consumed]) -> list[Consumed]:
-        """Hold acknowledgements; return them at once if the mixture does not learn."""
+        """Hold acknowledgements and return none; return all if the mixture does not learn."""
         if not self.learns:
             return taken
         if taken:
@@ -125,7 +129,10 @@ class ReportBarrier:
         return []
 
     def ask(self) -> None:
-        """Request the answer that follows all earlier reports, unless a request is pending."""
+        """Request the answer that follows all earlier reports, if acknowledgements are held.
+
+        Do nothing while a request is pending.
+        """
         if self._waiting and not self._n_asked:
             self._n_asked, self._mark = len(self._waiting), self._mark + 1
             self._ask(self._mark)
@@ -154,10 +161,10 @@ class RoutedPlan(NamedTuple):
 
 
 class PlanRouter:
-    """Splits planned steps by worker, and tracks which loader holds each passed-over sample.
+    """The router of planned steps to workers; it tracks the loader of each passed-over sample.
 
-    ``whole_plans``: a constructor hook sees the whole plan. ``loader_hooks``: a loader hook sees
-    all samples that a step takes from a source.
+    ``whole_plans``: constructor workers receive whole plans, for constructor hooks.
+    ``loader_hooks``: loader workers receive a plan of their samples, for loader hooks.
     """
 
     def __init__(
@@ -175,11 +182,11 @@ class PlanRouter:
         self.generation = 0  # of the plans
 
     def rollback(self, generation: int) -> None:
-        """Start a new generation of plans: no sample is held."""
+        """Start a new generation of plans, in which no sample is held yet."""
         self.generation, self._held_by, self._held_on = generation, NONE, NONE
 
     def forget(self, loaders: Iterable[int]) -> None:
-        """Forget the held samples of loaders."""
+        """Discard the held samples of these loaders."""
         stays = ~np.isin(self._held_by, list(loaders))
         self._held_by, self._held_on = self._held_by[stays], self._held_on[stays]
 
@@ -247,7 +254,7 @@ class PlanRouter:
         where: np.ndarray,
     ) -> PlannedStep:
         nothing = np.zeros(0, np.int64)
-        if self._whole:  # a user hook sees the whole plan in every process
+        if self._whole:  # a user hook receives the whole plan in every process
             wide = np.full(len(stage.plan), -1, np.int64)
             wide[rows] = doc
             return replace(stage, pops=nothing, doc=wide, after=after, kept=None, loader=None)
@@ -338,7 +345,10 @@ class PlanRouter:
         h: int,
         to: dict[int, np.ndarray],
     ) -> LoaderPlan:
-        """Add the rows that loader hooks see: all samples of the worker, in draw order."""
+        """Return a loader plan with a plan for loader hooks: all samples of the worker.
+
+        The samples are in draw order.
+        """
         rows = np.flatnonzero(worker[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
@@ -355,8 +365,8 @@ class ImageContext(NamedTuple):
     """The properties of a job with images that routing needs."""
 
     batch: Batch
-    multiple: int  # documents are padded to a multiple of it
-    ranks: Sequence[Sequence[int]]  # of every bucket
+    multiple: int  # documents are padded to a multiple of this number of tokens
+    ranks: Sequence[Sequence[int]]  # ranks of every bucket
 
 
 class _StepImages:
@@ -372,7 +382,10 @@ class _StepImages:
         self.sends: dict[int, dict[int, np.ndarray]] = {}
 
     def send(self, c: int, buckets: np.ndarray) -> EncoderPlan:
-        """Return the images that constructor worker ``c`` encodes, for the ranks of its buckets."""
+        """Return the images that constructor worker ``c`` encodes, for the ranks of its buckets.
+
+        Record in ``sends`` the loader workers that send them.
+        """
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
         order = np.lexsort((inside[items], self._doc[items], self._worker[items]))
@@ -384,7 +397,7 @@ class _StepImages:
         return self._made.of(ranks, at)
 
     def sends_all(self, h: int) -> bool:
-        """Return whether all images of a worker's documents are sent, in the worker's order."""
+        """Return whether all images of a loader worker's documents are sent."""
         to = self.sends.get(h, {})
         return sum(found.shape[1] for found in to.values()) == int((self._worker == h).sum())
 
@@ -422,7 +435,10 @@ def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
 
 
 def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
-    """Return a plan of some samples, and of those backbone items that ``items`` marks."""
+    """Return a plan of some samples, and of those backbone items that mask ``items`` marks.
+
+    With an empty mask the modules are not changed.
+    """
     if not len(items):
         columns, substep = _columns(plan, rows)
         return replace(plan, substep=substep, tasks=None, **columns)
@@ -461,10 +477,10 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
 
 
 class _RowsByConstructor:
-    """Returns the rows and items of a plan for one constructor worker, in ascending order.
+    """The rows and items of a plan by constructor worker, in ascending order.
 
-    They are sorted once: a scan of the whole plan for each of a thousand workers took ten times as
-    long as planning.
+    With data-parallel buckets they are sorted once. A scan of the whole plan for each of a thousand
+    workers took ten times as long as planning.
     """
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
@@ -502,7 +518,7 @@ class _RowsByConstructor:
 
 
 class _KeyPositions:
-    """Returns the positions of a key in an array, sorted once for many keys."""
+    """The positions of every key in an array, which is sorted once for many keys."""
 
     def __init__(self, keys: np.ndarray):
         self._order = np.argsort(keys, kind="stable")

@@ -1,6 +1,6 @@
 """Migration of loaders: a source is read in more workers, in fewer, or on another node.
 
-New workers start in threads. They follow the loaders that they are to read until they hold as many
+New workers start in threads. They follow the loaders that they are to read until they hold enough
 samples, and take over between two steps. A worker without loaders ends once every rank acknowledged
 its last step.
 
@@ -46,16 +46,16 @@ class Migration:
 
     what: str  # the moved sources, for logs
     workers: list[int]  # the workers that are to read
-    starting: int  # how many of them have not started yet
+    starting: int  # number of these workers that have not started yet
     source: int | None = None
     replaced: dict[int, int] = field(default_factory=dict)  # old worker -> new worker
     moves: dict[int, int] = field(default_factory=dict)  # loader -> the worker that takes it over
 
 
 class Rebalancer:
-    """Moves loaders between workers, one migration at a time. Runs on: event loop.
+    """The moves of loaders between workers, one migration at a time. Runs on: event loop.
 
-    ``first`` is the number of the first worker that is started here.
+    ``first`` is the number of the first worker that a migration starts.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Rebalancer:
         self._platform = context.platform
         self._migration: Migration | None = None
         self._next_number = first
-        # worker without loaders -> the last step that it sent samples for
+        # worker without loaders -> the last step for which it may have sent samples
         self._retiring: dict[int, int] = {}
 
     @property
@@ -88,14 +88,17 @@ class Rebalancer:
     def scale(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
         """Read a source in ``n`` workers: its own, those of ``on``, idle ones, then new ones.
 
-        Return False if another migration is in progress, or if ``n`` workers read it already.
+        Return False if ``n`` workers read it already, or if one of them is lost. Return False too
+        while another migration is in progress, and after the end of the job. Raise ``JobError``
+        for an impossible ``n``.
         """
         name, most = self._current.prepared.job.names[source], self._placement.loaders[source]
         if not 1 <= n <= most:
             raise JobError(
                 [
                     f"expected 1 to {most} loader workers for {name!r}, which has {most} "
-                    f"loader{'s' * (most > 1)}, got {n}"
+                    f"loader{'s' * (most > 1)}, got {n}; launch with a higher number in loaders= "
+                    "for more"
                 ],
                 "scale",
             )
@@ -127,7 +130,8 @@ class Rebalancer:
     def relocate(self, workers: Iterable[int]) -> bool:
         """Replace loader workers by new ones, which are placed again on the nodes of a cluster.
 
-        Return False if another migration is in progress, or if none of the workers is alive.
+        Return False if another migration is in progress, if none of the workers is alive and reads
+        a loader, or if the job has ended.
         """
         living = self._pool.living()
         old = [h for h in workers if h in living and self._placement.loaders_on(h)]
@@ -144,7 +148,7 @@ class Rebalancer:
         return True
 
     def relocate_later(self, workers: Sequence[int], accept: Callable[[], None]) -> None:
-        """Relocate workers on the event loop and call ``accept`` if that starts.
+        """Relocate workers on the event loop, and call ``accept`` if the migration starts.
 
         Runs on: any thread.
         """
@@ -156,7 +160,10 @@ class Rebalancer:
         self._event_loop.post(act)
 
     def move(self, source: int, workers: Sequence[str]) -> None:
-        """Read the k-th loader of a source on ``workers[k % len(workers)]``."""
+        """Move the k-th loader of a source to ``workers[k % len(workers)]``, given by name.
+
+        Raise ``JobError`` for an unknown or lost worker, or one without the code of the source.
+        """
         known = {w.name: h for h, w in list(self._pool.loaders.items()) if not w.lost}
         if unknown := [name for name in workers if name not in known]:
             listed = ", ".join(list(known)[:8])
@@ -172,7 +179,7 @@ class Rebalancer:
         if unfit := [w for w in workers if not self._placement.can_open(known[w], source)]:
             problem = (
                 f"expected a worker with the code of {name!r}, got {unfit[0]}, which started "
-                "before the source was added; name a worker that reads the source"
+                "without it; name a worker that reads the source"
             )
             raise JobError([problem], "move")
         if len(set(workers)) > 1:
@@ -186,8 +193,8 @@ class Rebalancer:
     def _refuse_hooks(self, name: str, where: str) -> None:
         if of_kind(self._current.prepared.job.hooks, LOADER):
             problem = (
-                f"a loader hook sees all samples that a step takes from {name!r}, so its "
-                "loaders stay in one loader worker; remove the hook, or name one worker"
+                f"expected one loader worker for {name!r}, since a loader hook receives all "
+                "samples that a step takes from it, got several; remove the hook, or use one worker"
             )
             raise JobError([problem], where)
 
@@ -201,7 +208,7 @@ class Rebalancer:
         return Counter(self._placement.worker(k) for k in every if k not in mine)
 
     def _idle_for(self, source: int) -> list[int]:
-        """Return the workers that read nothing and can open a source."""
+        """Return the workers that can open a source and neither read nor are to read a loader."""
         idle = self._pool.living() - self._placement.busy()
         return sorted(h for h in idle if self._placement.can_open(h, source))
 
@@ -225,7 +232,10 @@ class Rebalancer:
             worker.lost = worker.lost or reason
             self._pool.retire(h, worker)
         log.warning(
-            "loader-worker/%d not started: %s; workers of %s stay", h, reason, migration.what
+            "loader-worker/%d not started: %s; migration of %s continues without it",
+            h,
+            reason,
+            migration.what,
         )
         self._placement.sources_of.pop(h, None)
         migration.workers.remove(h)
@@ -251,7 +261,7 @@ class Rebalancer:
     def _hand_over(self, migration: Migration) -> None:
         """Attach followers to the loaders that move, once all new workers have started.
 
-        A loader that has a standby moves without one more follower.
+        Loaders move at once if none needs a follower, as those that have a standby.
         """
         self._migration, living, planner = migration, self._pool.living(), self._current.planner
         workers = [h for h in migration.workers if h in living]
@@ -287,9 +297,9 @@ class Rebalancer:
         return [k for h in migration.replaced for k in self._placement.loaders_on(h)]
 
     def _wait_for_followers(self, migration: Migration, follow: Mapping[int, int]) -> None:
-        """Wait until the new workers hold as much as the old ones, at most FOLLOW_S.
+        """Wait until the new workers hold the requested samples, at most FOLLOW_S; then switch.
 
-        Runs on: thread.
+        Runs on: a thread of its own.
         """
         deadline = self._platform.now() + FOLLOW_S
         loaders = {
@@ -307,7 +317,7 @@ class Rebalancer:
                 if not self._pool.get(future, max(0.0, deadline - self._platform.now())):
                     unable.add(h)
             except OverlordError:
-                # late or lost: its loaders stay, or are reopened
+                # a late worker takes its loaders over as it is; the loaders of a lost one stay
                 continue
         self._event_loop.post(lambda: self._switch(migration, unable))
 
@@ -320,7 +330,7 @@ class Rebalancer:
             return  # a rollback has completed or cancelled it
         if unable:
             log.warning(
-                "%s cannot read %s, though other workers can; those loaders are not moved",
+                "%s cannot read %s, which other workers read: loaders not moved there",
                 ", ".join(f"loader-worker/{h}" for h in sorted(unable)),
                 migration.what,
             )
@@ -343,7 +353,7 @@ class Rebalancer:
         self._commands.run()
 
     def restart(self, command: RestartLoader) -> None:
-        """Open a loader on the worker that it moves to, or again on its own."""
+        """Open a loader on the worker that it moves to, or again on its current worker."""
         loader, was = command.loader, self._placement.worker(command.loader)
         worker = self._placement.pending.pop(loader, was)
         if worker != was:
@@ -368,15 +378,14 @@ class Rebalancer:
             self._pool.send(self._standby.worker_of[loader], *messages)
 
     def use_as_standby(self, name: str) -> None:
-        """Use a restarted worker for new standbys: its own standbys have replaced it.
+        """Use a restarted worker for new standbys, if its own standbys have replaced it.
 
-        If they have not yet, because a worker without standbys is missing, it waits for the
-        rollback.
+        Otherwise do nothing: the worker waits for the rollback, or the rollback has adopted it.
         """
         h = int(name.partition("/")[2])
         reads = self._placement.loaders_on(h) or h in self._standby.workers()
         if name not in self._pool.restarted or reads:
-            return  # it waits for the rollback, or the rollback has adopted it
+            return
         worker = self._pool.restarted.pop(name)
         self._recovery.adopted(worker)
         self._pool.adopt(worker)
@@ -411,14 +420,14 @@ class Rebalancer:
             self._finish(had)
 
     def _finish(self, workers: Iterable[int] = ()) -> None:
-        """End the migration. ``workers`` read some of its loaders before, or were to read some."""
+        """End the migration; retire its workers, and those of ``workers``, that read no loader."""
         migration, self._migration = self._migration, None
         self.retire_idle({*workers, *(migration.workers if migration is not None else ())})
 
     # workers that are not needed
 
     def retire_idle(self, workers: Iterable[int]) -> None:
-        """End those workers that read no loader, once all ranks took the steps they sent."""
+        """End those workers that read no loader, once all ranks took the steps planned so far."""
         busy, step = self._placement.busy(), self._current.planner.next_step - 1
         self._retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
 

@@ -64,7 +64,7 @@ class RecoveryActions:
 
 
 class RecoveryManager:
-    """Supervises workers and restarts lost ones. Runs on: event loop.
+    """The supervision of workers: heartbeats, losses and recoveries. Runs on: event loop.
 
     ``generation`` is the generation of the last rollback. With ``options.failover`` a lost worker
     is restarted; otherwise the job ends after the complete steps.
@@ -90,14 +90,14 @@ class RecoveryManager:
         self.recoveries: list[WorkerRecovered] = []  # the last KEPT_RECOVERIES
         self.n_recovered = 0  # recoveries since the start
         self._lost_at: dict[str, float] = {}
-        # worker -> the step that its rollback returned to, and its loss
+        # lost worker -> the step of its rollback, and the loss
         self._losses: dict[str, tuple[int, Loss]] = {}
         self._ticking = False
         self._stop: Callable[[], None] = lambda: None
 
     @property
     def given_up(self) -> ActorLost | None:
-        """The error of the worker that is not restarted any more."""
+        """The error of the worker that is not restarted any more; None if there is none."""
         return self._supervisor.given_up
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class RecoveryManager:
     # events of workers
 
     def joined(self, worker: WorkerHandle) -> None:
-        """Start to supervise a worker."""
+        """Supervise a worker from now on."""
         self._supervisor.handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def retired(self, worker: WorkerHandle) -> None:
@@ -153,9 +153,9 @@ class RecoveryManager:
         self._handle(WorkerDied(name, incarnation, reason), self._now())
 
     def lost(self, worker: WorkerHandle, reason: str) -> None:
-        """Restart a lost worker. The rollback waits for it unless standbys cover its loaders.
+        """Restart a lost worker; the rollback waits for it unless standbys cover its loaders.
 
-        Without failover the job ends.
+        Without failover, end the job.
         """
         now, name = self._now(), worker.name
         if not self.fails_over:
@@ -178,8 +178,9 @@ class RecoveryManager:
     def missed_by_peer(self, lost: WorkerHandle, end: EndOfJob) -> None:
         """Handle the report of a worker that cannot continue without ``lost``.
 
-        With failover ``lost`` is restarted, unless it was given up. Without failover the job ends.
-        Peers only see the connection close, so a call of ``lost`` returns the exit reason first.
+        With failover ``lost`` is restarted; if it was given up, the job ends with its error.
+        Without failover the job ends. Peers only detect that the connection closed, so a call of
+        ``lost`` first returns the reason of its exit.
         """
         if self.fails_over:
             if self.given_up is not None:
@@ -242,7 +243,7 @@ class RecoveryManager:
         self._end_job(error, str(error))
 
     def _end_job(self, error: ActorLost, cause: str) -> None:
-        log.error("job ends after the complete steps: %s", cause)
+        log.error("job ended after the complete steps: %s", cause)
         self._actions.end_job(error)
 
     # rollbacks
@@ -286,11 +287,14 @@ class RecoveryManager:
     # status
 
     def silent_s(self, worker: WorkerHandle) -> float:
-        """Return the seconds since a worker last answered; 0 where heartbeats are not polled."""
+        """Return the seconds since a worker last answered; 0 if it is lost, or without failover."""
         return self._supervisor.silent_s(worker.name, self._now()) if self.fails_over else 0.0
 
     def error_of(self, worker: WorkerHandle) -> Exception:
-        """Return the error for a request to a lost worker."""
+        """Return the error for a request to a lost worker.
+
+        ``DataStall`` while the worker is being restarted, else ``ActorLost``.
+        """
         if not self.fails_over or self.given_up is not None:
             if self.given_up is not None and self.given_up.name == worker.name:
                 return self.given_up

@@ -23,7 +23,8 @@ TAKEN_S = 2.0  # for a constructor worker to return the last step that a rank to
 class ClientEndpoints:
     """Addresses and step queues of ranks. Runs on: any thread.
 
-    ``session`` is the generation of the session, ``prefetch`` the steps that a client holds.
+    ``session`` is the generation of the session, ``prefetch`` the number of steps that a client
+    holds.
     """
 
     def __init__(
@@ -44,7 +45,10 @@ class ClientEndpoints:
         return self._pool.constructors[self._placement.constructor(rank)]
 
     def address(self, rank: int) -> tuple[str, str]:
-        """Return the address and the token for a client of this process."""
+        """Return address and token of a rank's constructor worker, for a client of this process.
+
+        Raise ``DataStall`` while the worker is being restarted, else ``ActorLost`` if it is lost.
+        """
         worker = self.constructor(rank)
         if worker.lost:
             raise self._recovery.error_of(worker)
@@ -57,7 +61,11 @@ class ClientEndpoints:
         self._pool.listen(interface, token, workers)
 
     def outside(self, rank: int) -> tuple[str, str]:
-        """Return the address for a client of another process, which has the token."""
+        """Return the address of a rank's constructor worker, for a client of another process.
+
+        The second value, the token, is empty: such a client already has it. Raise as ``address``
+        does, also if the address is not known yet.
+        """
         self.address(rank)
         found = self._pool.outside_of(self._placement.constructor(rank))
         if found is None:
@@ -65,10 +73,11 @@ class ClientEndpoints:
         return found, ""
 
     def taken(self, rank: int) -> int | None:
-        """Return the last step that a client took. Runs on: any thread but the event loop.
+        """Return the last step that a rank's client took; -1 before the first.
 
         The constructor worker is called, since it reports steps only when its slowest rank takes
-        one. None: it is being replaced. Raise ``DataStall`` if it does not answer.
+        one. None: the worker is lost. Raise ``DataStall`` if it does not answer. Runs on: any
+        thread but the event loop.
         """
         worker = self.constructor(rank)
         if worker.lost:
@@ -97,7 +106,8 @@ class ClientEndpoints:
 
 ASK_S = 0.6  # for all workers to answer: a client waits one second for the reason of its wait
 
-Answers = Mapping[str, Mapping[str, Any]]  # metrics by worker; key ``silent``: it did not answer
+# metrics by worker; for a worker that did not answer, the reason under ``silent``
+Answers = Mapping[str, Mapping[str, Any]]
 
 
 def recovery_rows(recoveries: Iterable[WorkerRecovered]) -> list[dict[str, Any]]:
@@ -115,9 +125,9 @@ def recovery_rows(recoveries: Iterable[WorkerRecovered]) -> list[dict[str, Any]]
 
 
 class StatusReporter:
-    """Describes the workers of a job. Runs on: event loop.
+    """The status of a job's workers, for metrics and for explanations of waits.
 
-    ``names`` returns the names of the job's sources.
+    ``names`` returns the names of the job's sources. Runs on: event loop.
     """
 
     def __init__(
@@ -132,7 +142,10 @@ class StatusReporter:
         self._platform, self._names = platform, names
 
     def poll(self) -> Answers:
-        """Return the metrics of all workers by name; for one that does not answer, the reason."""
+        """Return the metrics of all workers that are not lost, by name, within ASK_S seconds.
+
+        For a worker that does not answer, the key ``silent`` has the reason.
+        """
         asked = {w.name: self._pool.ask(w, "metrics") for w in self._pool.workers() if not w.lost}
         deadline, found = self._platform.now() + ASK_S, dict[str, dict[str, Any]]()
         for name, future in asked.items():
@@ -145,7 +158,10 @@ class StatusReporter:
     # what a step waits for
 
     def constructor_waits_for(self, worker: WorkerHandle, rank: int) -> str:
-        """Describe what a rank's next step waits for in its constructor; empty if for a plan."""
+        """Describe what a rank's next step waits for in its constructor worker; empty: a plan.
+
+        A worker that is lost or does not answer is described as such.
+        """
         if worker.lost:
             return self._missing(worker)
         try:
@@ -160,7 +176,7 @@ class StatusReporter:
             return f"{worker.name}, which {what}"
 
     def busy(self, answers: Answers) -> list[str]:
-        """Describe the work of loader workers; for one that does not answer, name its sources."""
+        """Describe the work of loader workers, and name those that are lost or do not answer."""
         return [
             words
             for h, worker in list(self._pool.loaders.items())
@@ -184,7 +200,10 @@ class StatusReporter:
         return list(dict.fromkeys(self.source_name(k) for k in self._placement.loaders_on(h)))
 
     def duty_of(self, name: str, acked: int) -> str:
-        """Describe the task of a worker; ``acked`` is the last step that all ranks took."""
+        """Describe the sources of a loader worker, or for another worker the steps taken so far.
+
+        ``acked`` is the last step that all ranks took. Empty for a loader worker without sources.
+        """
         kind, _, number = name.partition("/")
         if kind != "loader-worker":
             if acked < 0:
@@ -195,7 +214,7 @@ class StatusReporter:
         return f"it reads {', '.join(sources[:5])}{more}" if sources else ""
 
     def acks(self, answers: Answers) -> list[Consumed]:
-        """Return the last step of each rank, from the answers of constructor workers."""
+        """Return the last step that each rank took, from the answers of constructor workers."""
         return [
             Consumed(rank, client["took"])
             for answer in answers.values()

@@ -19,7 +19,7 @@ TICKS = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has started, or restarted."""
+    """A worker has started or restarted."""
 
     name: str
     incarnation: int = 0
@@ -27,7 +27,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A worker has answered."""
+    """A worker has answered a heartbeat."""
 
     name: str
     incarnation: int = 0
@@ -67,7 +67,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A quarter of the time after which a silent worker is lost has passed."""
+    """A quarter of ``lost_after_s`` has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ class _WorkerState:
     incarnation: int
     state: str
     answered_at: float  # time of the last answer
-    ticks: int = 0  # since then
-    restarts: int = 0  # since every rank last acknowledged a step
+    ticks: int = 0  # number of ticks since the last answer
+    restarts: int = 0  # number of losses since every rank last acknowledged a step
     reason: str = ""  # of its last loss
     since: float = 0.0  # time at which it was last alive
     spare: bool = False  # standbys cover all its loaders
@@ -170,8 +170,8 @@ def restart_limit_error(lost: ActorLost, restarts: int, doing: str = "") -> Acto
     """
     why = str(lost).removeprefix(f"{lost.name} is lost: ")
     tried = (
-        f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no "
-        "step in between"
+        f"it was started again {restarts} time{'s' * (restarts != 1)}, and no step was taken by "
+        "all ranks in between"
     )
     output = "" if LAST_OUTPUT in why else f"{LAST_OUTPUT} is in the output of the job: "
     remedy = f"{output}fix the cause; or raise max_restarts, if the cause is temporary"
@@ -179,7 +179,7 @@ def restart_limit_error(lost: ActorLost, restarts: int, doing: str = "") -> Acto
 
 
 class Supervisor:
-    """Tracks the state of every worker; ``handle(event, now)`` returns commands. Pure."""
+    """The state of every worker; ``handle(event, now)`` updates it and returns commands. Pure."""
 
     def __init__(self, *, lost_after_s: float, max_restarts: int):
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
@@ -232,7 +232,7 @@ class Supervisor:
                 return []
 
     def lost(self) -> dict[str, str]:
-        """Return the workers that are not alive, with the reasons."""
+        """Return the reasons of the losses of all workers that are not up, by name."""
         return {
             worker.name: worker.reason for worker in self._workers.values() if worker.state != UP
         }
@@ -243,7 +243,7 @@ class Supervisor:
         return 0.0 if worker is None or worker.state != UP else now - worker.answered_at
 
     def take_recovered(self) -> list[Loss]:
-        """Return the losses that were recovered since the last call, and forget them."""
+        """Remove and return the losses that the current rollback recovers."""
         losses, self._recovered = list(self._recovered.values()), {}
         return losses
 

@@ -36,7 +36,8 @@ from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.scaling.loader_placement import LoaderPlacement
 
-# for constructor workers to return the last steps of their clients; then only the journal counts
+# seconds for constructor workers to return the last steps of their clients; later answers are
+# ignored, and only the journal counts
 TAKEN_S = 5.0
 TRIES = 3  # attempts to start a worker, which may die meanwhile
 AWAITED_S = 1.0  # after this time the workers that did not answer are reported
@@ -47,7 +48,10 @@ Send = Callable[[Any], None]  # a message to the launching process
 
 
 class RemoteWorkerFactory:
-    """Requests workers from the launching process; they then connect to this process."""
+    """The ``WorkerStarter`` of a coordinator: it requests workers from the launching process.
+
+    The workers then connect to this process.
+    """
 
     placement: NodePlacement | None = None  # the launching process places workers on nodes
 
@@ -99,7 +103,7 @@ def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
 
 
 def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
-    """Return the barrier of a coordinator in its own process."""
+    """Return the report barrier of a coordinator in its own process."""
     return ReportBarrier(
         learns(config.prepared.job.mixture),
         lambda mark: send(ReportsRequested(mark)),
@@ -131,7 +135,7 @@ def first_coordinator(
 
 
 class Takeover:
-    """Builds the coordinator that takes over the workers of a lost one.
+    """The takeover of a lost coordinator's workers by a new coordinator.
 
     ``found`` is the content of the journal. ``send`` sends messages to the launching process. After
     construction ``coordinator`` has its workers. Once its journal is open, ``roll_back`` starts to
@@ -155,7 +159,7 @@ class Takeover:
         self._open_loaders: dict[int, set[int]] = {}  # loaders that each loader worker has open
         # the state after the last step that all ranks took, as it was planned
         self.acked_state: StreamState | None = None
-        self.acked_by_rank: dict[int, int] = {}  # the last step of each rank that is known
+        self.acked_by_rank: dict[int, int] = {}  # rank -> the last step it took, where known
         self._barrier = barrier_of(config, send)
         self._handles = {name: starter.living(name) for name in config.living}
         self._ask_living()
@@ -192,7 +196,7 @@ class Takeover:
             self.coordinator.begin()
 
     def claim(self, name: str) -> ActorHandle:
-        """Return the handle of a living worker that the job does not use yet."""
+        """Return the handle of a running worker that was prepared for an added source."""
         handle = self._handles.pop(name, None)
         return self._starter.living(name) if handle is None else handle
 
@@ -238,7 +242,7 @@ class Takeover:
                 future = self._ask(self._handles[name])
 
     def _taken_since(self) -> list[int | None]:
-        """Return the last step of each attached rank, None where no constructor answers."""
+        """Return the last step that each attached rank took; None if its worker does not answer."""
         groups = self._config.prepared.job.place.buckets("DP")
         group_of = {rank: b for b, ranks in enumerate(groups) for rank in ranks}
         calls = []
@@ -312,7 +316,10 @@ class Takeover:
     def _adopt_or_start(
         self, starts: Mapping[str, Callable[[], ActorHandle]]
     ) -> dict[str, tuple[WorkerHandle, Any]]:
-        """Return workers of one kind with their answers; missing ones start concurrently."""
+        """Return workers of one kind, and their answers to the first call; start missing ones.
+
+        Missing workers start concurrently, each with at most TRIES attempts.
+        """
         pool = self.coordinator.pool
         found = {
             name: (pool.watch(self._handles.pop(name)), self._answers[name])
@@ -340,7 +347,7 @@ class Takeover:
     def roll_back(self) -> Coordinator:
         """Roll all workers back to the state of this coordinator, and return it.
 
-        The attached ranks may differ from those that constructor workers know.
+        The attached ranks may differ from those that constructor workers have recorded.
         """
         coordinator = self.coordinator
         pool, placement = coordinator.pool, coordinator.placement

@@ -42,7 +42,7 @@ class WorkerConfig:
     broadcast: bool = True  # False: every rank fetches its own data
     # loaders of a source share a transform worker: there are more loaders than run concurrently
     one_worker: bool = False
-    # payload is sent in the smallest integer type; hooks see the type of the source
+    # payload is sent in the smallest integer type; False for hooks, which get the source's type
     narrow: bool = True
     check: bool = False
     failover: bool = False  # lost workers are restarted, and the others roll back
@@ -83,8 +83,8 @@ class EventQueue:
     def answer(self) -> float | None:
         """Answer the pending call with all queued events, if one is urgent or QUIET_S have passed.
 
-        The event loop calls this after every turn. Return the seconds until the next call is due;
-        None: no call is due.
+        The event loop calls this after every turn. Return the seconds after which it must call
+        again; None: after the next turn.
         """
         with self._lock:
             now = self._now()
@@ -162,7 +162,7 @@ class Worker(ABC):
         return self._platform.node()
 
     def beat(self) -> Future[bool]:
-        """Answer on the event loop, so that a blocked loop is detected."""
+        """Return a future that the event loop sets, so that a blocked loop is detected."""
         answer = Future[bool]()
         self._event_loop.post(lambda: answer.set_result(True))
         return answer
@@ -171,7 +171,7 @@ class Worker(ABC):
         return self._events.ask()
 
     def turn(self, messages: Sequence[Any]) -> Future[list[Any]]:
-        """Execute messages and answer with the next events: one round trip instead of two."""
+        """Execute messages; return a future of the next events: one round trip instead of two."""
         if messages:
             self.do(messages)
         return self._events.ask()

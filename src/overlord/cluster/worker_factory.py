@@ -1,4 +1,4 @@
-"""Starts the workers of a job, and chooses their nodes on a cluster."""
+"""The start of a job's workers, and the choice of their nodes on a cluster."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ log = logging.getLogger("overlord")
 # ``ray/node_choice.py`` decides, as pure functions. ``NodePlacement`` holds the resources of the
 # nodes, the workers placed so far, and the times.
 
-SETTLED_S = 5.0  # until requested resources are missing from the free resources of a node
-REVIEW_S = 2.0  # between two reviews
-PROPOSE_AGAIN_S = 60.0  # until a worker that was to move and did not is proposed again
+# seconds until the free resources of a node no longer include those that were just requested
+SETTLED_S = 5.0
+REVIEW_S = 2.0  # seconds between two reviews
+PROPOSE_AGAIN_S = 60.0  # seconds until a worker that was to move and did not is proposed again
 
-# Called with the numbers of the loader workers that are to move, and a callback for an accepted
-# move. Another migration may be in progress.
+# Called with the numbers of the loader workers that are to move, and with a callback to call if the
+# move is accepted. It is not accepted while another migration is in progress.
 Move = Callable[[list[int], Callable[[], None]], None]
 
 
@@ -65,7 +66,7 @@ class NodePlacement:
     def __init__(self, control: ActorSystem, layout: Callable[[], Layout]):
         self._control, self._layout = control, layout
         self._placed: dict[str, Spot] = {}  # by worker
-        self._memory: dict[str, int] = {}  # bytes that each of them needs
+        self._memory: dict[str, int] = {}  # bytes that a placed worker needs, by worker
         # nodes without the workers of this job, when their free resources had last settled
         self._nodes: dict[str, Node] = {}
         self._last_start = -math.inf
@@ -79,7 +80,8 @@ class NodePlacement:
     def place(self, name: str, memory: int) -> dict[str, Any]:
         """Return the node and resources of a worker, as arguments of ``spawn``.
 
-        A restarted worker keeps its node, if that is alive.
+        ``memory`` is in bytes. A restarted worker keeps its node, if that is alive. The result is
+        empty without a cluster.
         """
         if not (nodes := self._living_nodes()):
             return {}
@@ -101,7 +103,8 @@ class NodePlacement:
     def coordinator(self) -> dict[str, Any]:
         """Return the node of the coordinator, as an argument of ``spawn``.
 
-        It is a node without ranks, if there is one. The coordinator requests no resources.
+        It is a node without ranks. The result is empty if there is none, or without ``rank_nodes``.
+        The coordinator requests no resources.
         """
         found = (
             node_without_ranks(nodes, layout)
@@ -111,7 +114,7 @@ class NodePlacement:
         return {} if found is None else {"node": found.id}
 
     def forget(self, name: str) -> None:
-        """Forget a worker that has ended and is not restarted."""
+        """Remove a worker that has ended and is not restarted."""
         with self._lock:
             self._placed.pop(name, None)
             self._memory.pop(name, None)
@@ -184,7 +187,10 @@ class NodePlacement:
         return getattr(self._control, "nodes", list)()
 
     def _without_job(self, nodes: Sequence[Node], name: str = "") -> list[Node]:
-        """Return the nodes without the workers of this job but ``name``. Runs under the lock."""
+        """Return the nodes, with resources of this job's workers except ``name`` counted as idle.
+
+        The caller holds the lock.
+        """
         living: Collection[str] = getattr(self._control, "asked", dict)()
         ours = [
             spot for worker, spot in self._placed.items() if worker in living and worker != name
@@ -198,8 +204,8 @@ class NodePlacement:
         for node, s in crowded.items():
             if node not in self._crowded:
                 log.warning(
-                    "node %s runs %d workers of this job, and sidecar=%g allows %d: no other node "
-                    "has room; they move when one has",
+                    "node %s runs %d workers of this job, and sidecar=%g allows %d; loader workers "
+                    "move when another node has room",
                     s.node.name or s.node.address,
                     s.workers,
                     self._layout().share,
@@ -208,7 +214,7 @@ class NodePlacement:
         for node, (since, s) in self._crowded.items():
             if node not in crowded:
                 log.warning(
-                    "node %s runs no more workers than sidecar allows, after %.0f s above",
+                    "node %s runs no more workers than sidecar allows; it exceeded that for %.0f s",
                     s.node.name or s.node.address,
                     now - since,
                 )
@@ -222,7 +228,8 @@ def watch(
 ) -> Callable[[], None]:
     """Review the placement every ``REVIEW_S``; return the function that ends the reviews.
 
-    They run in a thread of their own, since a cluster may be slow to answer.
+    Reviews run in a thread of their own, since a cluster may be slow to answer. Without a cluster
+    there are none.
     """
     if not getattr(control, "nodes", list)():
         return lambda: None
@@ -274,7 +281,10 @@ def constructors_of(prepared: PreparedJob, workers: int | None = None) -> list[i
 
 
 def read_ahead_of(loader_placement: LoaderPlacement, scaled: bool = False) -> int:
-    """Return the steps to read ahead of the draw. ``scaled``: workers may be added later."""
+    """Return the number of steps to read ahead of the draw, if no launch option sets it.
+
+    ``scaled``: workers may be added later.
+    """
     return MULTI_WORKER_READ_AHEAD if loader_placement.n_hosts > 1 or scaled else READ_AHEAD
 
 
@@ -337,7 +347,7 @@ def layout_asked(options: Options) -> Layout:
 
 
 class WorkerStarter(Protocol):
-    """Starts workers without waiting for them, and returns handles for calls."""
+    """The interface that starts workers without waiting for them and returns their handles."""
 
     loader_placement: LoaderPlacement
     token: str
@@ -357,14 +367,14 @@ class WorkerStarter(Protocol):
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        """Start a loader worker. ``instead_of``: the worker whose loaders it is to read."""
+        """Start a loader worker. ``instead_of``: the worker whose loaders it is to read, if any."""
 
     def end(self, h: int, handle: ActorHandle) -> None:
         """End a loader worker that is not needed any more; may block."""
 
 
 class WorkerFactory:
-    """Starts workers from the launching process, which has their code and settings.
+    """The ``WorkerStarter`` of the launching process, which has the workers' code and settings.
 
     ``prepared`` returns the current prepared job: sources may have been added.
     """
@@ -438,7 +448,7 @@ class WorkerFactory:
     ) -> ActorHandle:
         """Place a worker and start it.
 
-        If the start fails, the placement is removed, unless the worker had it before: then the
+        If the start fails, the placement is removed, unless the worker was placed before: then the
         start is retried there.
         """
         is_new = self.placement.memory_of(name) is None

@@ -28,9 +28,9 @@ log = logging.getLogger("overlord")
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal stopped a process.
+    """Return whether a process is stopped by a signal, such as SIGSTOP.
 
-    False if the system does not report it: then only the deadline of a start applies.
+    False also if the process has ended, or if the system has no ``/proc``.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -39,23 +39,29 @@ def is_stopped(pid: int) -> bool:
 
 
 class StartupWatchdog:
-    """Watches starting workers. One thread calls ``overdue`` TICKS times in ``lost_after_s``."""
+    """The detection of starting workers that are stopped by a signal.
+
+    One thread calls ``overdue`` TICKS times in ``lost_after_s``.
+    """
 
     def __init__(self, control: ActorSystem, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
         # set by actor systems whose processes get their id later, or run on other machines
         self._pid_here: Callable[[ActorHandle], int] | None = getattr(control, "pid_here", None)
         self._starting: dict[ActorHandle, Future[Any]] = {}  # first heartbeats of starting workers
-        self._ticks: dict[ActorHandle, int] = {}  # calls at which the worker was stopped
-        self._given_up: dict[str, str] = {}
+        self._ticks: dict[ActorHandle, int] = {}  # consecutive calls that found the worker stopped
+        self._given_up: dict[str, str] = {}  # reasons of the kills, by name
 
     def watch(self, handle: ActorHandle) -> None:
-        """Watch a worker whose process id is known on this machine. Runs on: any thread."""
+        """Watch a starting worker, if its process id can be known here. Runs on: any thread."""
         if handle.pid is not None or self._pid_here is not None:
             self._starting[handle] = self._control.call(handle, "beat")
 
     def overdue(self) -> list[ActorHandle]:
-        """Return the workers to kill: they were stopped at every call for ``lost_after_s``."""
+        """Return the starting workers that more than TICKS consecutive calls have found stopped.
+
+        The caller must kill them.
+        """
         found = []
         for handle, heartbeat in list(self._starting.items()):
             if heartbeat.done():
@@ -72,7 +78,7 @@ class StartupWatchdog:
         return found
 
     def reason_of(self, name: str, reason: str) -> str:
-        """Return the reason of a loss; for a worker that the watchdog killed, why it did."""
+        """Return ``reason``, or for a worker that ``overdue`` returned, its own reason once."""
         return self._given_up.pop(name, reason)
 
 
@@ -92,10 +98,10 @@ class WorkerHandle:
     handle: ActorHandle
     out: list[Any] = field(default_factory=list)
     lost: str = ""  # the reason, once it is lost
-    joined: bool = True  # False: it is prepared, and the job does not need it yet
-    asks: bool = False  # its events arrived; the end of the turn requests the next ones
-    incarnation: int = 0  # number of restarts
-    heartbeat: Future[Any] | None = None
+    joined: bool = True  # False: the worker is being prepared, and the job does not need it yet
+    asks: bool = False  # events have arrived; the end of the turn requests the next ones
+    incarnation: int = 0  # number of earlier processes of this name
+    heartbeat: Future[Any] | None = None  # the last requested heartbeat
     question: Future[Any] | None = None  # the last status query
     # address of a restarted constructor worker, for loader workers and clients of this process
     address: str = ""
@@ -118,7 +124,7 @@ class WorkerHandle:
 
     @property
     def answered(self) -> bool:
-        """Whether the last heartbeat was answered."""
+        """Whether the last requested heartbeat was answered without an error."""
         beat = self.heartbeat
         return beat is not None and beat.done() and beat.exception() is None
 
@@ -147,7 +153,7 @@ class WorkerCallbacks:
 
 
 class WorkerPool:
-    """Starts, polls and ends workers, and sends messages to them.
+    """The workers of a coordinator: their starts, messages, polls and ends.
 
     Runs on: event loop, except where stated.
     """
@@ -166,17 +172,20 @@ class WorkerPool:
         self._starter, self._placement = starter, placement
         self.loaders: dict[int, WorkerHandle] = {}
         self.constructors: dict[int, WorkerHandle] = {}
-        self.restarted: dict[str, WorkerHandle] = {}  # they wait for the next rollback
-        self.addresses: dict[int, str] = {}  # of constructor workers
-        self._outside: dict[int, str] = {}  # the same for clients of other processes
-        self._listening: tuple[str, str] | None = None  # interface and token of those clients
+        self.restarted: dict[str, WorkerHandle] = {}  # workers that wait for the next rollback
+        self.addresses: dict[int, str] = {}  # of constructor workers, for other workers
+        self._outside: dict[int, str] = {}  # of constructor workers, for clients elsewhere
+        self._listening: tuple[str, str] | None = None  # interface and token for clients elsewhere
         self._watchdog = StartupWatchdog(context.control, lost_after_s)
         self.closed = False
 
     # membership
 
     def workers(self) -> list[WorkerHandle]:
-        """Return all workers, loader workers first."""
+        """Return all workers, lost ones included, loader workers first.
+
+        Restarted workers that wait for a rollback are not included.
+        """
         return [*list(self.loaders.values()), *self.constructors.values()]
 
     def joined(self) -> list[WorkerHandle]:
@@ -188,11 +197,11 @@ class WorkerPool:
         return next((worker for worker in self.workers() if worker.name == name), None)
 
     def living(self) -> set[int]:
-        """Return the loader workers that are part of the job and not lost."""
+        """Return the numbers of the loader workers that the job uses and that are not lost."""
         return {h for h, w in list(self.loaders.items()) if w.joined and not w.lost}
 
     def nodes(self) -> dict[int, str]:
-        """Return the cluster nodes of loader workers."""
+        """Return the cluster nodes of loader workers, by number; empty without a cluster."""
         return {h: worker.node for h, worker in list(self.loaders.items())}
 
     # messages
@@ -208,7 +217,7 @@ class WorkerPool:
                 self._flush(worker)
 
     def _flush(self, worker: WorkerHandle) -> None:
-        """Send a worker's messages; the same call asks for its next events where that is due."""
+        """Send a worker's messages; if its last events have arrived, request the next ones too."""
         messages, worker.out = worker.out, []
         asks, worker.asks = worker.asks, False
         if worker.lost:
@@ -224,7 +233,7 @@ class WorkerPool:
             worker.out.append(message)
 
     def tell(self, worker: WorkerHandle, messages: list[Any]) -> None:
-        """Send messages at once."""
+        """Send messages to a worker now, not at the end of the turn, and without a reply."""
         self._control.tell(worker.handle, "do", messages)
 
     def call(self, worker: WorkerHandle, method: str, *args: Any) -> Future[Any]:
@@ -234,7 +243,10 @@ class WorkerPool:
         return self._control.get(future, timeout_s)
 
     def ask(self, worker: WorkerHandle, method: str, *args: Any) -> Future[Any]:
-        """Send a status query; fail at once if the worker has not answered the last one."""
+        """Send a status query and return its future.
+
+        While the last query of this worker is unanswered, return a future that has failed.
+        """
         if worker.question is None or worker.question.done():
             worker.question = self.call(worker, method, *args)
             return worker.question
@@ -252,7 +264,7 @@ class WorkerPool:
     def watch(
         self, handle: ActorHandle, *, joined: bool = True, incarnation: int = 0
     ) -> WorkerHandle:
-        """Return the handle of a started worker and poll its events. Runs on: any thread."""
+        """Wrap a started worker; receive its events, and detect its death. Runs on: any thread."""
         worker = WorkerHandle(handle, joined=joined, incarnation=incarnation)
         self._watchdog.watch(handle)
         self._control.on_death(
@@ -332,7 +344,7 @@ class WorkerPool:
         return worker
 
     def wait_for(self, worker: WorkerHandle, method: str, *args: Any) -> Any:
-        """Return the answer of a starting worker; kill one that does not answer in time."""
+        """Return the answer of a starting worker; kill one that does not answer within START_S."""
         try:
             return self.get(self.call(worker, method, *args), START_S)
         except DataStall:
@@ -346,7 +358,10 @@ class WorkerPool:
         failed: Callable[[WorkerHandle | None, str], None],
         instead_of: int | None = None,
     ) -> None:
-        """Start a further loader worker in a thread; a callback receives the outcome."""
+        """Start one more loader worker in a thread; a callback receives the outcome.
+
+        Callbacks run on the event loop. ``failed`` receives None if no process was started.
+        """
         self._platform.thread(
             lambda: self._start_scaled(h, started, failed, instead_of),
             f"overlord start {LOADER}/{h}",
@@ -407,7 +422,7 @@ class WorkerPool:
             self._callbacks.start_failed(name, incarnation, reason)
 
     def _is_restarted(self, worker: WorkerHandle) -> None:
-        """Set a restarted worker aside until the rollback: it has no step in progress."""
+        """Set a restarted worker aside until the rollback, since it has no step in progress."""
         if self.closed or worker.lost:
             return
         self.restarted[worker.name] = worker
@@ -445,7 +460,7 @@ class WorkerPool:
                 worker.out.append(ConnectConstructor(c, address, self._starter.token))
 
     def link_all(self) -> None:
-        """Connect all loader workers to constructor workers that were restarted."""
+        """Connect all joined loader workers to constructor workers that were restarted."""
         for worker in list(self.loaders.values()):
             if worker.joined:
                 self.link(worker)
@@ -459,7 +474,7 @@ class WorkerPool:
             self._kill_later(handle)
 
     def kill_named(self, name: str) -> None:
-        """Kill a worker as a crash would, for drills."""
+        """Kill a worker by name, as a crash would, for drills."""
         if (worker := self.named(name)) is None:
             known = ", ".join(worker.name for worker in self.workers())
             raise JobError(
@@ -478,7 +493,7 @@ class WorkerPool:
         self._platform.thread(lambda: self.kill(handle), f"overlord kill {handle.name}")
 
     def kill(self, handle: ActorHandle) -> None:
-        """Kill a worker. Runs on: any thread."""
+        """Kill a worker; log a failure. Runs on: any thread."""
         try:
             self._control.kill(handle)
         except OverlordError as fault:  # a disk may block its exit; its name is taken until then
@@ -508,7 +523,10 @@ class WorkerPool:
         return self.addresses[c], self._starter.token
 
     def outside_of(self, c: int) -> str | None:
-        """Return the address of a constructor worker for clients of other processes, once known."""
+        """Return the address of a constructor worker for clients of other processes.
+
+        None: it is not known.
+        """
         return self._outside.get(c)
 
     def listen(self, interface: str, token: str, workers: Mapping[int, WorkerHandle]) -> None:
@@ -526,9 +544,9 @@ class WorkerPool:
     def poll(
         self, workers: Iterable[WorkerHandle], method: str, answered: Callable[[str, Any], None]
     ) -> None:
-        """Call a method of workers, and pass each answer to ``answered``; None for an error.
+        """Call a method of workers; pass each worker's name and answer to ``answered``.
 
-        ``answered`` runs on the event loop.
+        The answer is None for a call that failed. ``answered`` runs on the event loop.
         """
         for worker in workers:
             self.call(worker, method).add_done_callback(

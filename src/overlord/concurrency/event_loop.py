@@ -53,7 +53,7 @@ class BlockingWork(Protocol):
         ...
 
     def overdue(self) -> Exception | None:
-        """Return an error if the work exceeded its deadline and should be given up.
+        """Return an error if the work exceeded its deadline and is to be given up, else None.
 
         A watch thread calls it periodically. A result that arrives later is dropped.
         """
@@ -61,9 +61,9 @@ class BlockingWork(Protocol):
 
 
 class Executor(Protocol):
-    """Runs work and passes its result to ``done`` on the event loop.
+    """An executor of work, which calls ``done(result, error)`` on the event loop.
 
-    The time that work of one name takes is proportional to ``size``.
+    ``error`` is None if the work succeeded. Work of one name takes time in proportion to ``size``.
     """
 
     def submit(
@@ -166,9 +166,10 @@ class EventLoop:
         self._calls.put(call)
 
     def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-        """Run a call on the loop, wait for it, and return its result.
+        """Run a call on the loop, wait for it, and return its result or raise its exception.
 
-        ``what`` is the subject of the ``DataStall`` at the deadline.
+        ``what`` is the subject of the ``DataStall`` at the deadline. Raise ``ActorLost`` if the
+        loop ends first. On the loop itself, or after a clean stop, run the call directly.
         """
         if threading.current_thread() is self._thread or (self.stopped and self.broken is None):
             return call()  # after a clean stop nothing runs concurrently: state can be read
@@ -246,7 +247,7 @@ class EventLoop:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """End the loop after the calls posted so far."""
+        """End the loop after the calls posted so far; wait for its thread up to ``timeout_s``."""
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -335,9 +336,9 @@ class _WorkerThreads:
             return [task for task in self._running if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Drop queued tasks and end the threads.
+        """Drop queued tasks and end the threads; wait for them up to ``timeout_s`` in all.
 
-        A thread in the middle of a read is not awaited: it is a daemon.
+        A thread that is still in a read then ends by itself: it is a daemon.
         """
         with self._changed:
             self._closed = True
@@ -379,7 +380,11 @@ class ThreadExecutor:
         urgent: bool = False,
         waits: BlockingWork | None = None,
     ) -> None:
-        """Run ``work`` at once if it is short, else in a thread; pass its result to ``done``."""
+        """Run ``work`` at once if it was short so far, else in a thread; then call ``done``.
+
+        ``urgent``: before other queued work. ``waits``: the work may wait for storage. Runs on:
+        event loop.
+        """
         if (waits is None or waits.quick) and self._run_inline(name, work, done, size, waits):
             return
         if waits is not None and self._watch is None:
@@ -393,7 +398,7 @@ class ThreadExecutor:
     def _run_inline(
         self, name: str, work: Callable[[], Any], done: Done, size: int, waits: BlockingWork | None
     ) -> bool:
-        """Run the work on the event loop if it was short so far; return whether it ran."""
+        """Run the work on the event loop if it was short so far; return whether it completed."""
         # Use the minimum of four: waiting for the interpreter lock prolongs some of them, waiting
         # for storage prolongs all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
@@ -483,12 +488,12 @@ class ThreadQueue:
             try:
                 work()
             except Exception:
-                log.exception("queued call failed")
+                log.exception("queued call of %s failed", threading.current_thread().name)
 
     def close(self) -> None:
-        """End the threads after the queued calls.
+        """End the threads after the queued calls; wait for them up to ``Timeouts.close_s``.
 
-        A thread in a long call is not awaited: it is a daemon.
+        A thread that is still in a call then ends with the process: it is a daemon.
         """
         for _ in self._threads:
             self._work.put(None)

@@ -42,14 +42,17 @@ class Platform:
         return os.environ.get(NODE, "")
 
     def inside(self) -> dict[str, Any]:
-        """Return the arguments of ``Server`` that say where a server for other workers listens.
+        """Return the arguments of ``Server`` for a server to which other workers connect.
 
         All workers are on this machine, so it needs no network.
         """
         return {"tcp": not HAS_SHARED_MEMORY}
 
     def outside(self, host: str) -> dict[str, Any]:
-        """Return these arguments for a server for clients; ``host`` is the requested interface."""
+        """Return the arguments of ``Server`` for a server to which clients connect.
+
+        ``host``: the requested interface. A loopback address needs no network.
+        """
         return {
             "host": host,
             "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY,
@@ -67,7 +70,7 @@ class Platform:
             in_background()
 
     def event_loop(self, name: str) -> EventLoop:
-        """Return a new event loop."""
+        """Return a new event loop, which is not started."""
         return EventLoop(name)
 
     def executor(self, workers: int, loop: EventLoop) -> Executor:
@@ -78,7 +81,10 @@ class Platform:
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-        """Repeat ``call`` every ``seconds`` in a thread; return the function that stops it."""
+        """Repeat ``call`` every ``seconds`` in a thread; return the function that stops it.
+
+        The first call is after ``seconds``.
+        """
         stopped = threading.Event()
 
         def beat() -> None:
@@ -92,7 +98,7 @@ class Platform:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Block this thread; not allowed on an event loop."""
+        """Block this thread for ``seconds``; not allowed on an event loop."""
         time.sleep(seconds)
 
     def memory_pool(self, name: str, max_bytes: int) -> SharedMemoryPool:
@@ -130,15 +136,15 @@ class Platform:
         return connection, welcome
 
     def end(self, code: int) -> None:
-        """End the whole process at once."""
+        """End the whole process at once, with exit code ``code``."""
         exit_now(code)
 
 
 class NetworkPlatform(Platform):
     """One machine of several, whose workers connect to each other over the network.
 
-    Workers on the same machine use shared memory. ``interface`` is for this process alone: a
-    platform with an interface is never sent. The environment takes precedence.
+    Workers on the same machine use shared memory. ``interface`` is the address of this process
+    alone: a platform with an interface is never sent. ``OVERLORD_INTERFACE`` takes precedence.
     """
 
     def __init__(self, ports: range | None = None, interface: str = ""):

@@ -25,7 +25,7 @@ WAITS_FOR = {
     PLANNED: "its payload",
     STAGED: "an earlier one to be acknowledged",
     BUILDING: "its microbatches to be built",
-    FAILED: "the end of the job: it could not be built",
+    FAILED: "the end of the job, since it could not be built",
 }
 
 
@@ -81,7 +81,7 @@ class Assembler:
         known = self._steps.setdefault(step, PLANNED)
         if known == FAILED:
             self._steps[step] = PLANNED
-        elif step != next(reversed(self._steps)):  # a replayed step, and later ones are here
+        elif step != next(reversed(self._steps)):  # a replayed step, and later steps are held
             self._steps = dict(sorted(self._steps.items()))
 
     def _payload_ready(self, step: int) -> list[Command]:
@@ -108,9 +108,9 @@ class Assembler:
         return [*self._deliver(), *self._release()]
 
     def _drop(self, step: int) -> None:
-        """Drop a step, or reset it to planned after the end of the job.
+        """Drop a step; a step at or after the end of the job is reset to planned instead.
 
-        The end may be withdrawn, and then no later step may overtake the step.
+        A rollback may withdraw the end, and then no later step may overtake this one.
         """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED
@@ -120,7 +120,7 @@ class Assembler:
     def _end_of_job(self, finish: EndOfJob) -> list[Command]:
         if not self._is_over(finish.step):
             self._end = finish
-        # A step that could not be built ends the job before it, although later ones may be planned.
+        # A step that could not be built ends the job before it, although later steps may be built.
         over = [
             s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)
         ]
@@ -131,7 +131,7 @@ class Assembler:
     def _rollback(self, step: int) -> list[Command]:
         """Roll back to ``step``: later steps will be planned again, and steps held here stay.
 
-        An end after ``step`` was caused by a fault, or will be reported again.
+        An end after ``step`` is withdrawn: a fault caused it, or it will be reported again.
         """
         for s, status in self._steps.items():
             if status == FAILED:
@@ -149,21 +149,22 @@ class Assembler:
     def mark_failed(self, step: int) -> None:
         """Mark a step that could not be built as failed.
 
-        It and later ones are not delivered unless it is planned again.
+        This step and later ones are not delivered unless the step is planned again.
         """
         if self._steps.get(step) == BUILDING:
             self._steps[step] = FAILED
 
     def _build(self) -> list[Command]:
-        """Build those of the next steps whose payload has arrived.
+        """Start to build the next steps whose payload has arrived.
 
-        They are a few beyond the last step of the fastest rank, so that a slow rank blocks no
-        other. Payload may arrive out of order; the selection of steps does not depend on it.
+        These are at most ``build_ahead`` steps after the last acknowledged step of the fastest
+        rank, so that a slow rank blocks no other. Payload may arrive out of order; the selection of
+        steps does not depend on that order.
         """
         if not self._acked:
             return []
         taken, commands = max(self._acked.values()), list[Command]()
-        place = 0  # position of the step among those that the fastest rank has not taken
+        place = 0  # position of the step among those that the fastest rank has not acknowledged
         for step, status in self._steps.items():
             if status == STAGED and place < self._ahead:
                 self._steps[step] = BUILDING
@@ -172,7 +173,7 @@ class Assembler:
         return commands
 
     def join_build(self, step: int) -> bool:
-        """Start to build a step together with another bucket, and return whether it was staged.
+        """Mark a staged step as building, for a build with other buckets; return whether it was.
 
         The ranks of this bucket may not need the step yet.
         """
@@ -185,7 +186,7 @@ class Assembler:
         return self._end is not None and step >= self._end.step
 
     def _deliver(self) -> list[Command]:
-        """Deliver built steps in order; a step that is not built blocks later ones."""
+        """Return the deliveries of built steps, in order; an unbuilt step blocks later steps."""
         commands: list[Command] = []
         steps = [(step, status) for step, status in self._steps.items() if not self._is_over(step)]
         for step, status in steps:
@@ -205,9 +206,9 @@ class Assembler:
         return commands
 
     def _release(self) -> list[Command]:
-        """Release acknowledged steps; a step that is being built is released when it is built.
+        """Release steps that all ranks acknowledged; without a rank, all staged and built steps.
 
-        A step that was never built here may have nothing to release.
+        A step that is being built is released when it is built.
         """
         if self._acked:
             taken = min(self._acked.values())
@@ -223,7 +224,7 @@ class Assembler:
         ]
 
     def waiting(self) -> str:
-        """Describe the wait of the next undelivered step; empty if no step is planned."""
+        """Describe the wait of the first step that is not built; empty if there is none."""
         for step, status in self._steps.items():
             if status != BUILT and not self._is_over(step):
                 return f"step {step}: {WAITS_FOR[status]}"

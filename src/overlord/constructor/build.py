@@ -36,10 +36,10 @@ _Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDocuments:
-    """A plan and its documents: document d is ``tokens[d]``.
+    """A plan and its documents: row i is ``tokens[stage.doc[i]]``, or not here if that is -1.
 
-    ``items`` are the images that ranks of these buckets encode, of any rank's samples;
-    ``stage.encoding`` assigns their rows.
+    ``items``: the images that ranks of these buckets encode, of samples of any rank.
+    ``stage.encoding`` has the placement of the images.
     """
 
     stage: PlannedStep
@@ -63,9 +63,9 @@ class StepDocuments:
 class BucketBatch:
     """The microbatches of one bucket in one step, with the rows of the plan in each.
 
-    Row i of ``samples`` belongs to microbatch m if ``bounds[m] <= i < bounds[m+1]``. The arrays are
-    microbatches ``first`` and following of ``wide``, or those in ``built``. A hook makes ``built``;
-    a rank that a broadcast serves has no arrays in it.
+    Entry i of ``samples`` belongs to microbatch m if ``bounds[m] <= i < bounds[m+1]``. The arrays
+    are in ``wide``, from its microbatch ``first`` on, or else in ``built``. A hook makes ``built``.
+    A rank that a broadcast serves has empty mappings in ``built``.
     """
 
     samples: np.ndarray  # rows of the plan
@@ -78,7 +78,7 @@ class BucketBatch:
     # The images that one rank encodes, and their routes, exchange by exchange
     # (``planning/images.py``).
     encoder: BatchArrays | None = None
-    per: str = ""  # "microbatch": exchange m belongs to microbatch m
+    per: str = ""  # "microbatch": exchange m belongs to microbatch m; "iteration": one exchange
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
     allocate: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
 
@@ -91,9 +91,9 @@ class BucketBatch:
 
     @property
     def microbatches(self) -> Sequence[Mapping[str, np.ndarray]]:
-        """Return views of the microbatches, created on demand.
+        """The microbatches as views, created on each access.
 
-        Compact microbatches are expanded one by one on access.
+        A compact microbatch is expanded when one of its per-token arrays is read.
         """
         if self.wide is None:
             return self.built
@@ -139,9 +139,11 @@ def build_groups(
 ) -> list[BucketBatch]:
     """Build the batches of some ranks, once for all ranks with equal content.
 
-    The ranks of a group may belong to several buckets of the plan, and get different parts of them,
-    as ``rank_views.py`` defines. ``compact``: build a compact form for the receiver to expand, if
-    possible; slices along cp, pieces of hybrid plans and results of hooks are not.
+    ``groups``: the ranks of each group; the result has one batch per group. The ranks of a group
+    may belong to several buckets of the plan, and get different parts of them, as ``rank_views.py``
+    defines. ``compact``: build a compact form for the receiver to expand, if possible. It is not
+    possible for slices along cp, pieces of hybrid plans, results of hooks and documents excluded
+    from the loss.
     """
     if staged.plan.tasks is not None:
         return _build_tasks(staged, info, groups, batch, allocate, hooks)
@@ -249,15 +251,16 @@ def build_with_images(
 ) -> tuple[list[BucketBatch], DecodeFailures | None]:
     """Build the batches of some ranks as ``build_groups`` does, with encoder arrays.
 
-    ``members`` are all ranks of the groups. Images of ranks that are not attached are decoded too:
-    whether a sample is excluded from the loss must not depend on attached ranks.
+    ``members``: all ranks of the groups' buckets, attached or not. Images of ranks that are not
+    attached are decoded too: the samples excluded from the loss must not depend on attached ranks.
+    Return the batches, and the images that could not be decoded (None if there are none).
     """
     if info.place is not None and any(
         v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
     ):
         problem = "expected whole microbatches for images, got slices for context parallelism"
         raise PlanError(
-            problem, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+            problem, info.step, 'launch without broadcast=False, or set Batch(cp_split="none")'
         )
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
     staged = replace(
@@ -311,9 +314,9 @@ def _build_views(
     allocate: Callable[[int], np.ndarray],
     compact: bool,
 ) -> dict[View, list[BucketBatch]]:
-    """Build the buckets for each view.
+    """Return the batches of the buckets for each view.
 
-    Slices of all cp ranks are built together; all views of a bucket have the same cp.
+    Slices of all cp ranks are built together; all views must have the same cp.
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
@@ -364,7 +367,7 @@ def build_buckets(
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
 
     def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
-        """Build microbatches first to first + n, whose documents are rows a to b."""
+        """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
         made = build_arrays(
             *_gather(staged, rows[a:b], place[a:b] - first, n), batch, multiple, allocate
         )
@@ -391,9 +394,9 @@ def build_buckets(
 def _with_exclusions(
     arrays: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
 ) -> BatchArrays:
-    """Exclude placeholders of images and samples without their image from the loss.
+    """Exclude image placeholders and samples with an undecodable image from the loss, in place.
 
-    The microbatches are those of ``buckets`` from number ``first`` on.
+    ``arrays`` has consecutive microbatches from number ``first`` on, counted over ``buckets``.
     """
     m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
     if staged.excluded_targets is not None and len(staged.excluded_targets):
@@ -412,7 +415,10 @@ def _with_exclusions(
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the plan rows of these buckets, microbatch bounds, and microbatch of each row."""
+    """Return the plan rows of these buckets, the bounds of microbatches, each row's microbatch.
+
+    Microbatches are numbered over all ``buckets``, in their order.
+    """
     rows, place = _in_slot_order(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
@@ -439,7 +445,7 @@ def _microbatches(
 
 
 def _in_slot_order(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the plan rows of these buckets in slot order, and the microbatch of each."""
+    """Return the plan rows of these buckets in slot order, and the microbatch number of each."""
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))
     order = main.order()

@@ -4,8 +4,8 @@ All other per-token arrays follow from them. Compact microbatches are stored and
 per token instead of 28). The receiver expands one when it is accessed, into memory that is reused
 for the next one. The result is bit-identical to ``pack.build_arrays``.
 
-Measured on one CPU core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token at
-150, 424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8.
+Measured on one CPU core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token.
+Documents have 150, 424 and 2000 tokens. Compact build: 1.6, 0.8, 0.4; expansion: 2.8.
 ``build_arrays``, with the arrays of the last steps still held: 3.8, 3.6, 2.5.
 """
 
@@ -33,7 +33,7 @@ from overlord.messages.data import CompactLayout
 from overlord.plan.plan import View
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
-# Mean tokens per document; from here on a slice per document costs less than gathering by index.
+# Mean tokens per document from which a slice per document costs less than gathering by index.
 JOIN_FROM = 100
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
 DTYPE = {
@@ -46,9 +46,10 @@ DTYPE = {
 
 
 def smallest_id_type(pieces: Sequence[np.ndarray]) -> np.dtype:
-    """Return the smallest type that holds these ids.
+    """Return uint16 if all ids fit, else the common type of the pieces.
 
-    Files often have wider ones than the vocabulary needs.
+    Files often have wider types than the vocabulary needs. Types of at most 2 bytes, and types that
+    are not integers, stay.
     """
     kinds = {piece.dtype for piece in pieces if len(piece)} or {pieces[0].dtype}
     kind = np.result_type(*kinds)
@@ -99,7 +100,7 @@ def build_compact(
 def _documents_and_padding(
     values: np.ndarray, start: np.ndarray, content: np.ndarray, holes: np.ndarray, pad: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield each document and the padding after it."""
+    """Yield the content of each document, and its padding if it has any."""
     stops, gaps = (start + content).tolist(), holes.tolist()
     for a, b, hole in zip(start.tolist(), stops, gaps, strict=True):
         yield values[a:b]
@@ -110,7 +111,7 @@ def _documents_and_padding(
 def _copy_by_index(
     values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: np.ndarray
 ) -> None:
-    """Copy short documents, a few hundred at a time; the values of padding are undefined."""
+    """Copy short documents to ``ids``, ``BLOCK`` tokens at a time; padding stays undefined."""
     offset = np.cumsum(size) - size
     cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(ids), BLOCK))), len(offset))
     edges = np.append(offset, len(ids))[cuts].tolist()
@@ -118,7 +119,7 @@ def _copy_by_index(
     for (d, e), (a, b) in zip(pairwise(cuts.tolist()), pairwise(edges), strict=True):
         index = np.repeat(start[d:e] - offset[d:e] + a, size[d:e])
         index += count[: b - a]
-        # Padding reads what follows its document; "clip" keeps the last of it inside `values`.
+        # Padding copies the ids after its document; "clip" keeps these reads inside `values`.
         ids[a:b] = np.take(values, index, mode="clip")
 
 
@@ -135,9 +136,9 @@ def layout_of(batch: Batch) -> CompactLayout:
 def for_view(
     batch: BatchArrays, layout: CompactLayout, view: View
 ) -> tuple[BatchArrays, CompactLayout]:
-    """Return the arrays that a view needs of compact microbatches, and their layout.
+    """Return compact microbatches, and their layout, with only the keys that a view has.
 
-    The layout has some of the keys. The view must not be sliced along cp.
+    The ids stay if a key of the view is expanded from them. The view must not be sliced along cp.
     """
     layout = layout._replace(keys=tuple(key for key in layout.keys if view.has(key)))
     ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
@@ -147,8 +148,8 @@ def for_view(
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
     """A compact microbatch with the keys of an expanded one.
 
-    Only the most recently accessed microbatch of a bucket stays expanded. A trainer
-    that takes them in turn needs memory for one or two, and may keep any array it has.
+    Only the most recently accessed microbatch of a bucket stays expanded. A trainer that uses
+    microbatches in turn needs memory for one or two of them. Arrays that it keeps stay valid.
     """
 
     __slots__ = ("_arrays", "_bucket", "_cut", "_m")
@@ -191,7 +192,7 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 
 
 class Expander:
-    """Expander of the compact microbatches of one bucket, one by one."""
+    """The expander of a bucket's compact microbatches; it holds the last expanded one."""
 
     __slots__ = ("_allocate", "_empty", "_layout", "_room", "last")
 
@@ -199,8 +200,9 @@ class Expander:
         self, layout: CompactLayout, empty: np.ndarray, allocate: Callable[[int], np.ndarray]
     ):
         self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
-        self._room = 0  # tokens of the largest microbatch: memory for it fits all
-        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the expanded microbatch
+        self._room = 0  # tokens of the largest microbatch: its memory fits any of them
+        # Number and arrays of the expanded microbatch; -1: none.
+        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})
 
     def microbatches(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
@@ -225,7 +227,10 @@ def expand(
     allocate: Callable[[int], np.ndarray] = new_buffer,
     room: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Build the per-token arrays of one microbatch. ``room``: tokens to allocate."""
+    """Return the per-token arrays of one compact microbatch, read-only.
+
+    ``empty``: the microbatch has no documents. ``room``: least number of tokens to allocate.
+    """
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
     total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
     piece = allocate(max(total, room) * sum(ITEMSIZE[key] for key in layout.keys))
@@ -250,7 +255,7 @@ def expand(
 
 
 def _fill_positions(position: np.ndarray, size: np.ndarray) -> None:
-    """Fill positions that start at 0 in each document."""
+    """Fill ``position`` with numbers that start at 0 in each document."""
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
     if total < SLICE_FROM * n:
@@ -290,7 +295,7 @@ def _fill_labels(
 
 
 def _padding(true: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the positions of padding after documents."""
+    """Return the indices of padding tokens in the microbatch."""
     ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
     return ranges(ends, size[1:] - ends)
 
@@ -299,7 +304,7 @@ _COUNTED = [np.arange(2**13)]
 
 
 def _numbers(n: int) -> np.ndarray:
-    """Return the numbers 0, 1, ... up to at least n, from a shared array."""
+    """Return the numbers from 0 on, at least ``n`` of them, as a shared array."""
     if len(_COUNTED[0]) < n:
         _COUNTED[0] = np.arange(1 << (n - 1).bit_length())
     return _COUNTED[0]

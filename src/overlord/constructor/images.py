@@ -1,8 +1,8 @@
 """Inputs of the image encoder of each rank: decoded pixels, and the routes of its outputs.
 
-Decoding an image is a thousand times the work of packing its text. It is therefore done late, by
-the process that builds the step of the encoding rank, on all its CPU cores: decoders release
-the interpreter lock.
+Decoding an image is a thousand times the work of packing its text. Images are therefore decoded
+late, by the process that builds the step of the encoding rank, on all its CPU cores. Decoders
+release the interpreter lock.
 
 Keys of one exchange of one rank, which encodes n images of P patches in total and receives the rows
 of k images:
@@ -10,16 +10,16 @@ of k images:
     pixel_values         [P, patch_dim]  float32, or the dtype of ov.Images
     grid_thw             int64 [n, 3]    patches of each image: frames, rows, columns
     image_cu_seqlens     int32 [n + 1]   where each image's patches begin
-    item_ids             int64 [n]       the image's number in the plan's module "encoder"
-    send_lens            int32 [n]       rows of output that are sent of each, the first ones
-    send_splits          int32 [world]   rows to every rank
-    recv_splits          int32 [world]   rows from every rank
-    recv_perm            int64 [k]       per image needed here, in the order of placeholders:
-                                         its number in the order of arrival
-    out_lens             int32 [k]       its rows
+    item_ids             int64 [n]       number of each image in the plan's module "encoder"
+    send_lens            int32 [n]       number of output rows to send of each image: its first ones
+    send_splits          int32 [world]   number of rows for each rank
+    recv_splits          int32 [world]   number of rows from each rank
+    recv_perm            int64 [k]       position on arrival of each received image, in the order
+                                         of placeholders
+    out_lens             int32 [k]       number of rows of each received image
     recv_rows            int64 [rows]    received[recv_rows] is in the order of placeholders
-    image_token_index    int64 [rows]    place of each of these rows in the flattened microbatch
-    image_microbatch     int32 [k]       the microbatch each image belongs to
+    image_token_index    int64 [rows]    position of each of these rows in the flattened microbatch
+    image_microbatch     int32 [k]       the microbatch of each received image
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PixelForm:
     def of(sources: Sequence[Source]) -> PixelForm | None:
         """Return the format that all sources with images share; None if there are no images.
 
-        The job has checked that it is the same.
+        The job has checked that all sources have the same format.
         """
         specs = [
             t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"
@@ -81,7 +81,8 @@ class PixelForm:
 class Encoded:
     """Encoder inputs of a step for some ranks.
 
-    ``excluded_documents``: bucket, microbatch, slot of samples to exclude from the loss.
+    ``arrays``: by rank, one microbatch per exchange. ``failures``: images that were not decoded.
+    ``excluded_documents``: bucket, microbatch and slot of samples to exclude from the loss.
     """
 
     arrays: dict[int, BatchArrays]
@@ -112,10 +113,10 @@ def decode_pool() -> Executor:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory.
+    """Make glibc keep freed memory, by freeing one block of 31 MiB.
 
-    Decoding allocates and frees some megabytes per image. The C library glibc returns them to the
-    system and fetches them again page by page, a fifth of the work. Once a block of this size was
+    Decoding allocates and frees some megabytes per image. By default glibc returns them to the
+    system and gets them again page by page, a fifth of the work. Once a block of some size was
     freed, glibc keeps twice as much.
     """
     np.empty(31 * 2**20, np.uint8)
@@ -129,10 +130,10 @@ def encoder_inputs(
     decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Encoded:
-    """Build the encoder arrays of these ranks, one slot per exchange.
+    """Build the encoder arrays of these ranks, one microbatch per exchange.
 
     An image that cannot be decoded has zeros for pixels. ``stopped`` returns True if the result is
-    no longer needed.
+    no longer needed; the call then raises ``OverlordError``.
     """
     e = staged.stage.encoding
     assert e is not None, "no encoding was planned"
@@ -163,9 +164,9 @@ def encoder_inputs(
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
-    """Return the patches of each image: int64 [n, 3].
+    """Return the patch grid (frames, rows, columns) of each image: int64 [n, 3].
 
-    Each image must have the format of the job.
+    Raise ``PlanError`` if an image does not have the format of the job.
     """
     from overlord.transforms.image_items import BadImage, item_grid, item_shape
 
@@ -176,7 +177,7 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
             grids[k] = item_grid(items[i])
         except BadImage as fault:  # not a user's file: a loader made it
             raise PlanError(
-                f"expected a valid image item: {fault}", step, "this is a bug: report it"
+                f"expected a valid image item, got: {fault}", step, "this is a bug: report it"
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             problem = (
@@ -226,11 +227,12 @@ def _fill_all(
 ) -> list[tuple[int, str]]:
     """Decode every item into its output array, in this thread and in the pool.
 
-    Return the failures, by number.
+    Return the number and the reason of each failed item. Raise ``DataStall`` after ``DECODE_S``,
+    and ``OverlordError`` if ``stopped``.
     """
     from overlord.transforms.image_items import BadImage, fill
 
-    # The largest first: the last one to finish determines the duration.
+    # The largest image comes first: the last one to finish determines the duration.
     todo = deque(sorted(range(len(items)), key=lambda i: -outs[i].size))
     bad: list[tuple[int, str]] = []
 
@@ -250,14 +252,14 @@ def _fill_all(
     if decoders is not None:
         helpers = [decoders.submit(work) for _ in range(min(cores(), len(items)) - 1)]
     work()
-    # Cancelled helpers are queued after another step's, and have nothing left to do.
+    # A helper that has not started is cancelled: another step's work is ahead of it.
     begun = [helper for helper in helpers if not helper.cancel()]
     if wait(begun, DECODE_S).not_done:
         raise DataStall(f"the images of step {step} to be decoded", DECODE_S, step)
     for helper in begun:
         helper.result()
     if todo:
-        raise OverlordError(f"step {step}: closed while its images were being decoded")
+        raise OverlordError(f"step {step}: stopped while its images were being decoded")
     return sorted(bad)
 
 
@@ -266,9 +268,9 @@ def _failures(
 ) -> tuple[DecodeFailures | None, np.ndarray]:
     """Return the failures for the quarantine, and the samples to exclude from the loss.
 
-    A sample is excluded if the bucket that encodes its image is the one that trains on it. Another
-    bucket is not notified. The rule is by bucket and not by process: the stream must not depend on
-    processes.
+    A sample is excluded if the bucket that encodes its image also trains on the sample; other
+    buckets are not notified. The rule is by bucket and not by process: the stream must not depend
+    on processes.
     """
     e = staged.stage.encoding
     assert e is not None
@@ -294,7 +296,7 @@ def _failures(
 
 
 def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
-    """Exclude all tokens of these documents, (microbatch, slot) each, from the loss."""
+    """Exclude all tokens of documents from the loss, in place; a place is (microbatch, slot)."""
     for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
         array = batch.arrays[name]
         array.flags.writeable = True
@@ -311,10 +313,8 @@ def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> 
 def placeholders(staged: StepDocuments) -> np.ndarray:
     """Return the placeholders of images: int64 [n, 4].
 
-    The columns are bucket, microbatch, first placeholder in the microbatch, and number.
-
-    It covers the buckets whose owner, which receives their rows, is among the ranks of the
-    encoding: all that are built with it.
+    The columns are bucket, microbatch, first placeholder in the microbatch, and number of
+    placeholders. The result covers all buckets whose receiving rank is among ``encoding.ranks``.
     """
     e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
     assert e is not None
@@ -330,13 +330,11 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
 
 
 def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> None:
-    """Exclude the prediction of these tokens from the loss.
+    """Exclude the prediction of these tokens from the loss, in place.
 
-    ``runs``: int64 [n, 3], with microbatch, first token and number of tokens.
-
-    The label of a token is at its own position (unshifted), or at the position before it. Before
-    the first token of a document there is none to exclude: that position ends another document, or
-    is padding.
+    ``runs``: int64 [n, 3], with microbatch, first token and number of tokens. The label of a token
+    is at its own position (unshifted), or at the position before it (shifted). For the first token
+    of a document that position ends another document, or is padding, and has no label anyway.
     """
     if not len(runs):
         return
@@ -367,7 +365,7 @@ def _document_rows(
 
 
 def _receive_rows(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return recv_rows and image_token_index of all groups, and the first row of each group."""
+    """Return ``recv_rows`` and ``image_token_index`` of all exchanges, and the bounds of each."""
     counts = np.diff(e.recv_bounds)
     lens = e.out_lens.astype(np.int64)
     arrival = np.repeat(e.recv_bounds[:-1], counts) + e.recv_perm
@@ -386,7 +384,7 @@ def _rank_arrays(
     pixels: np.ndarray,
     received: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> BatchArrays:
-    """Return the arrays of one rank, exchange after exchange."""
+    """Return the encoder arrays of rank number ``i``, one microbatch per exchange."""
     s = e.n_slots
     sent, got, rows = (
         bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2])

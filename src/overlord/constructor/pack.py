@@ -24,9 +24,8 @@ ONE = -1  # in ``rows``: a microbatch has a scalar, without a dimension
 class BatchArrays:
     """Concatenated microbatches, one array per key.
 
-    Rows ``starts[k][m]`` to ``starts[k][m + 1]`` of array k belong to microbatch m.
-
-    Keys in ``single`` have one scalar per microbatch.
+    Microbatch m has the rows from ``starts[k][m]`` up to, but not including, ``starts[k][m + 1]``
+    of array k. Keys in ``single`` have one scalar per microbatch.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -35,11 +34,11 @@ class BatchArrays:
 
     @property
     def n(self) -> int:
-        """Return the number of microbatches."""
+        """The number of microbatches."""
         return len(self.starts[0]) - 1 if self.starts else 0
 
     def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
-        """Return microbatches first to stop, as views."""
+        """Return the microbatches from ``first`` up to, not including, ``stop``, as views."""
         made: list[dict[str, np.ndarray]] = [{} for _ in range(stop - first)]
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             if key in self.single:
@@ -51,7 +50,7 @@ class BatchArrays:
         return made
 
     def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
-        """Return the batch with only the keys for which ``wanted`` returns true."""
+        """Return the batch with only the keys for which ``wanted`` returns True."""
         kept = [wanted(key) for key in self.arrays]
         if all(kept):
             return self
@@ -65,7 +64,11 @@ class BatchArrays:
         )
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return views of some microbatches, and the rows of each: int64 [keys, microbatches]."""
+        """Return arrays of the microbatches from ``first`` up to, not including, ``stop``.
+
+        Return also the number of rows of each: int64 [keys, microbatches]; ``ONE`` for a scalar.
+        The arrays are views, by key.
+        """
         arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]
@@ -79,12 +82,14 @@ class BatchArrays:
 
     @staticmethod
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
-        """Return the batch from the output of ``part``.
+        """Return the batch from the result of ``part``.
 
-        Raise ``ValueError`` if arrays and rows do not agree.
+        Raise ``ValueError`` if ``rows`` does not fit the arrays.
         """
         if rows.ndim != 2 or len(rows) != len(arrays):
-            raise ValueError(f"expected rows of {len(arrays)} arrays, got shape {rows.shape}")
+            raise ValueError(
+                f"rows: expected the shape ({len(arrays)}, microbatches), got {rows.shape}"
+            )
         starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
         # A few dozen numbers: numpy would cost more.
         for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):
@@ -92,7 +97,8 @@ class BatchArrays:
                 least = min(counts, default=0)
                 if least < ONE:
                     raise ValueError(
-                        f"{key!r}: expected numbers of rows of at least 0, got {least}"
+                        f"{key!r}: expected numbers of rows of at least 0, or {ONE} for a scalar, "
+                        f"got {least}"
                     )
                 before, one = counts, least == ONE
                 sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
@@ -125,10 +131,9 @@ def pieces(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the slices of some cp ranks as runs of documents, rank after rank.
 
-    A run is a document, an offset in it, and a length.
-
-    Documents of ``size`` tokens are concatenated; those of microbatch m begin with number
-    ``first[m]``. ``by_row``: each document is sliced by itself.
+    The results are the document number, the offset in the document and the length of each run.
+    ``size``: tokens of each document with padding; documents are concatenated. ``first``: number of
+    the first document of each microbatch. ``by_row``: slice each document by itself.
     """
     ends = np.cumsum(size)
     bounds = np.append(0, ends)
@@ -155,7 +160,8 @@ def cp_runs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return start and length of the runs of some cp ranks, rank after rank.
 
-    ``bounds`` are the bounds of the units that are divided evenly.
+    ``bounds``: the bounds of the units that are divided evenly. Raise ``ValueError`` for a unit
+    that cannot be divided.
     """
     pieces = (
         {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
@@ -181,7 +187,7 @@ def cp_runs(
 
 
 def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return start[i], start[i] + 1, ..., length[i] of them, for each i in turn."""
+    """Return the ranges of ``length[i]`` numbers from ``start[i]`` on, concatenated."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))
 
@@ -220,15 +226,14 @@ def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 #
 # Measured on one CPU core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token.
 # Documents of 150 tokens: 3.3 (a loop of slice copies over documents: 12). Documents of 2000
-# tokens: 1.8 (the loop: 2.3). If the arrays of the last steps are still held, as prefetch does,
-# it is about 1 more.
+# tokens: 1.8 (the loop: 2.3). If the arrays of the last steps are still held, as with prefetch,
+# the cost is about 1 ns higher.
 
 IGNORE = -100  # a label without a loss
-# Tokens gathered at a time: the temporaries stay in the cache. 2**16 is as good; all at once is a
-# tenth slower.
+# Tokens gathered at a time, so that temporaries stay in the cache. 2**16 is as fast; all tokens at
+# once is a tenth slower.
 BLOCK = 2**15
-# Mean tokens per document; from here on a slice copy per document is cheaper than gathering by
-# index.
+# Mean tokens per document from which a slice copy per document is cheaper than gathering by index.
 SLICE_FROM = 500
 
 
@@ -249,9 +254,9 @@ def build_arrays(
 ) -> BatchArrays:
     """Build all microbatches of one or several buckets at once, as read-only arrays.
 
-    ``allocate`` allocates uninitialized bytes: a pool that reuses memory saves more than the gather
-    costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents are
-    sorted by (microbatch, slot).
+    ``allocate`` returns uninitialized bytes: a pool that reuses memory saves more than the gather
+    costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents must
+    be sorted by (microbatch, slot). ``multiple``: packed documents are padded to a multiple of it.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total = int(docs.size.sum())
@@ -274,9 +279,9 @@ def build_slices(
 ) -> list[BatchArrays]:
     """Build the slices of some context-parallel ranks without building the whole.
 
-    The result equals ``rank_views.slice_arrays`` of ``build_arrays``. Slices are concatenated rank
-    after rank in one allocation. A run of a document is filled as a document is, so it costs hardly
-    more.
+    The result equals ``rank_views.slice_arrays`` of ``build_arrays``, one batch per rank in
+    ``cp_ranks``. Slices are concatenated rank after rank in one allocation. A run of a document is
+    filled like a document, so the cost is hardly higher.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
@@ -317,24 +322,24 @@ def run_arrays(
 
 
 class Documents(NamedTuple):
-    """All documents of a step, including those without content in empty microbatches."""
+    """All documents of a step, including one without content for each empty microbatch."""
 
     start: np.ndarray  # offset in the payload
-    content: np.ndarray  # tokens
-    true: np.ndarray  # tokens, or ``multiple`` if the document has none
+    content: np.ndarray  # tokens without padding
+    true: np.ndarray  # the same, but ``multiple`` for a document without content
     size: np.ndarray  # tokens with padding
-    source: np.ndarray
-    first: np.ndarray  # first document of each microbatch, and the number of documents
+    source: np.ndarray  # number of the source; -1 for a document without content
+    first: np.ndarray  # first document of each microbatch; the last entry: number of documents
 
 
 class _Layout(NamedTuple):
-    """Documents, or runs of them, in the order of the arrays."""
+    """Documents, or runs of documents, in the order of the arrays; sizes as in ``Documents``."""
 
     start: np.ndarray  # offset of the document in the payload
     content: np.ndarray
     true: np.ndarray
     size: np.ndarray
-    # Tokens of its document before the run; None: the documents are whole.
+    # Tokens of the document before the run; None: the documents are whole.
     base: np.ndarray | None = None
     continues: np.ndarray | None = None  # the document continues after the run
 
@@ -401,9 +406,10 @@ def with_document_arrays(
     batch: Batch,
     token_bounds: np.ndarray | None = None,
 ) -> BatchArrays:
-    """Return these arrays, of one slice of ``cp``, together with the per-document ones.
+    """Return the batch of per-token ``arrays``, one slice of ``cp``, with per-document arrays.
 
-    ``token_bounds``: the tokens of each microbatch, if they are not an equal share of it.
+    All arrays become read-only. ``token_bounds``: the tokens of each microbatch, if they are not an
+    equal share of it.
     """
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
@@ -423,7 +429,7 @@ def with_document_arrays(
         array.flags.writeable = False  # views made from here on are read-only too
     assert token_bounds is not None
     tokens, documents = token_bounds.tolist(), first.tolist()
-    # One more entry per microbatch than documents.
+    # Cumulative lengths have one more entry per microbatch than there are documents.
     sums = (first + np.arange(n_microbatches + 1)).tolist()
     starts = (
         [tokens] * len(arrays)
@@ -448,14 +454,14 @@ def build(
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
 ) -> list[dict[str, np.ndarray]]:
-    """Build the microbatches as a list of dicts."""
+    """Build the microbatches of ``build_arrays`` as a list of dicts of views."""
     return build_arrays(
         values, start, length, microbatch, n_microbatches, source, batch, multiple, allocate
     ).cut(0, n_microbatches)
 
 
 def valid_tokens(length: np.ndarray) -> int:
-    """Return the number of tokens with a loss: all but one per document, whatever the labels."""
+    """Return the number of tokens with a loss: all but one per document, in both conventions."""
     return int(np.maximum(np.asarray(length) - 1, 0).sum())
 
 
@@ -468,7 +474,8 @@ def _with_empty_microbatches(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Insert a document without content into each empty microbatch.
 
-    Also returns the first document of each microbatch, and the number of documents.
+    Return start, length and source of all documents, and the number of the first document of each
+    microbatch, followed by the number of documents.
     """
     assert not len(length) or length.min() > 0, "expected documents with tokens, got an empty one"
     assert (microbatch[1:] >= microbatch[:-1]).all(), "expected documents sorted by microbatch"
@@ -487,9 +494,9 @@ def _with_empty_microbatches(
 
 
 def _allocate(total: int, allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
-    """Allocate the arrays of a step together.
+    """Return uninitialized arrays for the tokens of a step, from one allocation.
 
-    The block is large enough for huge pages, whose first touch costs a fraction.
+    The allocation is large enough for huge pages, which are faster to touch first.
     """
     piece = allocate(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
@@ -511,7 +518,7 @@ def _fill_by_index(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Fill tokens (undefined in padding) and positions, a few hundred short documents at a time."""
+    """Fill tokens (undefined in padding) and positions, ``BLOCK`` tokens at a time."""
     cuts = np.append(
         np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset)
     )
@@ -523,7 +530,7 @@ def _fill_by_index(
         np.subtract(count[: b - a], np.repeat(origin[d:e] - a, size[d:e]), out=position[a:b])
         index = np.repeat(start[d:e], size[d:e])
         index += position[a:b]
-        # Padding reads what follows its document; "clip" keeps the last of it inside `values`, and
+        # Padding copies the ids after its document. "clip" keeps these reads inside `values`, and
         # is faster than a check.
         tokens[a:b] = np.take(values, index, mode="clip")
 
@@ -538,7 +545,7 @@ def _fill_by_slices(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Fill tokens and positions document by document, for long documents or none at all."""
+    """Fill tokens and positions document by document, for long documents or empty ``values``."""
     base = offset - origin
     count = np.arange(int((base + size).max()))
     for s, n, o, b, p in zip(
@@ -591,7 +598,7 @@ def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
 def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Return 0 and the cumulative document lengths of each microbatch.
 
-    A microbatch has one entry more than documents.
+    A microbatch has one more entry than it has documents.
     """
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])

@@ -1,11 +1,12 @@
 """Gather the payload of planned steps from several loader workers.
 
-A step is ready when all of it has arrived. Every constructor worker has one gatherer.
+A step is complete when its plan and all its payload have arrived. Every constructor worker has one
+gatherer.
 
 After the loss of a worker the coordinator rolls back and plans steps again under a new
-*generation*. A step that is complete here stays. An incomplete step arrives again in full, and
-late payload of the previous generation is ignored. Plans and payload use different connections,
-so payload of a generation may arrive before its plan.
+*generation*. A complete step stays. An incomplete step arrives again in full, and late payload of
+earlier generations is ignored. Plans and payload use different connections, so payload of a
+generation may arrive before its plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from overlord.sample import Ragged, Scattered
 log = logging.getLogger("overlord")
 
 
-NO_DOCUMENTS = np.zeros(0, np.int64)  # images belong to documents that need not be here
+NO_DOCUMENTS = np.zeros(0, np.int64)  # images need no documents: those may be in another worker
 
 
 # Steps of one loader worker whose payload may arrive before their plan: far above any prefetch
@@ -34,13 +35,13 @@ NO_DOCUMENTS = np.zeros(0, np.int64)  # images belong to documents that need not
 MAX_EARLY = 1024
 
 
-Early = dict[tuple[int, int], StepPayload]  # by recovery and step
+Early = dict[tuple[int, int], StepPayload]  # by number of rollbacks and step
 
 
 class PayloadGatherer:
-    """Gatherer of plans and payload, which returns commands for the constructor.
+    """The gatherer of plans and payload; its methods return commands for the constructors.
 
-    Runs on: event loop.
+    ``failover``: lost loader workers are restarted. Runs on: event loop.
     """
 
     def __init__(self, constructors: ConstructorService, *, failover: bool = False):
@@ -55,11 +56,11 @@ class PayloadGatherer:
         self._planned = -1
         self._replanned: set[int] = set()  # steps up to ``_planned`` that will be planned again
         self._no_restart = not failover  # a lost loader worker will not be restarted
-        # Number of rollbacks: messages of an earlier one are ignored.
+        # Number of rollbacks so far; messages sent before the latest one are ignored.
         self._recovery = 0
 
     def plan(self, routed: ConstructorPlan) -> list[Any]:
-        """Add the plan of a step, of which some or all payload may have arrived before."""
+        """Add the plan of a step; some or all payload of the step may have arrived already."""
         step, recovery = routed.stage.plan.step, routed.generation // STRIDE
         if recovery < self._recovery:
             log.debug(
@@ -93,7 +94,7 @@ class PayloadGatherer:
     def payload(self, payload: StepPayload) -> list[Any]:
         """Add payload that passed ``check_payload``.
 
-        It is compared with its plan when both have arrived.
+        A payload that arrives before its plan is kept, for at most ``MAX_EARLY`` steps per worker.
         """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
@@ -110,9 +111,10 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-worker/%d for step %d dropped: too many steps without a plan",
+                "payload of loader-worker/%d for step %d dropped: %d steps already wait for a plan",
                 payload.origin,
                 step,
+                len(early),
             )
             return []
         early.setdefault((recovery, step), payload)
@@ -121,7 +123,8 @@ class PayloadGatherer:
     def _is_late(self, step: int, recovery: int) -> bool:
         """Return whether payload is obsolete and must be ignored.
 
-        It is of an earlier recovery, of a complete step, or of no known step.
+        Such payload was sent before the latest rollback, for a complete step, or for a step after
+        the end.
         """
         if recovery != self._recovery:
             return recovery < self._recovery
@@ -135,7 +138,7 @@ class PayloadGatherer:
         return [*self._constructors.finish(finish), *self._check_all()]
 
     def _end_before(self, step: int) -> None:
-        """Drop everything from ``step`` on: if the end is undone later, all of it arrives again."""
+        """Drop plans and payload from ``step`` on; after a rollback they arrive again."""
         over = self._end = step if self._end is None else min(step, self._end)
         self._planned = min(self._planned, over - 1)
         self._replanned = {s for s in self._replanned if s < over}
@@ -152,14 +155,15 @@ class PayloadGatherer:
     def rollback(self, rollback: Rollback) -> list[Any]:
         """Roll back to a step: later steps will be planned again.
 
-        Complete steps stay; incomplete ones arrive again.
+        Complete steps stay; incomplete ones arrive again. A repeated or outdated rollback does
+        nothing.
         """
         recovery = rollback.generation // STRIDE
         if recovery <= self._recovery:
             return []  # a repeated or outdated rollback
         self._recovery, self._end, self._no_restart = recovery, None, not self._failover
-        # A step that could not be built must fail again: a lost planner may not have received the
-        # failure.
+        # A step that could not be built must be built again: the planner may have been lost before
+        # it received the failure.
         self._replanned.update(
             self._expected,
             (s for s in self._constructors.failed if rollback.step < s <= self._planned),
@@ -174,7 +178,7 @@ class PayloadGatherer:
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker is lost and sends no more payload.
 
-        Steps that wait for it fail unless it is restarted and they arrive again.
+        Without a restart of the worker, steps that wait for its payload fail.
         """
         self._lost_workers[host] = reason
         return self._check_all()
@@ -191,8 +195,11 @@ class PayloadGatherer:
         self._lost_workers.pop(host, None)
 
     def _check_step(self, step: int) -> list[Any]:
-        """Pass the step to the constructors if all its payload has arrived."""
-        if step not in self._expected:  # an earlier step failed, which ended the job
+        """Pass the step to the constructors if all its payload has arrived.
+
+        End the job before the step if payload does not match the plan, or will never arrive.
+        """
+        if step not in self._expected:  # an earlier step failed and ended the job
             return []
         routed, arrived = self._expected[step]
         missing = [origin for origin in routed.origins if origin not in arrived]
@@ -221,30 +228,27 @@ class PayloadGatherer:
         return []
 
     def _fail(self, step: int, error: Exception) -> list[Any]:
-        """End the job before this step.
-
-        The planner will confirm the end; later steps are no longer awaited.
-        """
+        """End the job before this step, and drop later steps. The planner will confirm the end."""
         self._end_before(step)
         self._constructors.fail_step(step, None, "gathering", error)
         return []
 
     @property
     def complete_until(self) -> int:
-        """Return the first step that cannot be built with the payload that has arrived."""
+        """The first step whose plan or payload is incomplete."""
         first = min({*self._expected, *self._replanned}, default=self._planned + 1)
         return first if self._end is None else min(first, self._end)
 
     @property
     def wants_plans(self) -> bool:
-        """Return whether the next step must be planned again and nothing is in transit.
+        """Whether steps must be planned again and no planned step is in transit.
 
-        Only the planner has the reason.
+        Then only the planner can report the reason for the wait.
         """
         return bool(self._replanned) and not self._expected
 
     def waiting(self) -> str:
-        """Describe the wait of the next step; empty if nothing is in transit."""
+        """Describe the wait of the next incomplete step; empty if there is none."""
         for step, (routed, arrived) in sorted(self._expected.items()):
             missing = [
                 self._worker_text(origin) for origin in routed.origins if origin not in arrived
@@ -263,7 +267,7 @@ class PayloadGatherer:
 
 
 def check_payload(payload: StepPayload, host: int) -> None:
-    """Validate payload of a peer, which is not trusted.
+    """Raise ``OverlordError`` if payload of loader worker ``host``, which is untrusted, is invalid.
 
     Decoding has checked that offsets are within their values.
     """
@@ -275,13 +279,13 @@ def check_payload(payload: StepPayload, host: int) -> None:
         or payload.origin != host
     ):
         raise OverlordError(
-            f"expected payload of loader-worker/{host} for a step, got that of "
-            f"{payload.origin!r:.40} for {step!r:.40}"
+            f"payload of loader-worker/{host}: expected this worker's number and a step of at "
+            f"least 0, got {payload.origin!r:.40} and {step!r:.40}"
         )
     if type(payload.generation) is not int or payload.generation < 0:
         raise OverlordError(
-            f"payload of loader-worker/{host} for step {step}: expected a generation, got "
-            f"{payload.generation!r:.40}"
+            f"payload of loader-worker/{host} for step {step}: expected a generation of at least "
+            f"0, got {payload.generation!r:.40}"
         )
     kinds = (
         [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)]
@@ -317,10 +321,10 @@ def _mismatch(
 ) -> str:
     """Return the reason why payload does not match its plan, or an empty text.
 
-    Every document must have its planned length, and every image must have arrived.
+    The payload must have every planned document, each of its planned length, and every image.
     """
     doc = routed.stage.doc
-    here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload
+    here = np.flatnonzero(doc >= 0)  # with hooks the plan has all documents, the payload not
     hosts = ", ".join(f"loader-worker/{origin}" for origin in routed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"

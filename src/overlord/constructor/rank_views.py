@@ -1,17 +1,17 @@
-"""The arrays of a bucket that each rank gets: a cp slice, its stage's keys, all, or none.
+"""The arrays of a bucket that each rank receives: a cp slice, its stage's keys, all, or none.
 
     split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that
                           causal attention costs all ranks the same
-    split="zigzag_whole"  the same with the whole microbatch in place of a document
+    split="zigzag_whole"  the whole microbatch in 2*cp chunks, assigned as in "zigzag"
     split="contiguous"    the whole microbatch in cp equal runs
-    split="none"          every cp rank gets the whole microbatch: for trainers that shard it
+    split="none"          every cp rank receives the whole microbatch: for trainers that slice it
 
 In the padded layout the sequence dimension is sliced, row by row. There a row is a document, and
 both zigzags are equal.
 
 A constructor never slices whole microbatches: it builds slices directly (``pack.build_slices``),
-from the runs that ``pieces`` lists. Gathering them from whole microbatches costs 3 to 40 ns per
-token; building them costs 0.4 to 6 more than the whole.
+from the runs that ``pieces`` lists. Slicing whole microbatches costs 3 to 40 ns per token. Building
+slices costs 0.4 to 6 ns per token more than building the whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlord.constructor.pack import BatchArrays, cp_runs, ranges
 from overlord.plan.plan import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
-# Never sliced, although one of them may have as many rows as there are tokens.
+# Never sliced, even if an array has as many rows as the microbatch has tokens.
 WHOLE = frozenset(
     {
         "cu_seqlens",
@@ -51,9 +51,9 @@ WHOLE = frozenset(
 
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
-    """Return the tokens of the packed microbatch that are in the slice, in its order: int64.
+    """Return the indices of a cp rank's tokens in the packed microbatch, in slice order: int64.
 
-    Raises ``ValueError`` if the microbatch does not divide evenly.
+    Raise ``ValueError`` if a document or the microbatch cannot be divided by the split.
     """
     start, length = cp_runs(
         _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split
@@ -62,12 +62,11 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 
 
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
-    """Return a microbatch in this view.
+    """Return the part of a microbatch in this view.
 
-    ``arrays`` is the whole microbatch, or that of a rank that fetches for several, sliced or not.
-
-    Keys that a ``constructor_do_plan`` adds are in every stage. Keys with an entry per token
-    are sliced as tokens are.
+    ``arrays``: the whole microbatch, or one that is already sliced and keeps its slices. Keys that
+    a ``constructor_do_plan`` hook adds are in every stage. Keys with an entry per token are sliced
+    like tokens. Raise ``ValueError`` if the arrays cannot be sliced.
     """
     kept = {key: array for key, array in arrays.items() if view.has(key)}
     if not view.sliced or not kept:
@@ -96,7 +95,7 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
 
 
 def join(slices: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, np.ndarray]:
-    """Join the slices of all cp ranks, in order, to the microbatch."""
+    """Return the microbatch of the slices of all cp ranks, given in the order of ranks."""
     whole, cp = dict(slices[0]), len(slices)
     if cp == 1 or split == "none":
         return whole
@@ -181,7 +180,7 @@ def _batch_units(batch: BatchArrays, split: str) -> np.ndarray:
     sums, at = batch.arrays["cu_seqlens_padded"], starts["cu_seqlens_padded"]
     steps = np.diff(sums.astype(np.int64))
     within = np.ones(len(steps), bool)
-    # From the last sum of one microbatch to the first of the next.
+    # Leave out the difference between the last sum of a microbatch and the first of the next.
     within[np.array(at[1:-1], np.int64) - 1] = False
     return np.concatenate([[0], np.cumsum(steps[within])])
 

@@ -42,9 +42,11 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Executes the constructor commands of some buckets.
+    """The executor of the constructor commands of some buckets.
 
-    Results of work are passed to ``run``.
+    Builds run in ``executor``; their commands go to ``run``. ``cannot`` receives the end of the job
+    before a step that failed, ``spoiled`` the images that could not be decoded. ``slabs``: the
+    allocator of arrays. Runs on: event loop.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class ConstructorService:
             broadcast,
             images,
         )
-        # built batches are stored and sent in compact form, and expanded by the receiver
+        # Built batches are stored and sent in compact form, and expanded by the receiver.
         self._compact = compact
-        # ``stopped`` is set when no client waits for the steps being built.
+        # ``stopped`` is set when no client needs the steps in progress any more.
         self._on_decode_failures, self.stopped = (spoiled, False)
         self.slabs: Any = BufferPool() if slabs is None else slabs
         self._staged: dict[int, StepDocuments] = {}
@@ -87,9 +89,9 @@ class ConstructorService:
     # Clients
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> list[Any]:
-        """Attach the clients of these ranks.
+        """Attach the queues of these ranks.
 
-        All ranks attach together: a step is not retained for a rank that attaches later.
+        Attach all ranks by one call: a step is not retained for a rank that attaches later.
         """
         self.mailboxes.update(mailboxes)
         return [
@@ -119,7 +121,7 @@ class ConstructorService:
             assembler.handle(stage)
 
     def staged(self, staged: StepDocuments, info: StepInfo) -> list[Any]:
-        """Add the payload of a step; buckets that already have the step ignore it."""
+        """Add the payload of a step, for the buckets that need it."""
         step, wanting = (
             info.step,
             [a for a in self.assemblers.values() if a.needs_payload(info.step)],
@@ -156,9 +158,9 @@ class ConstructorService:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                # Buckets whose ranks are a little behind are built together with it. One gather for
-                # all costs less. Allocations of one size are reused, while those of varying sets of
-                # buckets would not fit.
+                # Buckets that do not need the step yet are built too. One gather for all costs
+                # less. Allocations of one size are reused; those of varying sets of buckets would
+                # not fit.
                 self._build(
                     step,
                     sorted(
@@ -228,9 +230,12 @@ class ConstructorService:
     def fail_step(
         self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException
     ) -> None:
-        """End the job before a step that cannot be delivered."""
+        """End the job before a step that failed for ``buckets`` (None: all), and log the error.
+
+        ``what``: the phase that failed.
+        """
         buckets = list(self.assemblers) if buckets is None else buckets
-        if not self.stopped:  # otherwise it was stopped on purpose
+        if not self.stopped:  # if stopped, the failure is intended
             log.error("step %d: %s failed for buckets %s: %s", step, what, _few(buckets), error)
         for bucket in buckets:
             self._release_payload(step, bucket)
@@ -254,7 +259,7 @@ class ConstructorService:
         return {
             "staged": sum(s.nbytes for s in self._staged.values()),
             "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
-            # the memory of assembled steps, including buffers retained for the next ones
+            # memory of built steps, and buffers that are kept for the next steps
             "slabs": self.slabs.nbytes,
         }
 

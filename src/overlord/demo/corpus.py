@@ -1,8 +1,8 @@
 """Write the demo corpus: six sources in six formats, and a tokenizer trained on them.
 
-Without the package tokenizers the sources hold token ids instead of text (formats.py). The corpus
-is written once. A stamp next to the files records its parameters, and a later run with the same
-parameters reuses them.
+Without the package tokenizers the sources hold token ids instead of text (formats.py). A stamp next
+to the files records the parameters of the corpus. A later run with the same parameters reuses the
+files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from overlord.transforms.base import Tokens
 from overlord.transforms.tokenize import Tokenize
 
 END = "<|end|>"
-TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and changes few merges
-FILES = 3  # per source
+TRAINING_CHARS = 2_000_000  # a third of the corpus; more takes seconds longer, for few new merges
+FILES = 3  # files per source
 
 Show = Callable[[str], None]
 Row = str | list[int]  # a text, or its token ids
@@ -39,7 +39,7 @@ class Shape:
     """The parameters of the demo corpus, and of the job that reads it."""
 
     seed: int = 7
-    rows: int = 10_000  # per source, at most
+    rows: int = 10_000  # most rows per source
     vocab: int = 8192
     ranks: int = 4
     samples: int = 128
@@ -48,7 +48,7 @@ class Shape:
 
 
 def make_corpus(out: Path, shape: Shape, show: Show, formats: DemoFormats | None = None) -> bool:
-    """Write corpus and tokenizer under ``out``; return False if they exist already."""
+    """Write corpus and tokenizer under ``out``; return False if they exist for these parameters."""
     formats = formats or DemoFormats.installed()
     stamp = {
         "version": 1,
@@ -111,24 +111,24 @@ def make_job(out: Path, shape: Shape, formats: DemoFormats | None = None) -> Job
 
 
 def later_mixture() -> dict[str, float]:
-    """Return the mixture for the second half of the run."""
+    """Return the weights of the sources for the second half of the run."""
     return {kind.name: kind.later for kind in KINDS}
 
 
 def cannot_write(out: Path, fault: OSError) -> OverlordError:
-    """Return the error for a folder that cannot be written."""
+    """Return the error for a folder that cannot be written; ``fault``: the cause."""
     return OverlordError(
         f"demo: cannot write to {out}: {fault.strerror or fault}; choose another folder with --out"
     )
 
 
 def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
-    """Train a byte-level BPE tokenizer; return it as the text of a tokenizer.json."""
+    """Train a byte-level BPE tokenizer of ``vocab`` tokens; return the text of a tokenizer.json."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as fault:
         raise TransformError(
-            "", "Tokenize", "the package tokenizers is not installed", pip_install("text")
+            "", "Tokenize", "expected the package tokenizers, got none", pip_install("text")
         ) from fault
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -142,7 +142,10 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
 
 
 def write_rows(folder: Path, format: str, column: str, rows: Sequence[Row]) -> None:
-    """Write the rows as ``FILES`` files of one format, in order."""
+    """Write the rows to ``FILES`` files of one format, in order.
+
+    If there are too few rows, the first row fills the remaining files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     per_file = -(-len(rows) // FILES)
     for k in range(FILES):
@@ -196,7 +199,10 @@ _WRITERS: dict[str, Callable[[Path, str, Sequence[Row]], None]] = {
 
 
 def _some(texts: Sequence[str], chars: int) -> list[str]:
-    """Return the first texts, about ``chars`` characters in all; each at most a tenth of that."""
+    """Return the first texts with about ``chars`` characters in all, each cut at a tenth of that.
+
+    The limit of a text shrinks with the characters that are left.
+    """
     out: list[str] = []
     for text in texts:
         out.append(text[: chars // 10])

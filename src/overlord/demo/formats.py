@@ -1,4 +1,4 @@
-"""File formats of the demo corpus, by the optional packages that are installed."""
+"""The file formats of the demo corpus, which depend on the installed optional packages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ _PIECES = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class DemoFormats:
-    """The optional packages that the demo can use."""
+    """The choice of formats; a field is true if the optional package of its name is installed."""
 
     tokenizers: bool
     zstandard: bool
 
     @classmethod
     def installed(cls) -> DemoFormats:
-        """Detect the installed packages."""
+        """Return the choice for the packages that are installed here."""
         return cls(find_spec("tokenizers") is not None, find_spec("zstandard") is not None)
 
     def format(self, kind: Kind) -> str:
         """Return the file format of a kind of text.
 
-        Tar files cannot hold ids, and `.zst` needs a package; another format replaces them.
+        Without tokenizers, parquet replaces tar, which cannot hold ids. Without zstandard, `.gz`
+        replaces `.zst`.
         """
         if kind.format == "tar" and not self.tokenizers:
             return "parquet"
         return "jsonl.gz" if kind.format == "jsonl.zst" and not self.zstandard else kind.format
 
     def column(self, kind: Kind) -> str:
-        """Return the name of the column with the texts, or with their ids."""
+        """Return the name of the column with the texts, or without tokenizers with token ids."""
         return kind.column if self.tokenizers else IDS
 
     @property
     def note(self) -> str:
-        """A sentence about the effect of missing packages, or an empty text."""
+        """A sentence about the effect of missing packages; empty if none is missing."""
         effects = {
             "tokenizers": ""
             if self.tokenizers
@@ -53,5 +54,5 @@ class DemoFormats:
 
 
 def word_ids(text: str, vocab: int) -> list[int]:
-    """Return an id below ``vocab`` for each word and sign; id 0 ends the text."""
+    """Return token ids of a text: a hash from 1 to ``vocab - 1`` per word or symbol, then 0."""
     return [1 + crc32(piece.encode()) % (vocab - 1) for piece in _PIECES.findall(text)] + [0]

@@ -1,7 +1,4 @@
-"""The result of the demo as rows of text and as an HTML report.
-
-The terminal and the report show the same rows.
-"""
+"""The result of the demo as rows of text, for terminal and report, and the HTML report."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ BY_MICROBATCH = "By microbatch: the same if ranks wait for each other after ever
 
 
 def mix_rows(f: DemoResult) -> list[tuple[str, ...]]:
-    """Return the rows of the mixture table, with means over all steps.
+    """Return the rows of the mixture table: shares as means over all steps, and lengths.
 
     The draw is exact, so wanted and realised shares differ by less than one sample.
     """
@@ -66,7 +63,7 @@ def mix_rows(f: DemoResult) -> list[tuple[str, ...]]:
 
 
 def placing_rows(f: DemoResult) -> list[tuple[str, ...]]:
-    """Return the rows of the imbalance table: one per strategy, and the lower bound."""
+    """Return the rows of the imbalance table: one per strategy, and last the lower bound."""
     rows = [
         (
             name,
@@ -82,7 +79,7 @@ def placing_rows(f: DemoResult) -> list[tuple[str, ...]]:
 
 
 def tiles(f: DemoResult) -> list[tuple[str, str]]:
-    """Return the main numbers of the report with their labels."""
+    """Return the main numbers of the report as texts, each with its label."""
     before, after = f.compared["vanilla"].bucket.mean(), f.compared["llm_balance"].bucket.mean()
     return [
         (f"{before:.2f} → {after:.3f}", "imbalance by rank, vanilla → llm_balance"),
@@ -99,7 +96,7 @@ def tiles(f: DemoResult) -> list[tuple[str, str]]:
 
 
 def stand_in_note(f: DemoResult) -> str:
-    """Describe the stand-in trainer and the meaning of its wait."""
+    """Return a text about the stand-in trainer and the meaning of its wait."""
     return (
         "The trainer is a stand-in: in every step it sleeps in proportion to the cost of "
         f"its slowest rank, {f.compute_ms:.0f} ms on average. "
@@ -109,7 +106,7 @@ def stand_in_note(f: DemoResult) -> str:
 
 
 def report(f: DemoResult, job_yaml: str) -> HtmlReport:
-    """Return the HTML report of a demo run."""
+    """Return the HTML report of a demo run; ``job_yaml``: the job file to attach."""
     lead = (
         f"{f.steps} steps of {f.samples} samples from {len(f.names)} sources to {f.ranks} "
         f"ranks, {f.tokens:,} tokens in all, loaded, "

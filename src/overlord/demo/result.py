@@ -1,4 +1,4 @@
-"""The measurements of a demo run: every number that the demo prints or draws."""
+"""The measurements of a demo run, from which the demo prints and draws every number."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DemoResult:
     changed_at: int | None  # step at which the mixture changed
     lengths: Mapping[str, np.ndarray]  # tokens of every sample drawn, by source
     wanted: np.ndarray  # [step, source]: share of samples
-    realised: np.ndarray
+    realised: np.ndarray  # [step, source]: share of samples
     bound: np.ndarray  # by step: a lower bound of the imbalance of any placement
     compared: Mapping[str, StrategyResult]  # by strategy
     quarantined: Mapping[str, int]
@@ -49,10 +49,10 @@ class DemoResult:
     lost: Mapping[str, int]  # tokens that on_long truncated or dropped, by source
     tokens: int
     tokens_per_s: float
-    wait_ms: float  # mean of the steps after the first
+    wait_ms: float  # mean wait for a step, without the first one
     first_wait_ms: float
-    compute_ms: float  # mean time that the stand-in trainer slept
-    peak_bytes: int
+    compute_ms: float  # mean time per step that the stand-in trainer slept
+    peak_bytes: int  # largest memory (PSS) of the process during the run
     before_bytes: int  # memory of the process before the job was launched
     drill: DrillReport | None = None  # the same job in several processes, with faults
 
@@ -68,7 +68,7 @@ class DemoResult:
 
 
 def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
-    """Return the samples of a plan as the input of a strategy, to place them by another one."""
+    """Return the samples of a plan as a buffer, so that another strategy can place them."""
     return Buffer(
         names=plan.names,
         source=plan.source,
@@ -86,7 +86,7 @@ def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
 
 
 def compare(plans: Sequence[LoadingPlan], job: Job) -> dict[str, StrategyResult]:
-    """Place the same samples by every strategy; the job is not run again."""
+    """Place the samples of each plan by every strategy in ``COMPARED``; the job is not run."""
     buffers = [buffer_of(plan, job) for plan in plans]
     return {
         name: _summary([STRATEGIES[name](buffer, job.place) for buffer in buffers])
@@ -116,7 +116,7 @@ def mixes(plans: Sequence[LoadingPlan]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lengths_by_source(plans: Sequence[LoadingPlan]) -> dict[str, np.ndarray]:
-    """Return the lengths of all samples in tokens, by source."""
+    """Return the lengths in tokens of all samples, by source; a source may have none."""
     source = np.concatenate([plan.source for plan in plans])
     tokens = np.concatenate([plan.tokens for plan in plans])
     return {name: tokens[source == i] for i, name in enumerate(plans[0].names)}

@@ -40,7 +40,7 @@ ShowStep = Callable[[Taken, Meter], None]
 COMPUTE_S = 0.12  # compute time of the stand-in trainer for a perfectly balanced first step
 FAULTS = "kill:loader-worker@6,kill:planner@12,kill:constructor-worker@18"
 DRILL_STEPS = 24
-PLAIN_LINES = 8  # progress lines without a terminal
+PLAIN_LINES = 8  # about this many progress lines if stdout is not a terminal
 
 
 def run_demo(
@@ -53,9 +53,11 @@ def run_demo(
     faults: str = FAULTS,
     runtime: str = "local",
 ) -> DemoResult:
-    """Run the whole demo and return its measurements.
+    """Run the whole demo in the folder ``out``, and return its measurements.
 
-    ``faults``: the faults of the drill that follows the run; empty: no drill.
+    ``command``: the command line for the report. ``compute_s``: seconds that the stand-in trainer
+    computes in a balanced first step. ``faults``: the faults of the drill that follows the run;
+    empty: no drill.
     """
     _make_folder(out)
     formats = DemoFormats.installed()
@@ -96,7 +98,7 @@ def run_demo(
 
 
 def _run_drill(job: Job, faults: str, console: Console, runtime: str) -> DrillReport:
-    """Run the job again in several processes and kill some of them."""
+    """Run the job undisturbed, and again in several processes with faults; compare the bytes."""
     options = {"runtime": runtime, "sources_per_host": 2, "hosts": 3}
     drill = Drill(
         job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options=options
@@ -110,7 +112,7 @@ def _run_drill(job: Job, faults: str, console: Console, runtime: str) -> DrillRe
 def program() -> str:
     """Return the shell command that starts this program.
 
-    It has a path if ``overlord`` is not on the PATH, as in a new virtual environment.
+    The command has a path unless ``overlord`` of this environment is the first on the PATH.
     """
     script = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
     found = shutil.which("overlord")
@@ -125,7 +127,7 @@ def program() -> str:
 def _measure(
     job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str
 ) -> DemoResult:
-    """Run the job and return the measurements."""
+    """Run the job for ``steps`` steps with a stand-in trainer, and return the measurements."""
     before = pss_bytes()
     trainer, meter = StandInTrainer(compute_s), Meter()
     plans: list[LoadingPlan] = []
@@ -167,7 +169,10 @@ def _measure(
 
 
 class StandInTrainer:
-    """A trainer that sleeps for the compute time of the slowest rank, while data is loaded."""
+    """A stand-in for a trainer, which sleeps for the compute time of the slowest rank.
+
+    ``first_s``: seconds for the mean cost of a rank in the first step; they set the scale.
+    """
 
     def __init__(self, first_s: float):
         self._first_s, self._per_cost, self._slept_s, self._steps = first_s, 0.0, 0.0, 0
@@ -184,13 +189,13 @@ class StandInTrainer:
 
     @property
     def mean_ms(self) -> float:
-        """The mean time per step in milliseconds."""
+        """The mean compute time per step in milliseconds."""
         return 1e3 * self._slept_s / max(1, self._steps)
 
 
 @contextmanager
 def _status_lines(console: Console) -> Iterator[Show]:
-    """Show the current activity: in place on a terminal, otherwise line by line."""
+    """Yield a function that shows the current activity, in place on a terminal, else by line."""
     if console.is_terminal:
         with console.status("checking the corpus") as status:
             yield status.update
@@ -200,7 +205,7 @@ def _status_lines(console: Console) -> Iterator[Show]:
 
 @contextmanager
 def _progress(console: Console, steps: int) -> Iterator[ShowStep]:
-    """Show progress: a live view on a terminal, otherwise ``PLAIN_LINES`` lines."""
+    """Yield a function that shows progress: a live view on a terminal, else about eight lines."""
     if not console.is_terminal:
         every = max(1, steps // PLAIN_LINES)
 

@@ -1,4 +1,4 @@
-"""Terminal output of the demo: live progress, a step without and with planning, tables."""
+"""Terminal output of the demo: live progress, tables, and one step without and with planning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE_COLORS = ("blue", "green", "yellow", "cyan", "magenta", "red")
 
 
 def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
-    """Return a line with the progress, speed, imbalance and wait of the last step."""
+    """Return a line with the progress, the mean speed, and imbalance and wait of the last step."""
     done = f"step {meter.steps}/{steps}"
     return (
         f"{done:<12} {meter.tokens_per_s / 1e3:6.0f}k tokens/s   imbalance {imbalance:.3f}   "
@@ -39,7 +39,7 @@ def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
 
 
 def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> RenderableType:
-    """Return one frame of the live view: progress, mix so far, and load of every rank."""
+    """Return one frame of the live view: progress, mixture so far, and loads of up to 16 ranks."""
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
     wanted, realised = meter.wanted / meter.steps, meter.samples / meter.samples.sum()
@@ -74,7 +74,7 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
 
 
 def side_by_side(f: DemoResult, width: int) -> RenderableType:
-    """Return bars of the cost per rank in one step, without and with planning."""
+    """Return bars of the cost per rank in one step, unplanned and planned, for up to 32 ranks."""
     k = f.example_step
     before, after = (f.compared[n].loads[k].sum(axis=1) for n in ("vanilla", "llm_balance"))
     mean, most = before.sum() / f.ranks, max(before.max(), after.max())
@@ -109,7 +109,7 @@ def side_by_side(f: DemoResult, width: int) -> RenderableType:
 
 
 def summary(f: DemoResult, width: int) -> RenderableType:
-    """Return tables of the mix and the imbalance, and the measured speed and memory."""
+    """Return tables of the mixture and the imbalance, and the measured speed and memory."""
     memory = (
         f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; "
         f"{f.before_bytes / 2**20:,.0f} MB before the job was launched)"

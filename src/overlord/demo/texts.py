@@ -17,8 +17,8 @@ import numpy as np
 
 from overlord.hashing import key64, keyed_hash
 
-# Most characters of a text, about 12,000 tokens: above the context of the demo, so that some
-# documents are too long.
+# Most characters of a module, about 12,000 tokens: above the context of the demo, so that some
+# documents are longer than the context.
 LONGEST = 48_000
 EXCLUDED = {
     "test",
@@ -69,13 +69,16 @@ class Kind:
     format: str
     column: str
     what: str  # description
-    weight: float  # in the first half of the run
-    later: float  # in the second half
-    texts: Callable[[int, int], Iterator[str]]  # (seed, rows at most)
+    weight: float  # weight in the first half of the run
+    later: float  # weight in the second half
+    texts: Callable[[int, int], Iterator[str]]  # arguments: seed, number of wanted rows
 
 
 def stdlib(rows: int) -> Iterator[tuple[str, str]]:
-    """Yield (module name, source) of the standard library, in sorted order."""
+    """Yield name and source text of modules of the standard library, in the order of paths.
+
+    There are at most ``rows`` modules, or 8 if ``rows`` is smaller.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = (
         p
@@ -131,7 +134,7 @@ def _articles(seed: int, rows: int) -> Iterator[str]:
 
 
 def _licences(seed: int, rows: int) -> Iterator[str]:
-    """Yield licences and descriptions of the installed packages, then Python's own licence."""
+    """Yield licences and descriptions of installed packages, then the licence of Python."""
     root = Path(sysconfig.get_path("purelib"))
     found = (
         p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file()
@@ -205,7 +208,7 @@ KINDS = (
 
 
 def texts_of(kind: Kind, seed: int, rows: int) -> list[str]:
-    """Return the texts of a kind, shuffled, without empty texts and duplicates."""
+    """Return at most ``rows`` texts of a kind, shuffled, without empty texts and duplicates."""
     found = list(dict.fromkeys(t for t in kind.texts(seed, rows) if t.strip()))
     return [found[i] for i in _shuffled(kind.name, seed, len(found))[:rows]]
 

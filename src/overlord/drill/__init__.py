@@ -1,1 +1,1 @@
-"""Fault drills: run a job undisturbed, run it again while workers are killed, compare the bytes."""
+"""Fault drills: run a job undisturbed and again with killed workers, and compare the bytes."""

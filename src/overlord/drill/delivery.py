@@ -1,4 +1,4 @@
-"""Record the bytes that the ranks of a run receive, and compare two runs.
+"""Record digests of the data that the ranks of a run receive, and compare two runs.
 
 Only delivered steps count; plans are not compared.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delivered:
-    """The deliveries of a run: a digest of the bytes, and the samples, of every step and rank."""
+    """The deliveries of a run: digests by rank and step, samples, and the order of steps."""
 
     digests: dict[tuple[int, int], str] = field(default_factory=dict)  # by (rank, step)
-    samples: Counter[tuple[int, Any]] = field(default_factory=Counter)  # (rank, sample)
+    samples: Counter[tuple[int, Any]] = field(default_factory=Counter)  # deliveries by (rank, id)
     order: dict[int, list[int]] = field(default_factory=dict)  # rank -> steps in arrival order
 
     def add(self, rank: int, step: Step) -> None:
-        """Record a step of a rank."""
+        """Record a step that a rank received."""
         content: list[Any] = [f"{step.step} {step.global_valid_tokens}"]
         for microbatch in (*step, *step.encoder):
             content += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
@@ -43,10 +43,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences between an undisturbed run and a disturbed one; false if there are none."""
+    """The differences between an undisturbed and a disturbed run; false if there are none."""
 
-    lost: int  # samples of the first run that are missing in the second
-    repeated: int  # samples that are delivered more often in the second
+    lost: int  # deliveries of samples that only the undisturbed run had
+    repeated: int  # deliveries of samples that only the disturbed run had
     changed: tuple[tuple[int, int], ...]  # (rank, step) with different, missing or extra bytes
     disordered: tuple[int, ...]  # ranks whose steps arrived in another order
 
@@ -55,7 +55,7 @@ class Difference:
 
 
 def compare(wanted: Delivered, found: Delivered) -> Difference:
-    """Return the differences between an undisturbed run and a disturbed one."""
+    """Return the differences between the undisturbed run ``wanted`` and the run ``found``."""
     lost, repeated = wanted.samples - found.samples, found.samples - wanted.samples
     changed = [
         at

@@ -26,15 +26,15 @@ WANTED = (
 class DrillFault:
     """One fault of a drill.
 
-    ``target`` is the name of a worker, or a role. A fault of a role hits the ``count`` workers with
-    the lowest numbers.
+    ``target``: the name of a worker, a role, or ``all``. A fault of a role hits the ``count``
+    workers with the lowest numbers; ``all`` hits every worker.
     """
 
     action: str  # kill: SIGKILL; stop: SIGSTOP, until the worker is replaced
     target: str
     step: int  # number of taken steps after which the fault strikes
-    count: int = 1
-    every: int = 0  # number of steps between two strikes; 0: it strikes once
+    count: int = 1  # number of workers of a role
+    every: int = 0  # number of steps between two strikes; 0: a single strike
 
     def strikes_at(self, taken: int) -> bool:
         """Return whether the fault strikes after ``taken`` steps."""
@@ -43,7 +43,7 @@ class DrillFault:
         )
 
     def choose(self, names: Sequence[str]) -> list[str]:
-        """Return the workers among ``names`` that the fault hits."""
+        """Return the workers among ``names`` that the fault hits; empty if none matches."""
         if self.target == "all":
             return list(names)
         if "/" in self.target or self.target == "planner":
@@ -65,9 +65,9 @@ def _number(name: str) -> int:
 
 
 def parse_faults(text: str) -> list[DrillFault]:
-    """Parse the text of faults; raise one ``JobError`` that lists every mistake.
+    """Return the faults of a text such as ``kill:loader-worker@10,stop:planner@20``.
 
-    An example is ``kill:loader-worker@10,stop:planner@20``.
+    Raise one ``JobError`` that lists every mistake.
     """
     found, problems = list[DrillFault](), list[str]()
     for word in filter(None, (w.strip() for w in text.split(","))):
@@ -79,10 +79,13 @@ def parse_faults(text: str) -> list[DrillFault]:
         role = target.partition("/")[0]
         if action not in (KILL, STOP):
             problems.append(
-                f"{word!r}: unknown signal {action!r}{did_you_mean(action, (KILL, STOP))}"
+                f"{word!r}: expected the signal {KILL} or {STOP}, got {action!r}"
+                f"{did_you_mean(action, (KILL, STOP))}"
             )
         if role not in ROLES:
-            problems.append(f"{word!r}: unknown worker {role!r}{did_you_mean(role, ROLES)}")
+            problems.append(
+                f"{word!r}: expected a worker or a role, got {role!r}{did_you_mean(role, ROLES)}"
+            )
         count, every = int(match["count"] or 1), int(match["every"] or 0)
         if count < 1:
             problems.append(f"{word!r}: expected at least one worker, got {count}")
@@ -105,9 +108,10 @@ def parse_faults(text: str) -> list[DrillFault]:
 
 
 def default_faults(steps: int, planner: bool) -> list[DrillFault]:
-    """Return the default faults of a drill: one of each kind, evenly spaced.
+    """Return the default faults of a drill of ``steps`` steps, evenly spaced.
 
-    ``planner``: include a kill of the planner.
+    They kill a loader worker and a constructor worker, and stop a loader worker. ``planner``: also
+    kill the planner.
     """
     kinds = [
         (KILL, "loader-worker"),

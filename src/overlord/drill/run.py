@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-SETTLE_S = 30.0  # seconds after the last step for hit workers to be replaced
-LOST_AFTER_S = 2.0  # seconds; short, so that a drill does not wait long for a stopped worker
-POLL_S = 0.05
+SETTLE_S = 30.0  # longest wait in seconds, after the last step, for hit workers to be replaced
+LOST_AFTER_S = 2.0  # seconds until a stopped worker counts as lost; short, to keep drills short
+POLL_S = 0.05  # seconds between two checks for recovered workers
 OnProgress = Callable[[str, int], None]  # (name of the run, steps taken)
 
 
@@ -47,10 +47,10 @@ class Strike:
     """The hit of one worker by a fault."""
 
     fault: DrillFault
-    name: str
-    pid: int
-    taken: int  # steps that were taken by then
-    recovered: int = 0  # how often the worker had recovered by then
+    name: str  # name of the worker
+    pid: int  # process of the worker before the strike
+    taken: int  # number of steps taken before the strike
+    recovered: int = 0  # number of recoveries of the worker before the strike
 
 
 @dataclass(slots=True)
@@ -58,19 +58,19 @@ class Outcome:
     """The deliveries, waits and faults of one run."""
 
     delivered: Delivered = field(default_factory=Delivered)
-    waits_s: list[float] = field(default_factory=list)  # per step, until the last rank received it
-    steps_s: list[float] = field(default_factory=list)  # per step, wait and training
+    waits_s: list[float] = field(default_factory=list)  # per step: until the last rank received it
+    steps_s: list[float] = field(default_factory=list)  # per step: wait and training
     strikes: list[Strike] = field(default_factory=list)
-    # Faults that hit fewer workers than they should, with the reason.
+    # Faults that hit no worker or fewer than ``count``, each with the reason.
     missed: list[tuple[DrillFault, str]] = field(default_factory=list)
     # A sentence for each worker that was hit and did not recover.
     unrecovered: list[str] = field(default_factory=list)
-    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    recoveries: list[dict[str, Any]] = field(default_factory=list)  # as in ``session.metrics()``
 
 
 @dataclass(frozen=True, slots=True)
 class DrillReport:
-    """The outcomes of both runs."""
+    """A drill, and the outcomes of its undisturbed and its disturbed run."""
 
     drill: Drill
     undisturbed: Outcome
@@ -78,7 +78,7 @@ class DrillReport:
 
     @property
     def difference(self) -> Difference:
-        """The differences between the delivered bytes."""
+        """The differences between the deliveries of both runs, computed on each access."""
         return compare(self.undisturbed.delivered, self.disturbed.delivered)
 
     def sentence(self) -> str:
@@ -96,14 +96,17 @@ class DrillReport:
 
 
 def run_drill(drill: Drill, on_progress: OnProgress = lambda run, taken: None) -> DrillReport:
-    """Run the job undisturbed in one process, then in several processes with the faults."""
+    """Run the job undisturbed in one process, then in several processes with the faults.
+
+    ``on_progress`` receives the name of the run and the number of taken steps.
+    """
     calm = run_undisturbed(drill, on_progress)
     with TemporaryDirectory(prefix="overlord-drill-") as scratch:
         return DrillReport(drill, calm, run_disturbed(drill, Path(scratch), on_progress))
 
 
 def run_undisturbed(drill: Drill, on_progress: OnProgress = lambda run, taken: None) -> Outcome:
-    """Run the job in this process, without a journal and without faults."""
+    """Run the job in this process, without journal, faults and compute time of the trainer."""
     outcome = Outcome()
     with ov.launch(replace(drill.job, journal=None), runtime="local") as session:
         _train(
@@ -118,10 +121,10 @@ def run_undisturbed(drill: Drill, on_progress: OnProgress = lambda run, taken: N
 def run_disturbed(
     drill: Drill, scratch: Path, on_progress: OnProgress = lambda run, taken: None
 ) -> Outcome:
-    """Run the job in several processes with its faults.
+    """Run the job in several processes with the faults of the drill.
 
-    The journal is in ``scratch``, because the planner cannot be restarted without one. A journal
-    of the job itself is not touched.
+    The journal is in ``scratch``, because the planner cannot be restarted without a journal. A
+    journal of the job itself is not used.
     """
     outcome = Outcome()
     job = replace(drill.job, journal=str(scratch / "journal"))
@@ -144,7 +147,10 @@ def run_disturbed(
 def _train(
     session: Session, drill: Drill, outcome: Outcome, on_step: Callable[[int], None]
 ) -> None:
-    """Take the steps of all ranks, apply the faults, and record both in ``outcome``."""
+    """Take the steps of all ranks and apply the faults; record both in ``outcome``.
+
+    Return early if the data ends.
+    """
     clients = {rank: session.client(rank) for rank in range(session.job.place.world_size)}
     for taken in range(drill.steps):
         if due := [fault for fault in drill.faults if fault.strikes_at(taken)]:
@@ -164,7 +170,7 @@ def _train(
 
 
 def worker_pids(session: Session) -> dict[str, int]:
-    """Return the pids of the processes of a session that a fault can hit, by name."""
+    """Return the pid of each worker of a session that a fault can hit, by name."""
     return _processes(session.metrics())
 
 
@@ -181,7 +187,7 @@ def _recovered(metrics: Mapping[str, Any]) -> Counter[str]:
 
 
 def _strike(session: Session, faults: Sequence[DrillFault], taken: int, outcome: Outcome) -> None:
-    """Apply all due faults at once, so that no recovery ends before the next fault strikes."""
+    """Apply all due faults at once, so that no worker recovers before the next fault."""
     metrics = session.metrics()
     running, recovered = _processes(metrics), _recovered(metrics)
     for fault in faults:
@@ -207,8 +213,8 @@ def _strike(session: Session, faults: Sequence[DrillFault], taken: int, outcome:
 def _settle(session: Session, outcome: Outcome) -> None:
     """Wait until every worker that was hit is replaced and its recovery is in the metrics.
 
-    The recovery appears a while after the new process. Workers that do not recover in time are
-    recorded: a drill whose last fault was not recovered from must fail.
+    The recovery appears some time after the new process. Workers that do not recover within
+    ``SETTLE_S`` are recorded as ``unrecovered``, so that the drill fails.
     """
     last = {s.name: s for s in outcome.strikes}
     deadline = time.monotonic() + SETTLE_S
@@ -223,7 +229,10 @@ def _settle(session: Session, outcome: Outcome) -> None:
 
 
 def unrecovered(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
-    """Return the workers that were hit and have not recovered, each with the reason as text."""
+    """Return the workers that were hit and have not recovered, each with the reason as text.
+
+    ``last``: the last strike of each worker.
+    """
     running, recovered = _processes(metrics), _recovered(metrics)
     found = {
         name: "is not among the recoveries of the metrics"
@@ -238,7 +247,7 @@ def unrecovered(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[
 
 
 def _continue_stopped(strikes: Sequence[Strike]) -> None:
-    """Continue stopped workers, so that a worker that never counted as lost can exit."""
+    """Send SIGCONT to stopped workers, so that a worker that was not replaced can exit."""
     for strike in strikes:
         if strike.fault.action != KILL:
             with contextlib.suppress(ProcessLookupError):
@@ -246,7 +255,7 @@ def _continue_stopped(strikes: Sequence[Strike]) -> None:
 
 
 def refuse_too_late(faults: Sequence[DrillFault], steps: int) -> None:
-    """Raise ``JobError`` if a fault would strike after the last step."""
+    """Raise ``JobError`` if a fault would not strike before the last of ``steps`` steps."""
     if late := [fault for fault in faults if fault.step >= steps]:
         raise JobError(
             [

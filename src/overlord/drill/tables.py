@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from overlord.drill.run import DrillReport, Outcome
 
 STRIKE_HEAD = ("fault", "worker", "pid", "steps taken", "longest wait of the next 4")
-ROWS = 24  # strikes and recoveries that are listed
+ROWS = 24  # most rows of the tables of strikes and of recoveries
 
 
 def drill_view(report: DrillReport) -> RenderableType:
-    """Return tables of the faults, recoveries, waits and differences of a drill."""
+    """Return tables of strikes and recoveries, and lines about waits, differences and result."""
     hit, d = report.disturbed, report.difference
     views: list[RenderableType] = [grid(STRIKE_HEAD, strike_rows(hit), 2)]
     if hit.recoveries:
@@ -49,7 +49,7 @@ def _recovery_time(row: Mapping[str, Any]) -> str:
 
 
 def strike_rows(hit: Outcome) -> list[list[str]]:
-    """Return the rows of the table of strikes, under ``STRIKE_HEAD``."""
+    """Return the first ``ROWS`` strikes as rows with the columns of ``STRIKE_HEAD``."""
     return [
         [s.fault.action, s.name, str(s.pid), str(s.taken), wait_at(hit, s.taken)]
         for s in hit.strikes[:ROWS]
@@ -57,15 +57,16 @@ def strike_rows(hit: Outcome) -> list[list[str]]:
 
 
 def wait_at(outcome: Outcome, taken: int) -> str:
-    """Return the longest wait of the four steps after a strike, as text."""
+    """Return the longest wait of the four steps from number ``taken`` on; ``-`` without a step."""
     waits = outcome.waits_s[taken : taken + 4]
     return f"{1e3 * max(waits):.0f} ms" if waits else "-"
 
 
 def waits_line(report: DrillReport) -> str:
-    """Return the median and the longest wait of a step, as text.
+    """Return the median and the longest wait for a step in the disturbed run, as text.
 
-    Step 0 waits for the start of all workers, so it counts only if a fault struck before it.
+    Step 0 waits for the start of all workers. It counts only if a fault struck before it, or if
+    there is no other step.
     """
     hit = report.disturbed
     first = 0 if any(s.taken == 0 for s in hit.strikes) or len(hit.waits_s) < 2 else 1

@@ -1,6 +1,7 @@
-"""Compute when the payload of a step has arrived at all receivers.
+"""The times at which the payload of a step arrives at its receivers.
 
-The functions are pure. Every node sends one message after another, and receives one after another.
+The functions are pure. Every sender sends one message after another, and every node receives one
+after another.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ def arrivals(
     link_s: float,
     bandwidth: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arrival times of a step's payload.
+    """Return the arrival times of a step's payload, in seconds.
 
     Sender h sends ``nbytes[h, r]`` to receiver r on node ``node_of[r]``. Sender h starts at
-    ``start[h]``; a node has received all earlier messages at ``free[node]``.
+    ``start[h]``; a node has received all earlier messages at ``free[node]``. A message takes
+    ``link_s`` plus its bytes over ``bandwidth``.
 
-    The result has three arrays: the time when each receiver has its payload (-inf if nothing is
-    sent to it), when each sender is done, and when each node is free again. Senders start with
+    The result has three arrays: when each receiver has its payload, when each sender is done, and
+    when each node is free again. A receiver to which nothing is sent has -inf. Senders start with
     different receivers, because otherwise all would wait for the same one. A node receives messages
     in the order of arrival.
     """
@@ -49,9 +51,10 @@ def arrivals(
 def _received(
     at: np.ndarray, cost: np.ndarray, node: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return when each message has been received: a node receives messages one after another.
+    """Return when each message has been received, and when each node is free again.
 
-    The first byte arrives before the last, so an idle node has received a message as soon as it has
+    Messages are sorted by node, then by arrival ``at``; a node receives one after another. The
+    first byte arrives before the last, so an idle node has received a message as soon as it has
     arrived. Let t(j, k) be the arrival of message j plus the cost of the messages after j up to k.
     Message k of a node is received at the maximum of t(j, k) over all j up to k. One running
     maximum computes it for all nodes at once.

@@ -1,7 +1,7 @@
-"""Measure the constants of the dry run on this machine.
+"""Measurement of the constants of the dry run on this machine.
 
 A few rows of every source are read, and a small version of the job runs in processes. Another
-process opens sources as a worker of a colocated loader does. Connections are opened and used. Times
+process opens sources like a worker of a colocated loader. Connections are opened and used. Times
 are CPU seconds where both ends are in this process, or other work shares its CPU cores.
 """
 
@@ -36,7 +36,7 @@ from overlord.transport.server import Server, open_connection
 
 VERSION = 3  # version of the stored file; raise it when a measurement changes
 PROBE_ROWS = 16  # rows of every source that become samples
-PROBE_TRIES = 64  # reads and evaluations per source, in case filters drop most rows
+PROBE_TRIES = 64  # reads and evaluations per source, at most: filters may drop most rows
 SOURCES = 24  # sources that the stand-in jobs open, at most
 STEPS, SAMPLES = 12, 64  # steps and samples per step of the small job
 # Tokens of a step with images, and its fewest samples: 64 large images take minutes to decode.
@@ -46,7 +46,7 @@ PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
 ID_BYTES = 4  # bytes of a token as it is built for other processes, at most
 WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
 CHILD_S = 120.0  # seconds for one stand-in job
-TOKEN = "of a measurement of this machine"
+TOKEN = "of a measurement of this machine"  # of the server of the measured connections
 
 Progress = Callable[[str, int, int], None]
 
@@ -59,7 +59,7 @@ class Measured:
     probes: tuple[Probe, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the constants and probes as plain values, for JSON."""
         return {
             "version": VERSION,
             "constants": asdict(self.constants),
@@ -68,7 +68,10 @@ class Measured:
 
     @staticmethod
     def of(values: Any, sources: int) -> Measured | None:
-        """Read stored values; return None if their version differs or they are damaged."""
+        """Return the object of stored values for ``sources`` sources; None if they do not fit.
+
+        They do not fit if version or number of sources differ, or if they are damaged.
+        """
         try:
             if values["version"] != VERSION or len(values["probes"]) != sources:
                 return None
@@ -84,9 +87,9 @@ class Measured:
 def load_or_measure(
     prepared: PreparedJob, stored: Path, *, again: bool, progress: Progress
 ) -> Measured:
-    """Return the constants that an earlier run stored, or measure and store them.
+    """Return the constants in file ``stored``; measure and store them if it has none.
 
-    ``again``: measure even if constants are stored.
+    ``again``: measure even if constants are stored. ``progress``: called with (task, done, total).
     """
     n = len(prepared.job.sources)
     if not again and stored.exists():
@@ -115,7 +118,7 @@ def load_or_measure(
         name: float(share @ np.array([getattr(p, of) for p in probes]))
         for name, of in names.items()
     }
-    # Bytes of pixels per token, if there are images: a colocated loader holds them too.
+    # Bytes of pixels per token, if there are images: a colocated loader also holds them.
     pixels = max(0.0, made["built_bytes"] - ID_BYTES)
     constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES + pixels})
     found = Measured(constants=constants, probes=probes)
@@ -131,7 +134,7 @@ def load_or_measure(
 
 
 def probe_sources(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
-    """Read a few rows of every source with its own loader and reader."""
+    """Return the probe of every source, each made by a loader and reader of the source."""
     found, n = [], len(prepared.job.sources)
     for i in range(n):
         progress("rows of every source", i, n)
@@ -142,7 +145,7 @@ def probe_sources(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...
 
 
 def _probe(prepared: PreparedJob, i: int) -> Probe:
-    """Read a slice of one chunk and make samples of a few of its rows."""
+    """Return the probe of source ``i``: read slices, and evaluate rows until there are samples."""
     spec = prepared.reader_spec(i)
     spec = replace(spec, order=replace(spec.order, shuffle_chunks=1))
     loader, reader, worker = open_loader(
@@ -191,11 +194,11 @@ def _probe_of(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
 
 
 # ----------------------------------------------------------------------------
-# Stand-in jobs: memory and CPU of workers, in processes of their own.
+# Stand-in jobs: memory and CPU of workers, each measured in a separate process.
 
 
 class _StandInProcess:
-    """A stand-in job in a process of its own, which exchanges lines of JSON with this one."""
+    """A stand-in job in its own process, which exchanges lines of JSON with this process."""
 
     def __init__(self, **request: Any):
         self._process = subprocess.Popen(
@@ -217,13 +220,16 @@ class _StandInProcess:
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Wait for a line of JSON; the process is killed after ``CHILD_S``."""
+        """Wait for a line of JSON and return its value; raise ``OverlordError`` if there is none.
+
+        The process is killed ``CHILD_S`` after its start.
+        """
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
             raise OverlordError(
-                f"stand-in job: expected a result within {CHILD_S:.0f} s, got none; the end of its "
-                f"stderr: {self._process.stderr.read()[-2000:]}"
+                f"stand-in job: expected a result within {CHILD_S:.0f} s, got none; correct the "
+                f"error at the end of its stderr: {self._process.stderr.read()[-2000:]}"
             )
         found: dict[str, Any] = json.loads(line)
         return found
@@ -238,9 +244,9 @@ class _StandInProcess:
 
 
 def _colocated(prepared: PreparedJob) -> dict[str, float]:
-    """Measure the memory of a worker of a colocated loader, alone and per opened source.
+    """Return the memory of a worker of a colocated loader: without sources, and per opened source.
 
-    Only sources on local disks are measured; the others count as similar.
+    Only sources on local disks are measured; the others are assumed to be similar.
     """
     files, columns = [], []
     for index, pipeline in zip(prepared.indexes, prepared.pipelines, strict=True):
@@ -267,16 +273,16 @@ def _colocated(prepared: PreparedJob) -> dict[str, float]:
 
 
 def samples_per_step(job: Job, probes: Sequence[Probe]) -> int:
-    """Return the samples per step of a stand-in job; fewer with images, by their tokens."""
+    """Return the samples per step of a small job; with images, about IMAGE_TOKENS tokens."""
     if PixelForm.of(job.sources) is None:
         return SAMPLES
     return max(FEWEST, min(SAMPLES, int(IMAGE_TOKENS / max(probe.tokens for probe in probes))))
 
 
 def choose_sources(job: Job, n: int) -> tuple[Source, ...]:
-    """Return ``n`` sources of a job in its order, preferably those with a weight.
+    """Return ``n`` sources of a job in its order, those with a weight first.
 
-    Sources with images keep their share; at least one of them is chosen.
+    The share of sources with images is kept; if the job has any, at least one is chosen.
     """
     ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
     pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
@@ -293,9 +299,10 @@ def _weight(job: Job, source: Source) -> float:
 
 
 def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
-    """Run a small version of the job in processes, and measure memory and CPU of its workers.
+    """Return memory and CPU constants of workers, measured in a small version of the job.
 
-    It has ``n`` sources in one loader worker, one constructor worker and one rank.
+    It has ``n`` sources in one loader worker, one constructor worker and one rank, each in a
+    process.
     """
     from overlord.session.launch import launch
 
@@ -358,7 +365,10 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
 
 
 def _complete_metrics(session: Any) -> dict[str, Any]:
-    """Return metrics of a session in which all workers answered; poll until then."""
+    """Poll the metrics of a session until all workers have answered, and return them.
+
+    Raise ``OverlordError`` after CHILD_S.
+    """
     deadline = time.monotonic() + CHILD_S
     while True:
         found: dict[str, Any] = session.metrics()
@@ -378,7 +388,10 @@ def _complete_metrics(session: Any) -> dict[str, Any]:
 
 
 def _per_source(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
-    """Split the memory of a loader worker into a base and a share per source, from two runs."""
+    """Return the constants of two runs, with a loader worker's memory as a base and per source.
+
+    The runs ``few`` and ``many`` have ``n`` and ``m`` sources.
+    """
     source = max(0.0, (many["host_bytes"] - few["host_bytes"]) / max(1, m - n))
     return {
         **few,
@@ -389,7 +402,10 @@ def _per_source(few: dict[str, float], many: dict[str, float], n: int, m: int) -
 
 
 def _resident(pid: int) -> int:
-    """Return the RSS of a process, not its PSS: a worker alone on its node shares no pages."""
+    """Return the RSS of a process in bytes; 0 if unknown.
+
+    It is not the PSS, since a worker alone on its node shares no pages.
+    """
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -409,9 +425,9 @@ def _cpu_s(pid: int) -> float:
 
 
 def _connections() -> dict[str, float]:
-    """Measure the costs of a connection.
+    """Return the measured costs of connections, calls, messages and bytes.
 
-    Both ends are in this process, so each end has half of the CPU time.
+    Both ends are in this process, so half of the CPU time and memory is that of one end.
     """
     from overlord.process.resources import own_bytes
 

@@ -1,4 +1,4 @@
-"""Estimate one job at several cluster sizes; ``cli/simulate_report.py`` prints the results."""
+"""Estimates of one job at several cluster sizes; ``cli/simulate_report.py`` prints them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.index import default_cache_dir
 
-STEPS, WARM = 9, 5  # steps that are run, and the first of them, which fill the prefetch window
+# steps that are run, and the number of first steps that fill the prefetch window and do not count
+STEPS, WARM = 9, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunRequest:
-    """The arguments of a dry run of one job at the cluster sizes ``gpus``."""
+    """The arguments of dry runs of one job, one for each cluster size of ``gpus``."""
 
     gpus: Sequence[int]
     tp: int = 1
@@ -111,7 +112,10 @@ Progress = Callable[[str, int, int], None]
 def constants_of(
     prepared: PreparedJob, *, again: bool, progress: Progress
 ) -> tuple[Measured, Path]:
-    """Return the constants of this machine for these files, and the file that stores them."""
+    """Return the constants of this machine for a job's files, and the file that stores them.
+
+    ``again``: measure them even if they are stored.
+    """
     # The name of the file depends on the sources, their weights and the context. Means over sources
     # follow the weights, and the context bounds a sample. Batch size and mesh do not matter.
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in prepared.indexes)
@@ -126,7 +130,7 @@ def constants_of(
 
 
 def check_request(job: Job, request: DryRunRequest) -> None:
-    """Raise ``JobError`` if a launch at one of the sizes would fail, before measuring."""
+    """Raise ``JobError`` if the job or the request is invalid at one of the sizes."""
     for gpus in request.gpus:
         fleet = _shape(job, request, gpus)
         try:
@@ -143,7 +147,10 @@ def check_request(job: Job, request: DryRunRequest) -> None:
 def fleet_of(
     job: Job, request: DryRunRequest, gpus: int, constants: Constants, constructors: bool
 ) -> ClusterShape:
-    """Return the shape of a cluster of ``gpus``, with as many loader workers as reading needs."""
+    """Return the shape of a cluster of ``gpus``: ranks, batch and loader workers.
+
+    ``request.hosts`` sets the workers; else they are as many as reading at trainers' pace needs.
+    """
     made = replace(_shape(job, request, gpus), constructors=constructors)
     samples = request.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
     hosts = request.hosts or max(
@@ -178,7 +185,7 @@ def _samples(job: Job, constants: Constants) -> float:
 
 
 def job_at_size(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
-    """Return the job with the mesh and the batch size of a cluster."""
+    """Return the job with the mesh and batch size of a cluster, without journal and end."""
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
     if job.batch.samples:
         batch = replace(job.batch, samples=fleet.batch)
@@ -196,9 +203,10 @@ def estimate_sizes(
     clock: Callable[[], float] = time.thread_time,
     cache_dir: Path | None = None,
 ) -> tuple[Measured, Path, list[Cell]]:
-    """Estimate a job at every size; return the constants, the file that stores them, and the cells.
+    """Return the constants, the file that stores them, and the estimate for every size.
 
-    ``clock`` times the planner.
+    ``again``: measure the constants even if they are stored. ``clock`` times the planner. Raise
+    ``JobError`` for an invalid request, before anything is measured.
     """
     check_request(job, request)
     # The sources repeat, since a large cluster would finish a small corpus at once.

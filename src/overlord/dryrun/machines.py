@@ -20,9 +20,9 @@ class Constants:
     """Costs measured on one machine, in bytes, seconds, and bytes per second."""
 
     worker_bytes: float  # a worker process of a colocated loader without open sources
-    opened_bytes: float  # per source that it opens
+    opened_bytes: float  # each source that such a worker opens
     host_bytes: float  # a loader worker without sources
-    source_bytes: float  # per source that it reads: files, the open window
+    source_bytes: float  # each source that a loader worker reads: files, the open window
     constructor_bytes: float  # a constructor worker without batches
     planner_bytes: float  # the planner process
     client_bytes: float  # a client in its trainer, without steps
@@ -51,7 +51,7 @@ class Constants:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Constants:
-        """Return the constants of plain values; raise ``ValueError`` if one is missing."""
+        """Return constants from plain values; raise ``ValueError`` for missing or invalid ones."""
         names = [f.name for f in fields(Constants)]
         if missing := [name for name in names if name not in values]:
             raise ValueError(f"constants: expected {', '.join(names)}, got no {', '.join(missing)}")
@@ -60,7 +60,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """The size of a cluster, its mesh, and the settings of data loading."""
+    """The shape of a cluster: its size, its mesh, and the settings of data loading."""
 
     gpus: int
     tp: int = 1
@@ -69,14 +69,14 @@ class ClusterShape:
     gpus_per_node: int = 8
     sources: int = 1
     batch: int = 512  # samples per step, over all ranks
-    workers: int = 4  # of a colocated loader, per rank
+    workers: int = 4  # worker processes of a colocated loader, per rank
     prefetch: int = 4
     read_ahead: int = 8
     build_ahead: int = 2
     constructors: bool = True
     broadcast: bool = True  # False: every rank receives arrays
     sources_per_host: int = 25
-    hosts: int = 1  # loader workers, at least: as many as reading needs at the trainers' speed
+    hosts: int = 1  # least number of loader workers, such as reading needs at the trainers' speed
     # Sets of loaders, each with all sources. Overlord has one; without partitioned sources there
     # is one per data-parallel group.
     copies: int = 1
@@ -110,8 +110,8 @@ class ClusterShape:
     def fetching(self) -> int:
         """The number of ranks that receive arrays.
 
-        With a broadcast it is one per tensor-parallel group of the first and the last pipeline
-        stage.
+        With a broadcast, it is one rank of each tensor-parallel group of the first and the last
+        pipeline stage.
         """
         return self.dp * self.cp * min(2, self.pp) if self.broadcast else self.gpus
 
@@ -119,7 +119,7 @@ class ClusterShape:
     def remote(self) -> int:
         """The number of fetching ranks on another node than the constructor of their group.
 
-        They receive a copy, while the others map shared memory.
+        These ranks receive a copy, while ranks on the same node map shared memory.
         """
         near = max(1, self.gpus_per_node // (self.tp if self.broadcast else 1))
         return (
@@ -160,9 +160,9 @@ class MemoryEstimate:
 def colocated_memory(
     fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False
 ) -> MemoryEstimate:
-    """Estimate the memory of a loader in every rank, whose workers open every source.
+    """Return the memory of colocated loaders: one in every rank, whose workers open every source.
 
-    ``first_of_tp``: only one rank of a tensor-parallel group loads.
+    ``first_of_tp``: only one rank of a tensor-parallel group has a loader.
     """
     ranks = fleet.gpus // (fleet.tp if first_of_tp else 1)
     batch = fleet.batch / fleet.dp * c.sample_tokens * c.wide_bytes
@@ -174,9 +174,10 @@ def colocated_memory(
 
 
 def overlord_memory(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
-    """Estimate the memory of Overlord by role.
+    """Return the memory of Overlord by role.
 
-    Without constructors every rank that receives arrays gathers payload and builds its own batches.
+    Without constructors, every rank that receives arrays gathers payload and builds its own
+    batches.
     """
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
@@ -209,7 +210,7 @@ def overlord_memory(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Numbers of connections for payload, steps and plans: in total, and per process by role."""
+    """Numbers of connections for payload, steps and plans: in all, and of one process by role."""
 
     total: int
     loader_host: int
@@ -219,7 +220,7 @@ class Links:
 
     @property
     def most(self) -> int:
-        """The largest number of connections of one process."""
+        """The largest number of connections of one loader worker, constructor worker or planner."""
         return max(self.loader_host, self.constructor, self.planner)
 
 
@@ -246,8 +247,8 @@ def connections(fleet: ClusterShape) -> Links:
 
 
 def connecting_s(fleet: ClusterShape, c: Constants) -> float:
-    """Return the time until all connections are open.
+    """Return the seconds until all connections are open.
 
-    Each process opens its connections one after another, all processes concurrently.
+    Each process opens its connections one after another, and all processes do so concurrently.
     """
     return connections(fleet).most * c.connect_s

@@ -1,7 +1,7 @@
-"""Simulate a cluster of any size on a virtual clock.
+"""Simulation of a cluster of any size on a virtual clock.
 
-Planner, loaders and assemblers are those of a real job. Reading, sending and building take the
-times that were measured. The planner runs, and its time is measured, not modelled.
+Planner, loaders and assemblers are those of a real job. Reading, sending and building take virtual
+time, computed from measured constants. The planner runs, and its time is measured, not modelled.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ THREADS = 8  # threads of a loader worker that read concurrently
 # a reserve for steps that cost more.
 BUSY = 0.7
 MAX_EVENTS = 5_000_000
-LEAST_WAIT = 0.01  # share of the step time; shorter waits are not reported
+LEAST_WAIT = 0.01  # share of the step time; waits shorter than this have no reported reason
 
 
 @dataclass(slots=True)
 class StepTimes:
     """The times of one step in virtual seconds; ``plan_s`` and ``route_s`` are real seconds."""
 
-    began: float = 0.0  # when the planner began to plan it
+    began: float = 0.0  # when the planner began to plan the step
     plan_s: float = 0.0
     route_s: float = 0.0
     nbytes: int = 0  # bytes of payload
-    has: int = 0  # ranks that have received it
-    last: float = 0.0  # when the last rank received it
-    waited_s: float = 0.0  # seconds that trainers waited for it
+    has: int = 0  # number of ranks that have received the step
+    last: float = 0.0  # when the last rank received the step
+    waited_s: float = 0.0  # seconds that trainers waited for the step
 
     @property
     def latency_s(self) -> float:
-        """The time from planning until the last rank has received the step."""
+        """Seconds from the start of planning until the last rank has received the step."""
         return self.last - self.began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """The times of the steps of a run, without the first steps."""
+    """The result of a dry run: the times of its steps, without the first ones, and its load."""
 
     steps: tuple[StepTimes, ...]
     loader_hosts: int
@@ -77,7 +77,10 @@ class DryRunResult:
     source_loaders: int = 1
 
     def wait_reason(self, pace_s: float) -> str:
-        """Describe what trainers wait for at this speed; empty if they hardly wait."""
+        """Describe what delays trainers that compute ``pace_s`` per step.
+
+        The text is empty if they wait less than LEAST_WAIT of a step.
+        """
         if self.most("waited_s") < LEAST_WAIT * pace_s:
             return ""
         if self.source_s > max(pace_s, self.planner_s):
@@ -92,20 +95,21 @@ class DryRunResult:
         return "uneven reading: no part needs more than the step time on average"
 
     def median(self, what: str) -> float:
-        """Return the median of an attribute over the steps."""
+        """Return the median of attribute ``what`` of ``StepTimes`` over the steps."""
         return float(np.median([getattr(step, what) for step in self.steps]))
 
     def most(self, what: str) -> float:
-        """Return the maximum of an attribute over the steps."""
+        """Return the maximum of attribute ``what`` of ``StepTimes`` over the steps."""
         return float(max(getattr(step, what) for step in self.steps))
 
 
 def loaders_of(
     prepared: PreparedJob, probes: Sequence[Probe], batch: int, pace_s: float
 ) -> dict[str, int]:
-    """Return the number of loaders of each source, such that none is busier than ``BUSY``.
+    """Return the number of loaders of each source, such that each is at most ``BUSY`` utilised.
 
-    A source cannot have more loaders than chunks that it reads at a time.
+    A source cannot have more loaders than chunks that it reads at a time, so its loaders may be
+    busier.
     """
     loaders, job = {}, prepared.job
     for load, probe, order in zip(loads_of(prepared), probes, prepared.orders, strict=True):
@@ -117,7 +121,7 @@ def loaders_of(
 
 
 class DryRun:
-    """One run of a cluster on a virtual clock.
+    """One run of a cluster on a virtual clock. ``pace_s``: seconds that trainers compute per step.
 
     ``clock`` times the planner. With the default clock planning takes no time, and runs are exactly
     reproducible.
@@ -171,7 +175,7 @@ class DryRun:
         self._host_of, self.n_hosts = np.asarray(hosting.host_of, np.int64), hosting.n_hosts
         self._threads = [[0.0] * THREADS for _ in range(self.n_hosts)]
         self._receivers()
-        self._sent = np.zeros(self.n_hosts)  # when each loader worker has sent everything
+        self._sent = np.zeros(self.n_hosts)  # when each loader worker has sent all its payload
         self.steps: dict[int, StepTimes] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count, self.now, self._planner_free = 0, 0.0, 0.0
@@ -231,7 +235,10 @@ class DryRun:
     def run(
         self, steps: int, warm: int, on_step: Callable[[int], None] = lambda step: None
     ) -> DryRunResult:
-        """Run until ``steps`` are trained; return the times of all steps but the first ``warm``."""
+        """Run until ``steps`` are trained; return the times of all steps but the first ``warm``.
+
+        ``on_step`` is called with each trained step. Raise ``DataStall`` if no event is left.
+        """
         self._wanted = steps
         for assembler in self._assemblers:
             for rank in assembler.ranks:
@@ -270,7 +277,7 @@ class DryRun:
     # planner
 
     def _handle(self, events: Sequence[Any]) -> None:
-        """Pass events to the planner; the virtual time advances by the time that it took."""
+        """Pass events to the planner, which is busy in virtual time as long as the call took."""
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
         took = self._clock() - start
@@ -351,7 +358,7 @@ class DryRun:
         return pairs // self._fleet.dp, pairs % self._fleet.dp
 
     def _traffic(self, stage: PlannedStep) -> np.ndarray:
-        """Return the bytes from every loader worker to every receiver."""
+        """Return the payload bytes of a step by [loader worker, receiver]."""
         assert stage.loader is not None
         sample, group = self._copies(stage)
         host = self._host_of[stage.loader[sample]]
@@ -386,7 +393,7 @@ class DryRun:
     # constructors and ranks
 
     def _payload_arrived(self, c: int, stage: PlannedStep) -> None:
-        """Build a step whose payload has arrived at constructor worker ``c``."""
+        """Start to build a step whose payload has arrived at constructor worker ``c``."""
         commands: list[Any] = []
         for g in np.flatnonzero(self._builder_of == c).tolist():
             self._assemblers[g].handle(stage)
@@ -419,7 +426,7 @@ class DryRun:
                 self._has(command.step, 1, when)
 
     def _built_by_ranks(self, stage: PlannedStep, step: StepTimes, last: np.ndarray) -> None:
-        """Deliver a step without constructors, when the last fetching rank has built it.
+        """Deliver a step of a cluster without constructors, once all fetching ranks have built it.
 
         The other ranks only receive the description of the step.
         """
@@ -438,7 +445,7 @@ class DryRun:
             self._at(step.last, self._train)
 
     def _train(self) -> None:
-        """Start to train the next step, if all ranks have it and the previous step has ended."""
+        """Start training on the next step, if all ranks have it and the previous step has ended."""
         number = self._trained + 1
         step = self.steps.get(number)
         if step is None or step.has < self._fleet.gpus or step.last > self.now:
@@ -464,7 +471,7 @@ class DryRun:
 
 
 def _to_ranks(routed: RoutedPlan, ranks: Sequence[Sequence[int]]) -> RoutedPlan:
-    """Route a step without constructors.
+    """Return the routes of a step in a cluster without constructors.
 
     Each of ``ranks[b]`` receives the plan and the payload of the constructor of bucket ``b``. Only
     the model of the paper's Figure 18 has this case.

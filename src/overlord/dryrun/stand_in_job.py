@@ -1,4 +1,4 @@
-"""Stand-in jobs, each in a process of its own: ``python -m overlord.dryrun.stand_in_job``.
+"""Stand-in jobs, each in its own process: ``python -m overlord.dryrun.stand_in_job``.
 
 They measure the memory of a worker of a colocated loader, and of a client, with real files and a
 real client. A job reads a request as JSON from stdin and writes results as JSON to stdout.
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 BATCH_ROWS = 64  # rows that a worker decodes at a time
-HELD_BYTES = 2**20  # bytes that are read at once of a file in another format than Parquet
+HELD_BYTES = 2**20  # bytes read at once from a file that is not Parquet
 
 
 def open_sources(
     files: list[list[str]], columns: list[list[str] | None], counts: list[int]
 ) -> None:
-    """Measure the memory of a forked worker that opens sources and reads a batch of each.
+    """Print the bytes that a forked worker adds, without sources and with ``counts`` of them open.
 
-    The fork is as in torch's DataLoader. Print the memory that the worker adds without open
-    sources, and with each number of ``counts`` open.
+    The worker opens a source by reading a batch from its first file. It is forked as in torch's
+    DataLoader. ``files`` and ``columns`` are by source; columns None: all.
     """
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
@@ -63,9 +63,10 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 
 
 def connect_client(address: str, token: str, steps: int) -> None:
-    """Connect a client and print the memory that it adds to its process, without steps.
+    """Connect a client, and print the bytes of memory that it adds to its process without steps.
 
-    After the next line of input, take ``steps`` steps and print their tokens and bytes.
+    After the next line of input, take ``steps`` steps and print their tokens and bytes. After one
+    more line, end.
     """
     from overlord.client.connect import connect
     from overlord.process.resources import own_bytes

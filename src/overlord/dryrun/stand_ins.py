@@ -1,7 +1,7 @@
-"""Stand-in readers that read no files.
+"""Stand-in readers, which read no files.
 
 They return the rows of a source's index with the metadata of a few probed rows. Loaders and planner
-run unchanged on them, so that one machine can plan for a cluster of any size.
+run unchanged with them, so that one machine can plan for a cluster of any size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROW_BYTES = 2048  # assumed size of a row, for files with an unknown number of r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Time, size and metadata of a few rows of one source."""
+    """The measurement of a few rows of one source: time, size and metadata."""
 
     row_s: float  # seconds to read and transform one row
     sample_bytes: float  # bytes of the token ids of a buffered sample
@@ -35,7 +35,7 @@ class Probe:
         return float(np.mean(self.meta["tokens"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return {
             "row_s": self.row_s,
             "sample_bytes": self.sample_bytes,
@@ -43,7 +43,7 @@ class Probe:
         }
 
     def columns(self, which: np.ndarray) -> dict[str, Column]:
-        """Return the metadata columns of the probed samples with these numbers."""
+        """Return the metadata columns of the probed samples ``which``, numbers that may repeat."""
         found: dict[str, Column] = {}
         for name, values in self.meta.items():
             if isinstance(values[0], (list, tuple)):
@@ -58,7 +58,7 @@ class Probe:
 
 
 class StandInReader:
-    """Executes ``Read`` and ``Evaluate`` commands of a loader without reading files.
+    """A reader that executes the ``Read`` and ``Evaluate`` commands of a loader without files.
 
     Every raw row becomes one of the probed samples, chosen by the key of the row.
     """
@@ -76,7 +76,7 @@ class StandInReader:
         )
 
     def read(self, command: Read) -> tuple[WindowReady, float]:
-        """Return the window and 0 seconds: the time of a row includes its reading."""
+        """Return the window and the seconds of reading: 0, since ``Probe.row_s`` includes it."""
         first, files, rows, over = (
             command.window * self._slice,
             list[np.ndarray](),
@@ -96,7 +96,7 @@ class StandInReader:
         return WindowReady(len(row), tuple(over)), 0.0
 
     def evaluate(self, command: Evaluate) -> tuple[BlockReady, float]:
-        """Return the samples of the next rows, and the seconds that they take."""
+        """Return the samples of the next rows, and the seconds to read and transform these rows."""
         key, file, row = (column[: command.rows] for column in self._window)
         self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
         n, none = len(key), np.zeros(0, np.int64)

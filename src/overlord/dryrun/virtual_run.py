@@ -1,7 +1,8 @@
-"""Run a job on a virtual clock with seeded delays and orderings: ``ov.simulate``.
+"""Runs of a job on a virtual clock with seeded delays and orderings: ``ov.simulate``.
 
 The runtime is the local one; only the time at which work ends is drawn from a seed. Under any seed
-a run must give the stream of the local runtime, byte for byte. A seed that fails reproduces a bug.
+a run must give the stream of the local runtime, byte for byte. A seed whose run differs reproduces
+a bug.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from overlord.setup.prepared_job import PreparedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """The distributions of durations in virtual seconds: log-normal, with these medians."""
+    """Distributions of durations: log-normal, with these medians in virtual seconds."""
 
-    work_s: float = 0.010
+    work_s: float = 0.010  # each piece of work, such as a read or a build
     step_s: float = 0.050  # compute time of a rank between two steps
-    sigma: float = 1.0
+    sigma: float = 1.0  # standard deviation of the logarithm
     slow: Mapping[int, float] = field(default_factory=dict)  # rank -> factor on its step_s
 
 
@@ -54,11 +55,11 @@ class VirtualExecutor:
         self.now = 0.0
 
     def delay(self, median_s: float) -> float:
-        """Return a random duration with this median."""
+        """Return a random duration with median ``median_s``."""
         return median_s * float(np.exp(self._delays.sigma * self._random.standard_normal()))
 
     def call_later(self, after_s: float, call: Callable[[], None]) -> None:
-        """Call a function after ``after_s`` of virtual time."""
+        """Call a function ``after_s`` virtual seconds from now."""
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
@@ -72,7 +73,7 @@ class VirtualExecutor:
         urgent: bool = False,
         waits: Any = None,
     ) -> None:
-        """Run ``work`` after a drawn time and pass its outcome to ``done``."""
+        """Run ``work`` after a random virtual delay, and call ``done(result, error)``."""
 
         def finish() -> None:
             try:
@@ -108,11 +109,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A restart of the loaders of a source at the position of the draw.
+    """A simulated move of a source's loaders: their restart at the position of the draw.
 
-    A move of its loaders to another worker does the same. The restart happens after ``after``
-    executed events, or, with ``step``, while that step's plan is executed. The stream must not
-    change.
+    The restart happens after ``after`` executed events, or, with ``step``, while that step's plan
+    is executed. The stream must not change.
     """
 
     source: str
@@ -125,7 +125,7 @@ Trainer = Callable[[int, int], Mapping[str, float] | None]  # (rank, step) -> it
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A simulated trainer of one rank, which takes steps and computes between them."""
+    """A simulated trainer of one rank, which takes steps and computes for a time between them."""
 
     rank: int
     inbox: list[tuple[StepInfo, BucketBatch]] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Run:
     end_state: dict[str, Any]
     # With ``save``: the state after each step, when the last rank had taken it.
     states: dict[int, dict[str, Any]]
-    feedback: dict[str, int]  # numbers of applied, late and ignored reports
+    feedback: dict[str, int]  # numbers of received, used, late and pending reports
 
 
 class _Simulation:
@@ -198,7 +198,7 @@ class _Simulation:
             trainer.unreported = [s for s in range(first - 2, first) if s >= 0]
 
     def apply(self, event: SetMixture | Skip | Add | Moved) -> None:
-        """Apply a change; the restart of a source is only scheduled."""
+        """Apply a change to the runtime; a move is only scheduled."""
         if isinstance(event, Moved):
             self._moves.append(event)
             return
@@ -217,7 +217,10 @@ class _Simulation:
         )
 
     def run(self, max_events: int) -> None:
-        """Execute events until every rank has its steps, or the job ends."""
+        """Execute events until every rank has its steps, or the job has ended.
+
+        Raise ``DataStall`` if no event is left, or after ``max_events``.
+        """
         self._runtime.attach({t.rank: t for t in self._trainers})
         for n in range(max_events):
             self._move([m for m in self._moves if m.step is None and m.after <= n])
@@ -268,7 +271,7 @@ class _Simulation:
         )
 
     def _send_reports(self, trainer: _Rank) -> None:
-        """Send the pending reports of a trainer; the report of the last step may be sent later."""
+        """Send the pending reports of a trainer; that of its last step may be delayed at random."""
         while (
             self._report is not None
             and trainer.unreported
@@ -286,7 +289,7 @@ class _Simulation:
         return self._prepared.export(self._log.completed(info.after, self._prepared.job.names))
 
     def outcome(self) -> Run:
-        """Return the result of the run."""
+        """Return the steps, end state and counts of the run so far."""
         ranks, planner = self._trainers, self._runtime.planner
         last = next((t.last for t in ranks if t.last is not None), None)
         return Run(
@@ -319,10 +322,12 @@ def simulate(
 ) -> Run:
     """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps.
 
-    ``events``: changes during the run. Each names its step, so the time of the call does not
-    matter; a moved source must not change anything. ``report``: the report of a trainer about a
-    step, sent before it requests the second next step. A resumed run repeats reports that the
-    state may lack. ``save``: keep the state after every step, as a checkpoint does.
+    ``resume``: start from a saved state. ``ranks``: ranks that take steps; None: all.
+    ``events``: changes during the run. Each contains its step, so the time of the call does not
+    matter; a moved source must not change the stream. ``report(rank, step)``: the report of a
+    trainer about a step, sent before it requests the second next step. A resumed run repeats
+    reports that the state may lack. ``save``: keep the state after every step, as a checkpoint
+    does. Raise ``DataStall`` if the run blocks; an error of the job is in ``Run.error``.
     """
     prepared, delays = PreparedJob(job, Options.of(options)), delays or Delays()
     run = _Simulation(

@@ -1,4 +1,4 @@
-"""Hooks: user functions that replace a step of the planner, the loaders or the constructors.
+"""Hooks: user functions that replace a stage of the planner, the loaders or the constructors.
 
 They are the hooks of the Overlord paper, section 4.2.
 
@@ -7,10 +7,10 @@ They are the hooks of the Overlord paper, section 4.2.
     Job(hooks=[ov.loader_do_plan(fn)])        loaders: tokens of one source in a step
     Job(hooks=[ov.constructor_do_plan(fn)])   constructors: microbatches of one bucket
 
-All three determine the arrays of every rank. So they belong to the job and its fingerprint, by the
-text of the function. Their results are checked. An error in one ends the job at its step and names
-the function. They must be pure: equal input gives equal output, whatever the thread, the machine
-and the steps before.
+The three functions determine the arrays of every rank. So the text of each function is part of the
+job's fingerprint. Their results are checked. An error in a function ends the job at its step and
+names the function. The functions must be pure: equal input gives equal output, whatever the thread,
+the machine and the steps before.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class Hook:
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
-    """Replace the tokens that loaders send, by ``fn(samples: Popped) -> Ragged``.
+    """Return a hook that replaces the tokens that loaders send, by ``fn(samples) -> Ragged``.
 
-    The rows of the result have the same lengths.
+    ``samples`` is a ``Popped``. The rows of the result must have the lengths of ``samples.tokens``,
+    since lengths are planned before.
 
     The function is called once per step and source. It gets all samples of the source in the step,
     in the plan's order, whichever loaders read them. So the stream does not depend on the number of
-    loaders. Lengths are planned already and cannot change. Hooks run in the order of ``Job.hooks``,
-    before all constructor hooks, in a worker thread.
+    loaders. Loader hooks run in the order of ``Job.hooks``, before all constructor hooks, in a
+    worker thread.
 
         def hide_digits(samples):
             if samples.source != "web":
@@ -87,23 +88,23 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
-    """Build the microbatches of one bucket, by ``fn(assembly: Assembly) -> list of dicts``.
+    """Return a hook that builds the microbatches of a bucket, by ``fn(assembly) -> list of dicts``.
 
-    The list has one dict per planned microbatch.
+    ``assembly`` is an ``Assembly``. The list must have one dict per planned microbatch.
 
     The function is called once per step and bucket (with buckets along PP or TP, once for each
-    data-parallel group). Its result is sliced for ranks as the package's own arrays are. Additional
+    data-parallel group). Its result is sliced for ranks like the arrays of the default. Additional
     keys go to every pipeline stage; those with an entry for every token are sliced along cp.
 
     Every dict must have the keys of the batch contract, with their types. ``cu_seqlens`` and
     ``cu_seqlens_padded`` must divide its tokens into one document for each of ``source_ids``.
     Additional keys hold numpy arrays and arrive in the trainer's ``Microbatch``.
-    ``assembly.default()`` returns what the package would build (read-only arrays: copy before you
-    change them), or the result of the hook before this one.
+    ``assembly.default()`` returns the microbatches without hooks, or the result of the hook before
+    this one. Its arrays are read-only: copy them before you change them.
 
-    A microbatch may be empty: it has no documents, and one document of padding in the default.
+    A microbatch may be without documents; in the default it has one document of padding.
     ``Step.global_valid_tokens`` and ``Microbatch.samples`` follow the plan. A hook that masks more
-    of the loss must count it itself.
+    of the loss must count the remaining tokens itself.
 
         def with_lengths(assembly):
             return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
@@ -115,7 +116,7 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 class Popped:
     """The samples of one source in one step: ids and tokens, row by row, in the plan's order.
 
-    It is the order of the stream, unless look-ahead chooses samples.
+    The plan's order is that of the stream, unless look-ahead chooses samples.
     """
 
     step: int
@@ -138,8 +139,8 @@ class Popped:
     def chance(self, purpose: str = "") -> np.ndarray:
         """Return a random number in [0, 1) for every token of ``tokens.values``.
 
-        It depends on the job's seed, the sample's id and the token's position, so it is the same in
-        every run. Each purpose has different numbers.
+        It depends on the job's seed, the sample's id, the token's position and ``purpose`` alone,
+        so it is the same in every run.
         """
         lengths = self.tokens.lengths
         each = keyed_hash(
@@ -156,7 +157,7 @@ class Popped:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assembly:
-    """One bucket of a step, as its constructor builds it."""
+    """The input of a constructor hook: the documents and the plan of one bucket in a step."""
 
     step: int
     bucket: int
@@ -168,14 +169,17 @@ class Assembly:
 
     @property
     def documents(self) -> list[Ragged]:
-        """Return the tokens by microbatch: ``documents[m][k]`` is document k of microbatch m."""
+        """Tokens by microbatch: ``documents[m][k]`` is document k of microbatch m."""
         return [self.gather(rows) for rows in self.rows]
 
     def ids(self, microbatch: int) -> list[SampleId]:
         return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
 
     def default(self) -> list[dict[str, np.ndarray]]:
-        """Return the microbatches that the package would build, as dicts of read-only arrays."""
+        """Return the microbatches without this hook, as dicts of read-only arrays.
+
+        They are the result of the hook before this one, if there is one.
+        """
         return [dict(microbatch) for microbatch in self.build()]
 
 
@@ -189,7 +193,10 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """Apply the loader hooks; return the document number of each sample, and the documents."""
+    """Apply the loader hooks to the payload of a plan's samples.
+
+    ``doc``: row of ``tokens`` of each sample. Return the new rows of all samples and new tokens.
+    """
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
     pieces = []
@@ -207,7 +214,7 @@ def popped_by(
 
 
 def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
-    """Return a compact copy of the result of a loader hook, or raise PlanError if it is invalid."""
+    """Return a compact copy of a loader hook's result; raise ``PlanError`` if it is invalid."""
     problem = ""
     if not isinstance(result, Ragged) or not all(
         _is_flat_and_whole(array) for array in (result.values, result.offsets)
@@ -223,8 +230,9 @@ def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
         0
     ] <= result.offsets[-1] <= len(result.values):
         problem = (
-            f"expected {len(before)} rows of the lengths it was given, got {len(result)} rows "
-            f"of {int(result.lengths.sum())} tokens"
+            f"expected {len(before)} rows with the lengths of samples.tokens, "
+            f"{int(before.lengths.sum())} tokens in all, got {len(result)} rows of "
+            f"{int(result.lengths.sum())} tokens"
         )
     else:
         result = Ragged(result.compact().values, before.offsets)
@@ -237,7 +245,7 @@ def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
         raise PlanError(
             f"{hook.__name__}: {problem}",
             step,
-            "change ids, not their number: lengths are planned before",
+            "return the same number of token ids for each sample, since lengths are planned before",
         )
     return result
 
@@ -247,7 +255,7 @@ def _is_flat_and_whole(array: Any) -> bool:
 
 
 def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """Return the microbatches of a bucket; each hook gets the result of the previous one."""
+    """Return a bucket's microbatches after the constructor hooks, each applied to the previous."""
     build = assembly.build
     for hook in hooks:
         build = _apply_hook(hook, replace(assembly, build=build))
@@ -261,7 +269,7 @@ def _apply_hook(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, n
 def _checked_microbatches(
     hook: Hook, result: Any, assembly: Assembly
 ) -> list[dict[str, np.ndarray]]:
-    """Return the result of a constructor hook, read-only, or raise PlanError if it is invalid."""
+    """Return a constructor hook's result, read-only; raise ``PlanError`` if it is invalid."""
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
@@ -283,7 +291,7 @@ def _checked_microbatches(
 
 
 def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
-    """Return the first problem of one microbatch, as text; "" if it has none."""
+    """Return the first problem of one microbatch, as text; an empty text if it has none."""
     if not isinstance(microbatch, Mapping):
         return f"expected a mapping, got {type(microbatch).__name__}"
     if missing := [key for key in wanted if key not in microbatch]:
@@ -307,7 +315,7 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
 
 
 def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
-    """Return the first problem of the document bounds.
+    """Return the first problem of the document bounds, as text; an empty text if there is none.
 
     Kernels and slices access memory by these bounds, so every document must end within the tokens.
     """

@@ -1,7 +1,7 @@
 """Job and Source: everything that determines the stream, frozen and validated.
 
-One validator serves Python and YAML (``docs/decisions/0008``). Each class lists all of its
-problems. A job lists its own and those of its fields. ``JobError`` shows them together.
+Jobs in Python and in YAML pass the same checks (``docs/decisions/0008``). ``problems()`` of each
+class lists all problems of its fields, and one ``JobError`` shows them together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlord.job.hooks import Hook
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
 
-UNIT = 2**40  # sum of all weights as whole numbers, so that mixing is exact on every machine
+UNIT = 2**40  # sum of the integers that weights become, so that mixing is exact on every machine
 ON_LONG = ("split", "truncate", "quarantine", "drop")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
@@ -67,8 +67,8 @@ class Source:
         fingerprint. Default "threads".
     max_sample_bytes: size in bytes above which a row is quarantined instead of read. Default
         67108864.
-    on_lost: reaction to storage that fails for good: "fail" ends the job where the draw reaches the
-        source, "leave" removes the source from the mixture. Default "fail".
+    on_lost: reaction to storage that fails permanently: "fail" ends the job where the draw reaches
+        the source, "leave" removes the source from the mixture. Default "fail".
     """
 
     name: str
@@ -104,7 +104,10 @@ class Source:
 
     @classmethod
     def from_dataset(cls, name: str, dataset: Any, **fields: Any) -> Source:
-        """Return a source of a map-style sequence of dicts, such as a list."""
+        """Return a source whose rows are a map-style sequence of dicts, such as a list.
+
+        ``fields``: the other fields of ``Source``.
+        """
         from overlord.sources.python_objects import as_dataset  # imports Arrow
 
         return cls(name, as_dataset(name, dataset), **fields)
@@ -119,16 +122,17 @@ class Source:
         fingerprint: str | None = None,
         **fields: Any,
     ) -> Source:
-        """Return a source of ``fn(shard)``, or of ``fn()`` with one shard.
+        """Return a source whose rows are those of ``fn(shard)``, or of ``fn()`` with one shard.
 
-        The function returns a fresh iterator over the same rows at every call.
+        The function must return a fresh iterator over the same rows at every call. ``fingerprint``:
+        text that identifies the rows. ``fields``: the other fields of ``Source``.
         """
         from overlord.sources.python_objects import Factory  # imports Arrow
 
         return cls(name, Factory(fn, shards, fingerprint), **fields)
 
     def problems(self) -> list[str]:
-        """Return every problem of the fields, as text."""
+        """Return every problem of the fields, each as one text."""
         at, found = f"source {self.name!r}", []
         if (
             not isinstance(self.name, str)
@@ -182,7 +186,7 @@ class Source:
             if getattr(t, "kind", None) != "images" or isinstance(t, type)
         ]
         return [
-            f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; use transforms for it"
+            f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; list it in transforms"
             for i, t in wrong
         ]
 
@@ -198,7 +202,7 @@ class Source:
             if wrong:
                 return [
                     f"{at}.uri: expected a list of paths, got {wrong[0]!r} in it; use "
-                    "Source.from_dataset for rows"
+                    "Source.from_dataset for a list of rows"
                 ]
             counts = Counter(str(p) for p in self.uri)
             return [
@@ -223,17 +227,17 @@ class Source:
 class Job:
     """Everything that determines the stream of steps.
 
-    States are compared by a fingerprint of it; ``name``, ``place``, ``sync`` and ``journal`` are
-    not in the fingerprint.
+    A saved state has a fingerprint of its job, and resumes only with a job of the same fingerprint.
+    ``name``, ``place``, ``sync`` and ``journal`` are not in the fingerprint.
 
     Arguments
     ---------
-    name: name for people, without effect on the stream. Required.
+    name: name for display, without effect on the stream. Required.
     sources: list of ``ov.Source``; their order breaks ties in the draw. Required.
     place: mesh of the trainer's ranks, an ``ov.Mesh``. Default: one rank.
     batch: size and form of one global step, an ``ov.Batch``. Required.
-    mixture: a mapping of source name to weight (a source that is not named weighs 0), or a schedule
-        ``fn(step, feedback) -> weights``. Default None: the weights of the sources.
+    mixture: a mapping of source name to weight (a source that is not named has weight 0), or a
+        schedule ``fn(step, feedback) -> weights``. Default None: the weights of the sources.
     strategy: a name of ``ov.strategy``, or a function ``(buffer, place) -> LoadingPlan``. Default
         "llm_balance".
     sync: when ranks wait for each other: after every "microbatch" or once a "step"; strategies
@@ -249,7 +253,7 @@ class Job:
         "epoch": weights change only between epochs. Default "step".
     look_ahead: a step may choose each source's n samples among its first ``look_ahead * n``.
         Default 1: no choice.
-    max_age: number of steps a sample may be passed over before it comes first. Default 8.
+    max_age: number of steps that may pass over a sample before it is taken first. Default 8.
     overflow: treatment of samples that do not fit a step: "grow" adds microbatches, "defer" leaves
         them for a later step. Default "grow".
     shuffle_chunks: number of chunks of a source that are open and shuffled together; more chunks
@@ -312,15 +316,18 @@ class Job:
 
     @staticmethod
     def from_yaml(path: str | PathLike[str]) -> Job:
-        """Read a job from one YAML file with the same names.
+        """Return the job of a YAML file, whose keys are the names of the fields.
 
-        Relative paths are relative to the file.
+        Relative paths are relative to the file. Raise ``JobError`` with all problems of the file.
         """
         job: Job = late_binding.call("read_job", path)
         return job
 
     def to_yaml(self) -> str:
-        """Return the job as YAML, without fields that have their default."""
+        """Return the job as YAML text, without fields that have their default.
+
+        Raise ``JobError`` if a file cannot hold a field, such as a function without a name.
+        """
         text: str = late_binding.call("write_job", self)
         return text
 
@@ -330,7 +337,7 @@ class Job:
 
     @property
     def document_multiple(self) -> int:
-        """Return the number of tokens to a multiple of which every document is padded."""
+        """Number of tokens to a multiple of which every document is padded."""
         return self.batch.document_multiple(self.place)
 
     @property
@@ -344,7 +351,7 @@ class Job:
         return document_limit.of(self)
 
     def problems(self) -> list[str]:
-        """Return every problem of the fields and of their combinations, as text."""
+        """Return every problem of the fields and of their combinations, each as one text."""
         found: list[str] = []
         if not isinstance(self.name, str) or not self.name:
             found.append(f"name: expected a name, got {self.name!r}")
@@ -473,9 +480,9 @@ class Job:
         return found
 
     def _look_ahead_problems(self) -> list[str]:
-        """Check that a schedule which chooses samples has several to choose from.
+        """Return the problems of look-ahead and overflow with the schedule and the batch.
 
-        The choice is by count, so it excludes batches in tokens.
+        Both work with a number of samples, so they exclude batches in tokens.
         """
         found = []
         if (
@@ -510,7 +517,7 @@ class Job:
         return found
 
     def _image_problems(self) -> list[str]:
-        """Check that all images have one form, and that some rank has whole microbatches."""
+        """Return the problems of images: different forms, or ranks without whole microbatches."""
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
             if isinstance(self.sources, tuple)
@@ -557,7 +564,7 @@ class Job:
 
 
 def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list[str]:
-    """Return every problem of a mapping of source name to weight, as text."""
+    """Return every problem of a mapping of source name to weight; ``names``: all sources."""
     known, found = tuple(names), []
     for name, weight in weights.items():
         if name not in known:
@@ -575,9 +582,9 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Return the names in a schedule that are not sources, as problems.
+    """Return a problem for each name in a schedule that is not a source of the job.
 
-    A schedule that does not list its sources is checked when it returns weights.
+    A schedule without a list ``sources`` is checked when it returns weights.
     """
     named, known = getattr(mixture, "sources", ()), tuple(names)
     listed = named if isinstance(named, (tuple, list)) else ()
@@ -589,7 +596,7 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the defaults of the fields of a class by name; MISSING if there is none."""
+    """Return the default of each field of a dataclass by name; MISSING for fields without one."""
     return {f.name: f.default if f.default is not MISSING else MISSING for f in fields(cls)}
 
 

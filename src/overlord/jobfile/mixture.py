@@ -1,4 +1,4 @@
-"""Read and write the mixture of a job file.
+"""Reading and writing of the mixture of a job file.
 
 ``mixture: {schedule: cosine, start: {...}, end: {...}, steps: 1000}``: a mapping with the key
 ``schedule`` is a schedule, wherever weights are allowed. Its other keys are the arguments of the
@@ -18,14 +18,14 @@ from overlord.planning.schedule.base import Base, Constant, Feedback, is_real
 
 
 def is_schedule(plain: Any) -> bool:
-    """Return whether a mapping is a schedule; a source named "schedule" has a number there."""
+    """Return whether a mapping is a schedule, not weights that name a source "schedule"."""
     return isinstance(plain, Mapping) and "schedule" in plain and not is_real(plain["schedule"])
 
 
 def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
-    """Return weights as they are, and a schedule from its mapping.
+    """Return weights unchanged, or the schedule that the mapping at key ``at`` describes.
 
-    If a schedule cannot be made, return ``invalid_schedule`` and add its problems.
+    If a schedule cannot be made, return ``invalid_schedule`` and add its problems to ``problems``.
     """
     if isinstance(plain, list):
         return [read_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(plain)]
@@ -56,14 +56,17 @@ def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
 
 
 def invalid_schedule(step: int, feedback: Feedback) -> dict[str, float]:
-    """Stand in for a schedule that could not be made, so that the rest of the file is checked."""
+    """Raise; this function replaces a schedule that could not be made, so that checks continue."""
     raise AssertionError("expected a valid schedule, got one that could not be made")
 
 
 def _arguments(
     factory: Any, given: dict[Any, Any], at: str, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the valid arguments of a factory, and the names of missing ones."""
+    """Return the known arguments of a factory, and the names of required ones that are missing.
+
+    Unknown and missing arguments are added to ``problems``.
+    """
     named = {
         n: p
         for n, p in inspect.signature(factory).parameters.items()
@@ -99,7 +102,10 @@ def _made(
 
 
 def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
-    """Return a schedule as a mapping for a file; code without a name becomes a problem."""
+    """Return weights or a schedule as plain values for a file; ``at`` is its key there.
+
+    Code without a registered name is added to ``problems``.
+    """
     if isinstance(mixture, Mapping):
         return {
             key: write_mixture(inner, f"{at}.{key}", problems) for key, inner in mixture.items()
@@ -115,12 +121,12 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
     if isinstance(mixture, (str, bool, int, float, type(None))):
         return mixture
     problems.append(
-        f"{at}: expected a named schedule, got the code {short_repr(mixture)}; call "
+        f"{at}: expected a named schedule, got the code {short_repr(mixture)}; make it with "
         "ov.register_schedule"
     )
     return None
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a value, at most 80 characters."""
+    """Return the repr of a value, cut to 80 characters."""
     return text if len(text := repr(value)) <= 80 else text[:77] + "..."

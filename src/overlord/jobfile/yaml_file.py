@@ -1,4 +1,4 @@
-"""Read and write a job as one YAML file, with the names of the Python classes.
+"""Reading and writing of a job as one YAML file, whose keys are the fields of the Python classes.
 
 The file is only data: it cannot import code, and functions come only from ``register_function``.
 One ``JobError`` lists every problem of the file with its full key, including those that the classes
@@ -43,9 +43,10 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function for job files: ``{map: {fn: name}}``.
+    """Register a function for job files, as in ``{map: {fn: name}}``, and return it.
 
-    A name can be registered again only for the same function, for example after an edit.
+    A name can be registered again only for a function of the same module and name, such as an
+    edited one.
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise JobError(
@@ -56,7 +57,7 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         raise JobError(
             [
                 f"name: expected an unused name, got {name!r} of {_qualified_name(known)}; "
-                "choose another"
+                "choose another name"
             ],
             "register_function",
         )
@@ -65,15 +66,22 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_job(path: str | Path) -> Job:
-    """Read the job of a YAML file; relative paths are relative to the file."""
+    """Return the job of a YAML file; raise one ``JobError`` with all problems of the file.
+
+    Relative paths are relative to the folder of the file.
+    """
     where = str(path)
     if is_uri(where):
-        raise JobError(["expected a file on this machine, got a URI; copy it here"], "job file")
+        raise JobError(
+            ["expected a file on this machine, got a URI; copy the file to this machine"],
+            "job file",
+        )
     _refuse_data(where)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as fault:
-        raise JobError([f"could not be read: {fault.strerror or fault}"], where) from fault
+        problem = f"could not be read: {fault.strerror or fault}; give the path of a job file"
+        raise JobError([problem], where) from fault
     except UnicodeDecodeError as fault:
         problem = (
             f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at "
@@ -88,7 +96,7 @@ def read_job(path: str | Path) -> Job:
 
 
 def _refuse_data(where: str) -> None:
-    """Raise JobError for a directory or a data file, by its name, before it is read as text."""
+    """Raise ``JobError`` for a directory, or for a name with the suffix of a data file."""
     from overlord.sources.formats import SUFFIXES
 
     if os.path.isdir(where):
@@ -110,9 +118,10 @@ def _refuse_data(where: str) -> None:
 
 
 def write_job(job: Job) -> str:
-    """Return the job as YAML, without fields that have their default.
+    """Return the job as YAML text, without fields that have their default.
 
-    Paths become absolute, so that the text means the same in every folder.
+    Paths become absolute, so that the text is valid in every folder. Raise ``JobError`` for values
+    that a file cannot hold.
     """
     writer = _Writer()
     plain = writer.job(job)
@@ -129,7 +138,10 @@ class _Reader:
         self.problems: list[str] = []
 
     def read(self, text: str) -> Job | None:
-        """Return the job, or None; ``problems`` holds the reasons."""
+        """Return the job of a text, or None if there is none; ``problems`` has all problems.
+
+        A returned job is valid only if ``problems`` is empty.
+        """
         plain = self._parse(text)
         if not isinstance(plain, dict):
             if not self.problems:
@@ -145,7 +157,7 @@ class _Reader:
         )
         batch = self._object(Batch, plain["batch"], "batch") if "batch" in plain else None
         sources = self._sources(plain["sources"]) if "sources" in plain else []
-        # Stand-ins for invalid parts, so that the rules of Job still check the rest.
+        # Replacements of invalid values, so that Job still checks all other values.
         stand_ins = {
             "place": place or ClientPlaceTree(),
             "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
@@ -185,9 +197,9 @@ class _Reader:
             loader.dispose()
 
     def _known(self, plain: Mapping[Any, Any], cls: type, at: str) -> dict[str, Any]:
-        """Return the entries that name fields, and stand-ins for missing ones.
+        """Return the entries of ``plain`` that are fields of a class, and report all others.
 
-        Stand-ins let the rest still be checked.
+        Missing required fields are reported and get a replacement, so that the others are checked.
         """
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
@@ -207,9 +219,10 @@ class _Reader:
         return {key: value for key, value in plain.items() if key in names} | stand_ins
 
     def _object(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
-        """Return an object of a class from a mapping, or None and add its problems.
+        """Return an object of a class from the mapping at key ``at``; None if it is invalid.
 
-        ``given``: fields that are already read.
+        Problems are reported. ``given``: fields that were read before, which replace those of
+        ``plain``.
         """
         if not isinstance(plain, dict):
             self.problems.append(f"{at}: expected a mapping, got {_short_repr(plain)}")
@@ -224,9 +237,9 @@ class _Reader:
         return made if len(self.problems) == before else None
 
     def _sources(self, plain: Any) -> list[Source]:
-        """Return every source, or a stand-in with its name if it is invalid.
+        """Return a source for every entry, and report problems.
 
-        Stand-ins let names and mixture still be checked.
+        An invalid entry gives a source with only its name, so that names and mixture are checked.
         """
         if isinstance(plain, dict) and plain:
             entries = [(f"sources.{name}", name, entry) for name, entry in plain.items()]
@@ -236,7 +249,7 @@ class _Reader:
             example = "as in {web: {uri: 'data/web/*.parquet'}}"
             self.problems.append(
                 "sources: expected a list or a mapping with at least one source, got "
-                f"{_short_repr(plain)}; name one, {example}"
+                f"{_short_repr(plain)}; add one, {example}"
             )
             return []
         return [self._source(at, name, entry) for at, name, entry in entries]
@@ -246,7 +259,9 @@ class _Reader:
         before = len(self.problems)
         if isinstance(plain, dict):
             if name is not None and "name" in plain:
-                self.problems.append(f"{at}.name: expected no name, got one; the key is the name")
+                self.problems.append(
+                    f"{at}.name: expected no name, got one; remove it, since the key is the name"
+                )
             for key in ("transforms", "deferred"):
                 if isinstance(plain.get(key), list):
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
@@ -255,7 +270,7 @@ class _Reader:
                         f"{at}.{key}: expected a list, got {_short_repr(plain[key])}"
                     )
                     given[key] = ()
-            if "path" in plain:  # a usual mistake: report it, and check the value as uri
+            if "path" in plain:  # a frequent mistake: report it, and check the value as uri
                 self.problems.append(f"{at}.path: expected 'uri', got 'path'")
                 plain = {
                     "uri": plain["path"],
@@ -272,7 +287,7 @@ class _Reader:
         return Source(at, "?")
 
     def _paths(self, path: Any, at: str) -> Any:
-        """Resolve a path or a list of paths; a file cannot hold another kind of source."""
+        """Return a path or a list of paths, resolved by ``_path``; report any other value."""
         if isinstance(path, str) and path:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
@@ -283,9 +298,9 @@ class _Reader:
         return "?"
 
     def _path(self, path: str) -> str:
-        """Return a path relative to the folder of the file.
+        """Return a path, joined to the folder of the file if it is relative; a URI is unchanged.
 
-        A malformed URI stays as it is for later checks: with the folder it would become a path.
+        A malformed URI is unchanged, too, so that later checks report it.
         """
         return (
             path
@@ -350,7 +365,7 @@ class _Reader:
             return None
 
     def _meta_value(self, body: dict[Any, Any], at: str) -> dict[Any, Any]:
-        """Convert ``column`` or ``fn`` to ``value``: Python has one argument for both."""
+        """Return the fields of ``Meta`` with ``column`` or ``fn`` as ``value``, as in Python."""
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
             self.problems.append(
@@ -375,18 +390,18 @@ class _Reader:
 
 
 class _Named:
-    """A registered function, to distinguish it from the name of a column."""
+    """A wrapper of a registered function, which distinguishes it from the name of a column."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
 
 
 def _missing(*_: Any) -> None:
-    """Stand in for an unknown function, so that the rest of its transform is checked."""
+    """Do nothing; this replaces an unknown function, so that its transform is still checked."""
 
 
 def _keyed(problem: str, at: str, name: Any) -> str:
-    """Return the problem of a class under the key of the file.
+    """Return a problem that a class reported, with the key ``at`` of the file.
 
     "source 'web'.weight: ..." becomes "sources[3].weight: ...".
     """
@@ -397,7 +412,7 @@ def _keyed(problem: str, at: str, name: Any) -> str:
 
 
 def _yaml_error(fault: Exception) -> str:
-    """Return the error of the parser in one line, without the name of the stream."""
+    """Return an error of the YAML parser in one line, with line and column if known."""
     mark = getattr(fault, "problem_mark", None)
     if mark is None:
         return " ".join(str(fault).split())
@@ -422,7 +437,7 @@ class _Writer:
         self.problems: list[str] = []
 
     def job(self, job: Job) -> dict[str, Any]:
-        """Return the fields of a job that differ from their defaults."""
+        """Return the fields of a job as plain values, without those at their default."""
         plain = {name: getattr(job, name) for name in ("name",)}
         plain["sources"] = [self._source(i, source) for i, source in enumerate(job.sources)]
         if job.place != ClientPlaceTree():
@@ -444,7 +459,8 @@ class _Writer:
                 value = _absolute(value)
             elif callable(value) or name == "hooks":
                 self.problems.append(
-                    f"{name}: expected a registered name, got the code {_short_repr(value)}"
+                    f"{name}: expected a value that a file can hold, got the code "
+                    f"{_short_repr(value)}; set it in Python"
                 )
             plain[name] = value
         return plain
@@ -458,7 +474,8 @@ class _Writer:
             plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
             self.problems.append(
-                f"{at}.uri: expected files, got the Python object {_short_repr(source.uri)}"
+                f"{at}.uri: expected files, got the Python object {_short_repr(source.uri)}; write "
+                "its rows to files"
             )
         if "weight" in plain:
             plain["weight"] = (
@@ -473,7 +490,8 @@ class _Writer:
     def _transform(self, t: Any, at: str) -> dict[str, Any]:
         if type(t) not in _TRANSFORMS.values():
             self.problems.append(
-                f"{at}: expected a transform of this package, got {_short_repr(t)}"
+                f"{at}: expected a transform of this package, got {_short_repr(t)}; use ov.Map "
+                "with a registered function"
             )
             return {}
         if isinstance(t, Select):
@@ -505,7 +523,7 @@ class _Writer:
 
 
 def _changed(thing: Any) -> dict[str, Any]:
-    """Return the fields that differ from their default, and those without one."""
+    """Return the fields of an object that differ from their default or have none."""
     return {
         f.name: getattr(thing, f.name)
         for f in fields(thing)
@@ -518,9 +536,9 @@ def _absolute(path: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reports duplicate keys and reads plain scalars as YAML 1.2.
+    """A safe loader that records duplicate keys and reads plain scalars as in YAML 1.2.
 
-    1e-3 is a number; no, on and 2024-01-01 are text.
+    ``1e-3`` is a number. ``no``, ``on`` and ``2024-01-01`` are text.
     """
 
     def __init__(self, stream: str) -> None:

@@ -1,6 +1,6 @@
 """The entries of a journal, from which the state after any step can be restored. Pure.
 
-Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written seldom,
+Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written rarely,
 as a *snapshot*; every plan holds only its changes to the state. A snapshot and the plans since give
 the state after each of them, bit for bit, without reading any data. A snapshot is stored as a
 change from the empty state.
@@ -41,7 +41,10 @@ _LIMITS = [(form, np.iinfo(dtype).min, np.iinfo(dtype).max) for form, dtype in F
 
 
 def packed(table: np.ndarray) -> list[Any]:
-    """Return an int64 table [rows, columns] as one letter and some bytes for every column."""
+    """Return an int64 table [rows, columns] as a text of one letter per column, and all bytes.
+
+    The letter of a column is its form in ``FORMS``, or ``ZERO``, which takes no bytes.
+    """
     if not len(table):
         return [ZERO * table.shape[1], b""]
     low, high = table.min(axis=0).tolist(), table.max(axis=0).tolist()
@@ -61,11 +64,14 @@ def _form(low: int, high: int) -> str:
 
 
 def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
-    """Return the table that ``packed`` encoded; raise ValueError for a wrong form or length."""
+    """Return the int64 table of ``rows`` rows that ``packed`` encoded.
+
+    Raise ValueError for an unknown form, or another number of bytes.
+    """
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:
         raise ValueError(
-            f"expected columns of the forms {ZERO}{''.join(FORMS)}, got {sorted(unknown)[0]!r:.10}"
+            f"expected columns of forms in {ZERO}{''.join(FORMS)}, got {sorted(unknown)[0]!r:.10}"
         )
     wanted = sum(FORMS[f].itemsize for f in form if f != ZERO) * rows
     if len(data) != wanted:
@@ -139,7 +145,7 @@ class Interval:
 
 
 def snapshot(state: StreamState, acked: int) -> Entry:
-    """Return an entry with the whole state, under the number of the next step."""
+    """Return an entry with the whole state; its number is the next step of the state."""
     return Entry(SNAPSHOT, state.step, {"acked": acked, **changes(None, state)})
 
 
@@ -159,7 +165,7 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
 def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
     """Return the entry of a planned step: its digest, and its changes to the state.
 
-    ``acked`` is the last step that all ranks had acknowledged by then.
+    ``acked`` is the last step that all ranks had acknowledged when the plan was made.
     """
     assert isinstance(stage.after, StreamState)
     body = {
@@ -172,7 +178,7 @@ def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
 
 
 def event(applied: Event, step: int) -> Entry:
-    """Return the entry of an event; ``step`` is the first step that was not planned then."""
+    """Return the entry of an event; ``step`` is the first step without a plan at the time."""
     return Entry(EVENT, step, event_out(applied))
 
 
@@ -198,8 +204,8 @@ def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: 
     """Return the entry that identifies the job of a stream.
 
     It is written before the first snapshot of a segment, and when a source is added. ``place``
-    identifies mesh and ``sync``: with others the same samples have other slots, and plans have
-    other digests.
+    identifies mesh and ``sync``. With another mesh or ``sync`` the same samples have other slots,
+    so plans have other digests.
     """
     return Entry(
         JOB,
@@ -306,7 +312,7 @@ def with_report(state: StreamState, received: Report) -> StreamState:
 
 
 def samples_of(body: Body) -> np.ndarray:
-    """Return the number of samples of each source in the step of a plan."""
+    """Return the number of samples of each source in the step of a plan: int64 [sources]."""
     n = _whole(body["sources"], MOST_SOURCES)
     rows = _rows(body, n)
     out, table = np.zeros(n, np.int64), unpacked(body["columns"], len(rows))
@@ -333,7 +339,7 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 def _fits(owed: Sequence[int]) -> bool:
     """Return whether the numbers of owed samples or tokens fit into 64 bits.
 
-    Numbers of tokens may not, after a change of weights.
+    After a change of weights, numbers of tokens may not fit.
     """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 
@@ -364,15 +370,19 @@ def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
         return ()
     lengths = unpacked(saved[0], n)[:, 0]
     if (lengths < 0).any() or lengths.sum() > MOST_AGES:
-        raise ValueError(f"expected at most {MOST_AGES} ages, got {lengths.sum()}")
+        raise ValueError(
+            f"expected 0 to {MOST_AGES} ages in all, and at least 0 of each source, got "
+            f"{lengths.sum()} and {lengths.min()}"
+        )
     values = unpacked(saved[1], int(lengths.sum()))[:, 0].astype(np.int32)
     return tuple(np.split(values, np.cumsum(lengths)[:-1]))
 
 
 def _reports_out(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
-    """Return the change of the reports.
+    """Return the change of the reports from ``before`` to ``after``.
 
-    Usually a plan uses the oldest reports; then the first step that stays is enough.
+    If only the oldest reports were dropped, it is the step of the first remaining report. Otherwise
+    it is 0 and all reports.
     """
     first = after[0].step if after else (before[-1].step + 1 if before else 0)
     if tuple(r for r in before if r.step >= first) == tuple(after):
@@ -393,7 +403,7 @@ def _flags(data: bytes, n: int) -> np.ndarray:
 
 
 def _rows(body: Body, n: int) -> np.ndarray:
-    """Return the sources whose rows changed."""
+    """Return the indices of the sources whose rows changed; ``n`` is the number of sources."""
     return np.flatnonzero(_flags(body["rows"], n)) if "rows" in body else np.arange(n)
 
 

@@ -67,7 +67,7 @@ class JobJournal(NullJournal):
         )
         self._on_change: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
-        # simulations replace it by a writer without threads
+        # simulations replace this by a writer without threads
         self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
             AppendThread
         )
@@ -92,9 +92,10 @@ class JobJournal(NullJournal):
 
     @staticmethod
     def fresh(where: Where, name: str) -> JobJournal:
-        """Return a new journal; raise if one exists.
+        """Return a new journal, with its storage locked.
 
-        Nothing is written before ``write_start``: a launch that fails leaves no journal.
+        Raise ``JournalError`` if the storage already has segments. No segment is written before
+        ``write_start``, so a launch that fails leaves no journal.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
@@ -112,8 +113,8 @@ class JobJournal(NullJournal):
     ) -> tuple[JobJournal, Recovered]:
         """Open the journal of a job, which may be empty, and return it with its content.
 
-        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch.
-        So another process of a job that was fenced off cannot open the journal.
+        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch,
+        or ``JournalTaken`` is raised. So a launch that was fenced off cannot open it again.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
@@ -128,7 +129,10 @@ class JobJournal(NullJournal):
         return journal, found
 
     def continue_after(self, found: Recovered, records: Sequence[Record]) -> None:
-        """Continue after the records of an existing journal."""
+        """Take over position, digests and sizes from the records of an existing journal.
+
+        Later writes continue from there. Do nothing if the journal is empty.
+        """
         if found.empty:
             return
         self._last, self._acked, self._digests = found.front(), found.acked, dict(found.planned)
@@ -145,7 +149,7 @@ class JobJournal(NullJournal):
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a new segment
 
     def write_start(self, state: StreamState, prepared: PreparedJob) -> None:
-        """Record the start of the stream, before any step is planned.
+        """Write the start of the stream, before any step is planned; wait until it is durable.
 
         A journal that already has a start is not changed.
         """
@@ -222,7 +226,7 @@ class JobJournal(NullJournal):
             self._last = checkpoint.with_report(self._last, report)
 
     def write_acked(self, step: int | None, last: bool) -> None:
-        """Record that all ranks acknowledged a step.
+        """Record that all ranks acknowledged a step (None: no rank takes part).
 
         The next plan records it too. So it gets its own entry only if no plan follows (``last``),
         or if at least two steps were acknowledged since the last one written.
@@ -239,10 +243,10 @@ class JobJournal(NullJournal):
         self._pending.append(checkpoint.rollback(step, generation, reason))
 
     def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None:
-        """Restart the stream at a state that trainers loaded, or on another mesh.
+        """Write that the stream restarts at ``state``, and wait until that is durable.
 
-        Earlier plans no longer count. They are pruned, although their steps may have higher
-        numbers.
+        Trainers loaded that state, or the mesh changed. Earlier plans are pruned, although their
+        steps may have higher numbers. ``floor``: the first step that events may still change.
         """
         self._job, self._digests = _job_entry(prepared, state.step), {}
         self._open_anew(checkpoint.rewind(state, floor), state)
@@ -266,7 +270,7 @@ class JobJournal(NullJournal):
         self._counts["snapshots"] += 1
 
     def _snapshot(self) -> None:
-        """Write a snapshot after the pending entries, whose effect it contains."""
+        """Queue a snapshot for writing, after the pending entries, whose effect it contains."""
         assert self._last is not None
         assert self._job is not None
         rolls = self._storage.whole or self._segment_bytes >= SEGMENT_BYTES
@@ -285,7 +289,10 @@ class JobJournal(NullJournal):
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Queue entries for writing; return the number of the append, for ``_settle``."""
+        """Queue entries for writing; return the number of the append, for ``_settle``.
+
+        ``rolls``, ``before`` and ``anew`` are those of ``AppendThread.put``.
+        """
         if self._writer is None:
             self._log = self._log or JournalLog.create(self._storage, self._header)
             self._writer = self.make_writer(self._log, self._on_change)
@@ -354,7 +361,7 @@ class JobJournal(NullJournal):
         return {**self._counts, **done, **progress, **problems}
 
     def close(self, taken: int = -1) -> None:
-        """Record the last step that all ranks acknowledged, and close the log.
+        """Write the last step that all ranks acknowledged (-1: none), and close the log.
 
         A signal handler may call this. A job can resume from a journal that was not closed.
         """
@@ -366,7 +373,7 @@ class JobJournal(NullJournal):
                 self._append([*self._pending, checkpoint.acked(max(taken, self._acked))])
                 self._acked = max(taken, self._acked)
         in_time = self._writer.close(TIMEOUTS.close_s)
-        if in_time and self._log is not None:  # otherwise the writer closes it after its append
+        if in_time and self._log is not None:  # otherwise the writer closes the log when it ends
             self._log.close()
 
 

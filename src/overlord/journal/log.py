@@ -36,8 +36,8 @@ from overlord.journal.storage import JournalStorage, NameTaken, process_label, s
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
-# Attempts of an operation that another process may disturb: a list of segments that changes while
-# it is read, or a segment number that is taken.
+# Attempts of an operation that another process may disturb. It may change the list of segments
+# during a read, or create the segment with the next number.
 TRIES = 10
 T = TypeVar("T")
 Where = str | os.PathLike[str] | JournalStorage
@@ -45,7 +45,7 @@ Where = str | os.PathLike[str] | JournalStorage
 
 @dataclass(slots=True)
 class _Tip:
-    """The segment that is being appended to."""
+    """The segment to which records are appended."""
 
     name: str
     ordinal: int
@@ -106,7 +106,7 @@ class JournalLog:
     def create(
         cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES
     ) -> JournalLog:
-        """Create a new journal; raise if one exists."""
+        """Create a journal; raise ``JournalError`` if the storage already has segments."""
         storage = _storage_of(where)
         return _closing(storage, lambda: cls._create(storage, header, segment_bytes))
 
@@ -138,7 +138,8 @@ class JournalLog:
 
         Raise ``StateMismatch`` for a journal of another job; ``allow`` names entries of the
         fingerprint that may differ. With ``goes_on`` the last writer must be of the header's
-        launch. Otherwise raise ``JournalTaken``, and fence off no writer.
+        launch: if not, raise ``JournalTaken``, and fence off no writer. Raise ``JournalError`` for
+        a damaged journal.
         """
         storage = _storage_of(where)
         return _closing(storage, lambda: cls._open(storage, header, allow, goes_on, segment_bytes))
@@ -178,7 +179,8 @@ class JournalLog:
                 if not tries_left:
                     raise JournalError(
                         storage.shown,
-                        f"expected a free segment number, got one of another writer, {TRIES} times",
+                        f"expected a free segment number, got {TRIES} in a row that another writer "
+                        "took first",
                         "stop the other writer first",
                     ) from None
                 continue
@@ -199,7 +201,10 @@ class JournalLog:
         whatever their numbers; ``sweep`` removes them.
         """
         if notes := [record.kind for record in records if record.is_note]:
-            raise ValueError(f"append: expected records without notes of the log, got {notes[0]!r}")
+            raise ValueError(
+                f"append: expected records of a kind without a leading dot, got {notes[0]!r}; "
+                "rename the kind"
+            )
         self._write(records, anew)
 
     def _write(self, records: Sequence[Record], anew: bool = False) -> None:
@@ -247,14 +252,15 @@ class JournalLog:
                     self._ended = self._replaced(taken)
                     raise self._ended from None
                 self._kept.append(_Kept(name, self._next, None))
-                # A failed append of this writer was written after all: the next segment excludes
-                # it.
+                # The append that failed before has created this segment after all. The next
+                # segment excludes it.
                 self._next += 1
         else:
             raise JournalError(
                 self._storage.shown,
-                f"expected a free segment number, got {TRIES} of failed appends",
-                "resume the job",
+                f"expected a free segment number, got {TRIES} in a row that failed appends of "
+                "this writer took",
+                "check the disk or the store, then resume the job",
             )
         if claiming:
             self._storage.check_exclusive(name, data)
@@ -285,7 +291,7 @@ class JournalLog:
         found = open_header(taken.data, taken.name)
         if isinstance(found, Opened):
             return found.header.claim == self._claim
-        # Under the lock, a segment without a whole header is of a failed write of this writer.
+        # Only this writer has the lock, so a segment without a whole header is its failed write.
         return not self._storage.whole
 
     def _replaced(self, taken: NameTaken) -> JournalError:
@@ -316,7 +322,7 @@ class JournalLog:
         self._tip = None
 
     def prune(self, before: int) -> int:
-        """Prune and remove the oldest segments whose records all have lower numbers.
+        """Prune and remove the oldest segments whose records all have numbers below ``before``.
 
         The segment being written stays. Return the number of pruned segments. They are no longer
         read, even if the storage refuses to remove them.
@@ -326,9 +332,10 @@ class JournalLog:
         return n_pruned
 
     def mark_pruned(self, before: int) -> int:
-        """Write a durable note that segments no longer count; ``sweep`` removes them.
+        """Write a durable note that the oldest segments no longer count; return their number.
 
-        A segment that is missing without such a note counts as lost.
+        These are the segments whose records all have numbers below ``before``. ``sweep`` removes
+        them. A segment that is missing without such a note counts as lost.
         """
         going = []
         for kept in self._kept:
@@ -384,7 +391,10 @@ class JournalLog:
         return len(self._kept)
 
     def close(self) -> None:
-        """Release the journal; nothing is lost without this call."""
+        """Release the journal; later appends raise ``JournalError``.
+
+        Acknowledged records are durable even without this call.
+        """
         self._tip = None
         self._storage.close()
         self._ended = self._ended or JournalError(
@@ -407,16 +417,21 @@ class JournalLog:
 
 
 def read(where: Where) -> Reading:
-    """Read a whole journal with its faults; a job may write to it meanwhile."""
+    """Read a whole journal with its faults; a job may write to it meanwhile.
+
+    Raise ``JournalError`` if there is no segment.
+    """
     storage = _storage_of(where)
     reading = _load(storage)
     if not reading.parts:
-        raise JournalError(storage.shown, "expected a journal, got no segment", "check the name")
+        raise JournalError(
+            storage.shown, "expected a journal, got no segment", "check the path or URI"
+        )
     return reading
 
 
 def read_all(where: Where) -> list[Record]:
-    """Return the records of a journal; raise if it has a fault."""
+    """Return the records of a journal; raise ``JournalError`` if it has a fault or no segment."""
     storage = _storage_of(where)
     reading = read(storage)
     if reading.faults:
@@ -427,7 +442,7 @@ def read_all(where: Where) -> list[Record]:
 def read_if_any(where: Where) -> list[Record]:
     """Return the records of a journal without holding it; empty if there is no journal.
 
-    Raise if the journal has a fault.
+    Raise ``JournalError`` if the journal has a fault.
     """
     storage = _storage_of(where)
     reading = _load(storage)
@@ -447,8 +462,8 @@ def _load(storage: JournalStorage) -> Reading:
             continue  # pruned meanwhile
     raise JournalError(
         storage.shown,
-        f"expected a list of segments that stays during a read, got changes {TRIES} times",
-        "try again",
+        f"expected the same segments during a whole read, got a changed list {TRIES} times",
+        "read it again",
     )
 
 
@@ -487,7 +502,8 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
     if differ:
         raise StateMismatch(
             differ,
-            "the journal belongs to another job: give this one its own journal, or fix the job",
+            "give this job its own journal, or correct the job",
+            "the journal belongs to another job",
         )
 
 
@@ -508,7 +524,10 @@ def _storage_of(where: Where) -> JournalStorage:
 
 
 def _closing(storage: JournalStorage, opening: Callable[[], T]) -> T:
-    """Call ``opening``, and close the storage if that fails."""
+    """Return the result of ``opening``; close the storage if it raises.
+
+    A segment that another writer created meanwhile is a ``JournalError``.
+    """
     try:
         return opening()
     except NameTaken as taken:

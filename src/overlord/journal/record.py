@@ -1,4 +1,4 @@
-"""Conversion of a record to bytes and back. Pure; nothing that is read is executed.
+"""Conversion of records to bytes and back. Pure; bytes that are read are never executed.
 
 The layout of a record:
 
@@ -72,16 +72,17 @@ class Record:
     def __post_init__(self) -> None:
         if not _KIND.fullmatch(self.kind):
             raise ValueError(
-                f"record: expected a kind of up to 32 of a-z, 0-9, '_', '-', got {self.kind!r:.60}"
+                "record: expected a kind of 1 to 32 characters of a-z, 0-9, '_' and '-' that "
+                f"begins with a letter, got {self.kind!r:.60}"
             )
         if not -(2**63) <= self.number < 2**63:
             raise ValueError(
-                f"{self.kind}: expected a number of at most 64 bits, got {self.number}"
+                f"record {self.kind}: expected a number from -2**63 to 2**63 - 1, got {self.number}"
             )
         if len(self.data) > MAX_BODY_BYTES:
             raise ValueError(
-                f"{self.kind} {self.number}: expected a body of at most {MAX_BODY_BYTES} "
-                f"bytes, got {len(self.data)}"
+                f"record {self.kind} {self.number}: expected a body of at most {MAX_BODY_BYTES} "
+                f"bytes, got {len(self.data)}; write it as several records"
             )
 
     @staticmethod
@@ -116,7 +117,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Bytes of a segment that differ from the bytes that were written."""
+    """A fault of a segment: its bytes are damaged, missing, misplaced or of another version."""
 
     segment: str
     offset: int
@@ -143,7 +144,7 @@ class PlacedRecord(NamedTuple):
 class Scan(NamedTuple):
     """The content of a segment after its header.
 
-    Whole records end at ``end``. Then follow ``torn`` bytes of a write that was cut off.
+    Records end at byte ``end``. ``torn`` bytes follow, of a write that was cut off.
     """
 
     records: list[PlacedRecord]
@@ -182,9 +183,10 @@ def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
 
 
 def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
-    """Read all records from ``start`` on.
+    """Read all records of a segment's bytes, from position ``start`` on.
 
     After a fault the scan continues with the next whole record, so that all faults are listed.
+    ``seed`` is the checksum of the segment's header, ``segment`` its name.
     """
     records, faults, at = list[PlacedRecord](), list[Fault](), start
     while at < len(data):
@@ -207,7 +209,7 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
 
 
 def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault | None:
-    """Read the record at a position; return None if the bytes end before the record does."""
+    """Return the record at a position, or its fault; None if the bytes end before it does."""
     if len(data) - at < HEAD_BYTES:
         return None
     if data[at : at + len(MARK)] != MARK:
@@ -228,7 +230,8 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault
         )
     if head.version != VERSION or head.form not in (BYTES, VALUE) or head.zero:
         what = (
-            f"expected a record of version {VERSION}, got version {head.version}, form {head.form}"
+            f"expected a record of version {VERSION}, form {BYTES} or {VALUE} and a reserved byte "
+            f"of 0, got {head.version}, {head.form} and {head.zero}"
         )
         return Fault(segment, at, what, NEWER)
     end = at + HEAD_BYTES + head.kind_bytes + head.body_bytes
@@ -280,9 +283,10 @@ def _next_head(data: bytes, at: int, seed: int) -> int:
 
 
 def unwritten(data: bytes, start: int) -> bool:
-    """Return whether a sector after ``start`` holds only zeros.
+    """Return whether a sector, or the part of one after ``start``, holds only zeros.
 
-    Such a sector was never written, although the file is long enough.
+    Such a sector was never written, although the file is long enough. Parts of fewer than
+    ``FEWEST_ZEROS`` bytes do not count.
     """
     bounds = [start, *range((start // SECTOR + 1) * SECTOR, len(data), SECTOR), len(data)]
     return any(b - a >= FEWEST_ZEROS and not any(data[a:b]) for a, b in pairwise(bounds))

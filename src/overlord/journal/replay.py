@@ -51,7 +51,7 @@ class Recovered:
     # Digests of the steps after the oldest state that is kept.
     planned: dict[int, str] = field(default_factory=dict)
     empty: bool = True
-    checking: bool = False  # compare every snapshot with the result of the plans before it
+    checking: bool = False  # compare every snapshot with the state after the preceding plans
     # keep states before the last acknowledged step too, for readers of the journal
     keeping: bool = False
     # the first entry before any snapshot, if any: the snapshot that it followed was pruned
@@ -92,11 +92,11 @@ class Recovered:
         return found
 
     def add(self, entry: Entry) -> None:
-        """Replay one more entry; raise ValueError, TypeError or KeyError if it does not fit.
+        """Replay one more entry; raise ValueError or another built-in error if it does not fit.
 
         Pruning stops at the first segment with a step number that may still be needed. After a
-        rollback or a restart, that segment may begin before the oldest kept snapshot. The effect of
-        the entries before the first snapshot is in the snapshot.
+        rollback or a restart, that segment may begin before the oldest kept snapshot. Entries
+        before the first snapshot are skipped, because the snapshot contains their effect.
         """
         if entry.kind in (SNAPSHOT, REWIND):
             self._add_snapshot(entry)
@@ -155,7 +155,7 @@ class Recovered:
 
     @property
     def _planned_to(self) -> int:
-        """The last step after which a state is known."""
+        """The last step after which the state can be restored."""
         return max([*list(self._states)[-1:], *list(self.planned)[-1:]])
 
     def _drop_passed(self) -> None:
@@ -196,10 +196,10 @@ class Recovered:
     # states
 
     def state(self, step: int) -> StreamState:
-        """Return the state after a step, with all later events: its next plans are unchanged.
+        """Return the state after a step, with all later events, for planning the same plans again.
 
         It also has reports of later steps: an accepted report counts even if trainers do not send
-        it again.
+        it again. Raise ``PlanError`` if the journal does not keep the state.
         """
         bare = self.bare(step)
         events = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
@@ -211,14 +211,17 @@ class Recovered:
         return events.completed(bare, self.names, ahead=True)
 
     def bare(self, step: int) -> StreamState:
-        """Return the state after a step as the planner had it, without later events."""
+        """Return the state after a step as the planner had it, without later events.
+
+        Raise ``PlanError`` if the journal does not keep it.
+        """
         base = max((after for after in self._states if after <= step), default=None)
         if base is None or step > self._planned_to:
             kept = f"of steps {min(self._states)} to {self._planned_to}" if self._states else "none"
             raise PlanError(
                 f"expected a step whose state the journal keeps, got step {step}",
                 step,
-                f"kept states: {kept}",
+                f"choose one of the kept states: {kept}",
             )
         state = self._states[base]
         for entry in self._entries[self._index(base) + 1 :]:
@@ -240,7 +243,7 @@ class Recovered:
 
     @property
     def why(self) -> str:
-        """The reason for the step at which the stream continues, as a sentence."""
+        """The reason for the step at which the stream continues, as text for people."""
         if self.empty:
             return "the journal has no step yet"
         planned = f"steps up to {self.next_step - 1} were planned, and are replanned unchanged"
@@ -264,9 +267,10 @@ def _with(state: StreamState, entry: Entry) -> StreamState:
 
 
 def _check_equal(folded: StreamState, snapshot: StreamState) -> None:
-    """Raise ValueError unless a snapshot equals the state after the plans before it."""
+    """Raise ValueError unless a snapshot equals the state after the preceding plans."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
         differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
         raise ValueError(
-            f"expected the state after the plans before it, got other {', '.join(differ)}"
+            "expected a snapshot equal to the state after the preceding plans, got one that "
+            f"differs in {', '.join(differ)}"
         )

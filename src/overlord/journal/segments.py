@@ -59,7 +59,10 @@ class Header:
             for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values())
             if not _text(text)
         ]:
-            raise ValueError(f"journal header: expected printable texts, got {wrong[0]!r:.60}")
+            raise ValueError(
+                "journal header: expected printable texts as job, launch and fingerprint, got "
+                f"{wrong[0]!r:.60}; remove line breaks and control characters"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,10 @@ def seed_of(data: bytes) -> int:
 
 
 def open_header(data: bytes, segment: str) -> Opened | Fault | None:
-    """Read the header of a segment; return None if the bytes end before the header does."""
+    """Return the header of a segment, or its fault; None if the bytes end before the header.
+
+    A header with a sector that was never written also counts as cut off.
+    """
     if len(data) < PREFIX_BYTES:
         return None
     magic, version, zero, size = _START.unpack_from(data)
@@ -148,7 +154,8 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         return Fault(
             segment,
             0,
-            f"expected a segment of an Overlord journal, got one that starts with {magic!r}",
+            f"expected {MAGIC!r}, a reserved 0 and at most {MAX_HEADER_BYTES} bytes of header, "
+            f"got {magic!r}, {zero} and {size}",
             DAMAGED,
         )
     if version != VERSION:
@@ -176,7 +183,10 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
 
 
 def _header(found: Any) -> SegmentHeader:
-    """Return a header from JSON, with every field checked, because it comes from a file."""
+    """Return a header from JSON; raise an error unless every field has its type.
+
+    The errors are ``ValueError``, ``TypeError`` and ``KeyError``.
+    """
     texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {
         "launch": found.get("launch", "")
     }
@@ -205,7 +215,7 @@ def _text(value: Any) -> bool:
 
 def _whole(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
-        raise ValueError(f"expected a whole number from {least} on, got {value!r:.40}")
+        raise ValueError(f"expected a whole number from {least} to 2**63 - 1, got {value!r:.40}")
     return value
 
 
@@ -267,7 +277,10 @@ class SegmentData:
         return max((p.record.number for p in self.records if not p.record.is_note), default=None)
 
     def close_at(self, end: int) -> None:
-        """Truncate the segment at the end that its successor records."""
+        """Drop records and faults after byte ``end``, which a later segment's header records.
+
+        Add a fault if no whole record ends there.
+        """
         known = {self.begin, *(p.end for p in self.records)}
         self.faults = [fault for fault in self.faults if fault.offset < end]
         self.records = [p for p in self.records if p.end <= end]
@@ -281,7 +294,7 @@ class SegmentData:
 
 
 def read_segment(name: str, data: bytes) -> SegmentData:
-    """Read one segment, without its neighbours."""
+    """Return the header, records and faults of one segment, whatever the other segments contain."""
     segment = SegmentData(name, ordinal_of(name), len(data), None)
     found = open_header(data, name)
     if isinstance(found, Opened):
@@ -303,7 +316,7 @@ def read_segment(name: str, data: bytes) -> SegmentData:
 
 
 class SegmentChain:
-    """Links segments, fed in order, into one log."""
+    """The chain of a log's segments, which are fed in order."""
 
     def __init__(self) -> None:
         self.segments: list[SegmentData] = []
@@ -349,12 +362,12 @@ class SegmentChain:
 
     @property
     def last(self) -> SegmentData | None:
-        """The last segment that is whole and not void."""
+        """The last segment with a whole header that no later segment excludes; None if none has."""
         whole = (p for p in reversed(self.segments) if p.header is not None and not p.void)
         return next(whole, None)
 
     def settle(self) -> Reading:
-        """Return the log of all segments that were fed."""
+        """Return the result of reading all segments that were fed."""
         kept = self._kept()
         unpruned = [p for p in self.segments if p.ordinal >= kept]
         faults = [f for f in self.faults if ordinal_of(f.segment) > kept]
@@ -386,7 +399,10 @@ class SegmentChain:
         )
 
     def _kept(self) -> int:
-        """Return the number of the first segment that is not pruned, by the notes in segments."""
+        """Return the number of the first segment that is not pruned; 0 without a note of pruning.
+
+        A note that cannot be decoded is added to the faults of its segment.
+        """
         kept = 0
         for segment in self.segments:
             for placed in segment.records:

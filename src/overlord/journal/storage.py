@@ -46,7 +46,7 @@ _REMEDIES = {
 
 
 class NameTaken(Exception):
-    """A segment of that name exists already. ``data`` is its content."""
+    """A segment of that name exists already; ``data`` is its content (empty if it vanished)."""
 
     def __init__(self, name: str, data: bytes):
         super().__init__(name)
@@ -56,7 +56,8 @@ class NameTaken(Exception):
 class JournalStorage(Protocol):
     """A storage for segments.
 
-    Everything written is durable when the call returns. Every failure is a ``JournalError``.
+    Everything written is durable when the call returns. A failure is a ``JournalError``, unless the
+    method names another exception.
     """
 
     shown: str  # the location without secrets, for errors
@@ -98,7 +99,10 @@ class JournalStorage(Protocol):
 
 
 def storage_of(uri: str | os.PathLike[str]) -> JournalStorage:
-    """Return the storage of a directory's path or a store's URI, without opening it."""
+    """Return the storage of a directory's path or a store's URI, without opening it.
+
+    Raise ``JournalError`` for a malformed URI, and for one of another kind of store.
+    """
     text = os.fspath(uri)
     if problems := uri_problems(text):
         raise JournalError("URI", problems[0])
@@ -118,7 +122,9 @@ def storage_of(uri: str | os.PathLike[str]) -> JournalStorage:
         return ObjectStoreStorage(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
     raise JournalError(
-        masked_uri(text), f"expected a directory, or a URI with one of {known}, got {scheme}://"
+        masked_uri(text),
+        f"expected a directory, or a URI with one of {known}, got {scheme}://",
+        "use one of these",
     )
 
 
@@ -325,7 +331,7 @@ class DirectoryStorage:
             raise refusal(f"{self.shown}/{name}", f"{doing} and make them durable", error) from None
 
     def _close_file(self) -> None:
-        """Close the open file; nothing more is appended to it."""
+        """Close the open segment, if any, so that nothing more is appended to it."""
         if self._file >= 0:
             with suppress(OSError):  # the file is closed all the same, and its appends were synced
                 os.close(self._file)
@@ -490,7 +496,10 @@ class ObjectStoreStorage:
         return f"{self._base}/{name}"
 
     def _ask(self, name: str, ask: Callable[[], T]) -> T:
-        """Execute a request; raise ``JournalError`` if the store refuses it."""
+        """Return the result of a request; raise ``JournalError`` if the store refuses it.
+
+        ``name`` is the segment that the error names; "" for the whole journal.
+        """
         try:
             return ask()
         except StorageUnreachable as error:

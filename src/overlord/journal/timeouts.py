@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Timeouts:
     """Limits on waiting for the journal's disk or store."""
 
-    append_s: float = 600.0  # one append: a store is retried for long; a slower disk is lost
+    # one append, with all retries of a store; a slower one counts as failed
+    append_s: float = 600.0
     close_s: float = 1.0  # closing waits this long for an append in progress
 
 

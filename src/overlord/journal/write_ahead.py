@@ -83,7 +83,8 @@ class AppendThread:
     ) -> int:
         """Queue records for writing, and segments for pruning after them.
 
-        Return the number of the order, for ``wait`` and for comparison with ``done``.
+        Return the number of the order, for ``wait`` and for comparison with ``done``. Raise the
+        error of an earlier append that failed. ``rolls``, ``before``, ``anew``: as in ``_Order``.
         """
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:
@@ -104,7 +105,10 @@ class AppendThread:
             return self._given
 
     def wait(self, number: int, timeout_s: float = TIMEOUTS.append_s) -> None:
-        """Wait until an order is durable; raise the error of an append that failed."""
+        """Wait until an order is durable; raise the error of an append that failed.
+
+        Raise ``JournalError`` if that takes longer than ``timeout_s``.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.done >= number or self.failed is not None, timeout_s
@@ -171,9 +175,10 @@ class AppendThread:
             self.seconds += time.perf_counter() - start
 
     def _sweep(self, orders: Sequence[_Order]) -> None:
-        """Remove pruned segments, after all waiting callers were notified.
+        """Remove pruned segments, if these orders pruned any.
 
-        A storage may accept writes and refuse removals.
+        It is called after all waiting callers were notified: a storage may accept writes and refuse
+        removals.
         """
         if orders[-1].before is None and not orders[0].anew:
             return
@@ -220,10 +225,10 @@ class AppendThread:
         return failed
 
     def close(self, timeout_s: float) -> bool:
-        """Write the queued orders and stop; return whether that finished in time.
+        """Write the queued orders and stop; return whether that finished within ``timeout_s``.
 
-        If it did, the log is still open. If not, the thread closes the log when it finishes, so
-        that this process can open the journal again.
+        If so, the log is still open. If not, the thread closes the log when it finishes, so that
+        this process can open the journal again.
         """
         with self._changed:
             self._closed = True
@@ -302,7 +307,7 @@ class Journaled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JournalStart:
-    """The journal of a session at its start, and the records that it already has."""
+    """The journal of a session at its start, and the position from which the session resumes."""
 
     journal: NullJournal = UNWRITTEN
     resumed: ResumePoint | None = None
@@ -336,7 +341,7 @@ class Durable:
 
 
 class WriteAheadGate:
-    """Admits planner commands in order, and no plan before its record is durable.
+    """The gate that admits planner commands in order, and no plan before its record is durable.
 
     A plan that is not durable is held, and with it every later planner command. Other commands
     pass. Runs on: event loop.
@@ -358,9 +363,10 @@ class WriteAheadGate:
             journal.on_durable = self._release
 
     def record(self, event: Any) -> list[Any]:
-        """Apply an event to the planner and journal it: it is durable on return.
+        """Apply an event to the planner, journal it, and return the planner's commands.
 
-        Return the planner's commands. If the event cannot be written, the job ends.
+        A change of the stream is durable on return. A report is written with the next plan. If the
+        event cannot be written, end the job and raise ``JournalError``.
         """
         planner = self._planner()
         in_time = isinstance(event, Report) and planner.in_time(event)
@@ -392,7 +398,7 @@ class WriteAheadGate:
         return isinstance(command, PlannedStep) and not self._journal.has(command.plan.step)
 
     def _is_written(self, stage: PlannedStep) -> bool:
-        """Pass a plan to the journal, with all plans of the same turn.
+        """Pass a plan to the journal, with all plans of the same turn; return whether it is queued.
 
         If the journal refuses it, the job ends before this step.
         """
@@ -435,11 +441,14 @@ class WriteAheadGate:
         self._commands.queue.extend(self._planner().handle(EndOfJob(step, error)))
 
     def rollback(self) -> None:
-        """Forget held commands: the new planner repeats them."""
+        """Drop held commands; the planner of the rollback issues them again."""
         self._held.clear()
 
     def acked(self) -> None:
-        """Journal the acknowledged steps if no plan follows that would record them."""
+        """Journal the last acknowledged step, unless a later plan will record it.
+
+        If it cannot be written, the job ends.
+        """
         planner = self._planner()
         try:
             self._journal.write_acked(planner.taken, last=planner.finished is not None)
@@ -447,7 +456,7 @@ class WriteAheadGate:
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
 
     def waiting_for(self) -> str:
-        """Describe the journal write that the next step waits for; empty if there is none."""
+        """Return the journal write that the next step waits for, as text; empty if none."""
         steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""
 
@@ -463,7 +472,7 @@ def lose_source(
     called.
     """
     log.error(
-        "source %r removed from step %d on, its storage failed: %s",
+        "source %r removed from step %d on, because its storage failed: %s",
         event.name,
         event.at,
         event.reason,

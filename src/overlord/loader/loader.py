@@ -1,8 +1,8 @@
 """State machine of a source loader: what to read next, how far ahead, and what a plan pops.
 
-There is one per source and shard of its chunks. It visits its chunks window by window and requests
-reads and evaluations from its worker. Rows are not evaluated before they are needed, so start-up
-costs what step 0 draws and not full buffers.
+A source has one loader for each share of its chunks. A loader visits its chunks window by window
+and requests reads and evaluations from its worker. Rows are not evaluated before they are needed,
+so the start-up costs the evaluation of step 0, and not of full buffers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from overlord.messages.data import (
 
 Command = Read | Evaluate | Announce
 
-# Seconds that a block of rows should cost: 80 times the 0.2 ms of a round trip, and short enough to
-# interleave.
+# Seconds that the evaluation of a block should take: 80 times the 0.2 ms of a round trip, and short
+# enough to interleave sources.
 BLOCK_S = 0.016
 # Rows of the first block read ahead. Each block is twice the previous one until blocks cost
 # BLOCK_S. With hundreds of sources, step 1 would otherwise wait until all of them have read several
@@ -56,7 +56,8 @@ class Loader:
     ):
         self._start = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
-        # generation at creation: results of its own work stay valid after a rollback
+        # generation at creation: results of work that this loader requested stay valid after a
+        # rollback
         self.life = generation
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
@@ -69,12 +70,12 @@ class Loader:
         self._rows = 0  # raw rows of the open window that are not evaluated
         self._closed = True  # the open window was announced to its end
         self._busy = ""
-        self._done = self.failed = False  # failed: something could not be read
+        self._done = self.failed = False  # done: nothing left to read; failed: a read failed
         self._must_have = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
         # Samples announced and not popped; below 0 if a standby has popped more than it read.
         self.ready = 0
-        self.announced = 0  # samples since it was opened
+        self.announced = 0  # samples announced since the loader was opened
         self.replay_buffer: ReplayBuffer | None = None  # announcements for a rollback, if enabled
         # Target of the last rollback: samples before it are not announced again.
         self._rollback_target: ReplayCursor | None = None
@@ -101,19 +102,20 @@ class Loader:
     # Rollback
 
     def enable_replay(self) -> None:
-        """Record announcements from now on, for a rollback."""
+        """Record announcements from now on, so that ``rollback`` can replay them."""
         self.replay_buffer = ReplayBuffer(self._order, self._start)
 
     @property
     def front(self) -> int:
-        """Return the number of samples popped since the loader was opened."""
+        """Number of samples popped since the loader was opened."""
         return self.announced - self.ready
 
     def rollback(self, cursor: Cursor, generation: int) -> list[Command] | None:
         """Move to the cursor and return the announcements that a loader opened there would make.
 
-        Work in progress continues. Return None, without a change, if the replay buffer does not
-        reach back far enough. Afterwards ``ready`` gives the front of the sample buffer.
+        The next requests of work follow them; work in progress continues. Return None, without a
+        change, if the replay buffer does not reach back far enough. Afterwards ``ready`` is the
+        number of samples that the sample buffer must hold.
         """
         target = ReplayCursor.of(cursor, self._order)
         if (
@@ -142,7 +144,7 @@ class Loader:
                 self.ready_bytes = estimate if left is None else left
                 self._must_have = max(0, self._must_have - n)
                 if self.ready >= self._level and self.ready >= self._must_have:
-                    return []  # every loader is notified of every step
+                    return []  # the common case: every loader receives every step
             case Refill(must=must, level=level, horizon=horizon):
                 self._must_have, self._level, self._horizon = (
                     max(self._must_have, must),
@@ -210,7 +212,7 @@ class Loader:
     def _record(self, announcement: Announce) -> list[Command]:
         """Record an announcement, and return it without the samples before the rollback target.
 
-        Those samples are already popped.
+        Samples before the target count as popped.
         """
         if self.replay_buffer is not None:
             self.replay_buffer.add(announcement)
@@ -231,9 +233,9 @@ class Loader:
         return [] if repeated is None else [repeated]
 
     def _next_group(self) -> None:
-        """Move to the next group.
+        """Move to the next group, or finish after the last one.
 
-        A group of which this loader owns no chunk is announced as complete in its turn.
+        A group without a chunk of this loader is announced as complete when its turn comes.
         """
         at = next(self._groups, None)
         if at is None:
@@ -273,11 +275,12 @@ class Loader:
         return self.ready < self._level and self.ready_bytes < self._budget
 
     def _block(self) -> int:
-        """Return the rows of the next block.
+        """Return the number of rows of the next block.
 
-        If a draw waits, the block has the rows that the draw needs. Otherwise it has rows for a few
-        milliseconds of work, since each block costs a round trip. The size affects only how many
-        samples are ready, never the stream: the samples of a row depend on the row alone.
+        If a draw waits, the block has the rows that the draw needs. Otherwise it has rows for at
+        least ``BLOCK_S`` of work, since each block costs a round trip, within a growing limit and
+        the budget. The number affects only how many samples are ready, never the stream: the
+        samples of a row depend on the row alone.
         """
         if self.ready < self._must_have:
             return math.ceil((self._must_have - self.ready) / self._samples_per_row)
@@ -296,16 +299,19 @@ class Loader:
         return max(1, min(worth, self._block_limit, int(room)))
 
     def set_budget(self, nbytes: int) -> None:
-        """Set the bytes that the loader may hold ready: all sources share one budget."""
+        """Set the bytes that the loader may hold ready, its part of the budget of all sources."""
         self._budget = nbytes
 
     @property
     def full(self) -> bool:
-        """Return whether the loader holds all requested samples, or the source is exhausted."""
+        """Whether the loader needs no more work now.
+
+        It then holds the requested samples or bytes, has reached its horizon, or is done.
+        """
         return self._done or not self._needs_work()
 
     def was_short(self, samples: int) -> bool:
-        """Return whether a draw waited for samples when ``samples`` were announced."""
+        """Return whether a draw waited for samples before the last ``samples`` were announced."""
         return self.ready - samples < self._must_have
 
     @property
@@ -313,10 +319,7 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Return the position and the activity of the loader, for status queries and tests.
-
-        Samples are not part of it: they are read again from the cursor.
-        """
+        """Return the position and the activity of the loader, for status queries and tests."""
         return {
             "epoch": self._epoch,
             "group": self._group,

@@ -1,7 +1,7 @@
-"""Reader of a loader: reads windows of chunks, runs transforms and measures their cost.
+"""Execution of one loader's reads and evaluations: windows of chunks, transforms, and their cost.
 
-A reader executes one command at a time. Its lock protects the identity of a read, which another
-thread may give up.
+A ``SourceReader`` executes one command at a time. Its lock protects the identity of the read in
+progress, since another thread may give that read up.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
 
 # ----------------------------------------------------------------------------
-# Blocks of evaluated rows: selection from a window, merging of several tables, and lost tokens.
+# Blocks of evaluated rows: selection from a window, merging of several tables, and the documents
+# that lost tokens.
 
 
 def long_documents(
@@ -57,9 +58,9 @@ def long_documents(
     lost: np.ndarray,
     after: Cursor | None,
 ) -> LongDocuments | None:
-    """Return the documents at the positions ``at``, which lost tokens.
+    """Return the documents at the positions ``at``, which lost ``lost`` tokens each.
 
-    The cursor's document is excluded: its loss was counted with its sample.
+    The document of the cursor ``after`` is excluded: its loss was counted with its sample.
     """
     documents = LongDocuments(key[at], file[at], row[at], lost)
     if after is None:
@@ -83,7 +84,10 @@ def failed_block(n: int, reason: str) -> Block:
 
 
 def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
-    """Merge blocks of separate tables, in the order of their rows."""
+    """Return one block from the blocks of separate tables, in the order of their rows.
+
+    Each block comes with the positions of its rows in the merged order.
+    """
     full = [(rows, b) for rows, b in blocks if len(b.index)]
     bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
     at = np.concatenate([rows[b.long] for rows, b in blocks])
@@ -112,13 +116,13 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
 
 
 def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
-    """Return selected rows of a table; consecutive rows (unshuffled sources) are a view."""
+    """Return the rows ``at`` of a table; consecutive rows (unshuffled sources) are a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
     return table.take(arrow_of(at))
 
 
-READS = 64  # number of recent reads whose duration is kept
+READS = 64  # number of recent reads whose durations are kept
 
 
 # ----------------------------------------------------------------------------
@@ -126,14 +130,14 @@ READS = 64  # number of recent reads whose duration is kept
 
 
 class Stages(Protocol):
-    """The transforms of a source, run here (`Pipeline`) or in a process (`TransformWorker`)."""
+    """Transforms of a source: in this process (`Pipeline`) or in another (`TransformWorker`)."""
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows: ...
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
 def core_s(stages: Stages) -> float:
-    """Return the CPU seconds of the calling thread so far, with those of a ``TransformWorker``."""
+    """Return the CPU seconds of the calling thread so far, plus those of a ``TransformWorker``."""
     child_s: float = getattr(stages, "core_s", float)()
     return time.thread_time() + child_s
 
@@ -153,12 +157,12 @@ class _Window:
     key: np.ndarray
     file: np.ndarray
     row: np.ndarray
-    at: np.ndarray  # row of the joined tables, or -1 - n for the n-th reason
+    at: np.ndarray  # row of the joined tables; -1 - n for an unreadable row with reason n
     tables: list[pa.Table]  # one, unless slices have different types of a column
-    reasons: list[str]
-    dropped: int
-    after: Cursor | None
-    position: int = 0
+    reasons: list[str]  # why rows are unreadable
+    dropped: int  # rows that filters dropped, until they are reported
+    after: Cursor | None  # the cursor if the loader was opened inside this window
+    position: int = 0  # number of evaluated rows
 
 
 @dataclass(slots=True)
@@ -169,12 +173,12 @@ class ReaderStats:
     # Seconds of transforms of whole slices, which run when a window is opened and are not reading.
     staged_s: float = 0.0
     transform_s: float = 0.0  # seconds of transforms of rows, on demand
-    # CPU seconds of these: the rest is waiting for other threads and for storage.
+    # CPU seconds of the three durations above. The rest is waiting for other threads and storage.
     read_busy_s: float = 0.0
     staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
-    rows: int = 0
-    evaluated: int = 0  # rows that were evaluated
+    rows: int = 0  # rows of all windows that were opened
+    evaluated: int = 0  # rows that were turned into samples
     samples: int = 0
     tokens: int = 0
     windows: int = 0
@@ -182,20 +186,20 @@ class ReaderStats:
     # Seconds of the most recent reads.
     reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))
     image_bytes_in: int = 0  # bytes of image files so far
-    image_bytes_out: int = 0  # bytes of their pixels, made here or later
+    image_bytes_out: int = 0  # bytes of their pixels, decoded here or later
 
     @property
     def evaluated_fraction(self) -> float:
-        """Return the fraction of the read rows that were evaluated.
+        """Fraction of the read rows that were evaluated.
 
-        Other rows of a window are not a cost of the samples. With many loaders and a small share of
-        the mixture they would be most of the cost.
+        Rows that are not evaluated yet do not count as a cost of the samples. With many loaders and
+        a small share of the mixture they would be most of the cost.
         """
         return self.evaluated / self.rows if self.rows else 0.0
 
     @property
     def work(self) -> tuple[float, float]:
-        """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
+        """Cost of the samples so far: CPU seconds and wall-clock seconds."""
         wall_s, cpu_s = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
             cpu_s * self.evaluated_fraction + self.transform_busy_s,
@@ -204,7 +208,7 @@ class ReaderStats:
 
     @property
     def sample_seconds(self) -> tuple[float, float]:
-        """Return the wall-clock seconds of the samples so far: reading, transforming."""
+        """Wall-clock seconds of the samples so far: reading and transforming."""
         return (
             self.read_s * self.evaluated_fraction,
             self.staged_s * self.evaluated_fraction + self.transform_s,
@@ -212,7 +216,7 @@ class ReaderStats:
 
     @property
     def latency(self) -> tuple[float, float]:
-        """Return the seconds of a usual and a slow read: the median and the 95th percentile."""
+        """Median and 95th percentile of the seconds of recent reads; zeros before the first."""
         if not self.reads:
             return 0.0, 0.0
         reads = sorted(self.reads)
@@ -220,7 +224,10 @@ class ReaderStats:
 
     @property
     def images(self) -> dict[str, int] | None:
-        """Return the bytes that decide where pixels are made; None if the source has no images."""
+        """Bytes of image files and of their pixels; None if the source has no images.
+
+        Their ratio decides where images are decoded.
+        """
         return (
             {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out}
             if self.image_bytes_out
@@ -230,9 +237,9 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Executes the Read and Evaluate commands of one loader.
+    """Executor of the Read and Evaluate commands of one loader.
 
-    Evaluation returns the payload of a block with its metadata.
+    A read opens a window. An evaluation returns the metadata and the payload of a block of it.
     """
 
     order: SourceOrder
@@ -243,19 +250,19 @@ class SourceReader:
     _code: RunningUserCode | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # Identity of the read in progress; the result of a read with another one is dropped.
+    # Identity of the read in progress; the result of a read with another identity is dropped.
     _read_id: object = None
 
     # Status queries of other threads while a read is in progress.
 
     @property
     def waits(self) -> SourceReader | None:
-        """Return this reader if its reads may wait for storage or user code, else None."""
+        """This reader if its reads may wait for storage or user code, else None."""
         return self if getattr(self.chunks, "may_wait", False) or self._has_user_code else None
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """Return this reader if evaluation may wait for another process, else None."""
+        """This reader if its evaluations may wait for another process, else None."""
         return self if getattr(self.stages, "separate_process", False) else None
 
     @property
@@ -267,12 +274,12 @@ class SourceReader:
 
     @property
     def many(self) -> bool:
-        """Return whether reads wait for responses of storage rather than for a CPU core."""
+        """Whether reads mostly wait for responses of an object store, not for a CPU core."""
         return bool(getattr(self.chunks, "is_remote", False))
 
     @property
     def activity(self) -> str:
-        """Describe a read that takes long; empty for a fast one."""
+        """Description of a slow read or of slow user code in progress; empty if there is none."""
         text: str = getattr(self.chunks, "activity", str)()
         if (
             text
@@ -290,30 +297,28 @@ class SourceReader:
         )
         try:
             yield
-        except (
-            DataStall
-        ) as stall:  # from a transform process, which does not know the names of files
+        except DataStall as stall:  # from a transform process, which has no names of files
             raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None
 
     @property
     def quick(self) -> bool:
-        """Return whether no read can hang.
+        """Whether no read can hang: all opened files are on local disks, and there is no user code.
 
         User code may hang on any row, however fast it was before.
         """
         return bool(getattr(self.chunks, "never_hangs", False)) and not self._has_user_code
 
     def no_wait(self) -> AbstractContextManager[None]:
-        """Return a context in which a read raises ``WouldBlock`` instead of waiting."""
+        """Return a context in which a failing read raises ``WouldBlock`` instead of retrying."""
         manager: AbstractContextManager[None] = getattr(self.chunks, "no_wait", nullcontext)()
         return manager
 
     def overdue(self) -> Exception | None:
-        """Return an error if the read in progress has exceeded its deadline.
+        """Return the error of the read in progress if it hangs beyond its deadline, else None.
 
-        Its result will be dropped.
+        The read is then given up: its result will be dropped.
         """
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
@@ -338,7 +343,8 @@ class SourceReader:
             if self._read_id is not read_id:
                 raise StorageError(
                     self.order.name,
-                    "expected a read in time, got the result of one that was given up",
+                    "expected a read within its deadline, got the result of a read that was given "
+                    "up; check the disk or the mount",
                 )
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
@@ -355,9 +361,9 @@ class SourceReader:
         )
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        """Read and stage a window.
+        """Read a window and run the slice stage; return the window and the exhausted chunks.
 
-        Add the cost of transforms to ``spent`` (wall-clock, CPU seconds).
+        The cost of the slice stage is added to ``spent`` (wall-clock, CPU seconds).
         """
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
@@ -393,7 +399,7 @@ class SourceReader:
         self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return key, file, row and table position of rows from the cursor on, in stream order."""
-        if len(rows) == 1:  # rows of one file, in order
+        if len(rows) == 1:  # rows of one file, in ascending order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
             order = np.argsort(key, kind="stable")
@@ -410,7 +416,7 @@ class SourceReader:
         return key[order], file[order], row[order], at[order]
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
-        """Read a slice; user code is labelled, since only storage errors name their file."""
+        """Return slice t of a chunk; a dataset's code is reported as running meanwhile."""
         if not (code := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
         with self._running(
@@ -419,10 +425,10 @@ class SourceReader:
             return self.chunks.slice(chunk, t)
 
     def _join_tables(self, tables: list[pa.Table]) -> list[pa.Table]:
-        """Return slices as one table in its own memory.
+        """Return the tables of the slices joined into one.
 
-        A slice may be a view, and must not keep its row group alive. Slices of JSONL may differ in
-        the type of a column; then they stay separate.
+        A slice may be a view, which must not keep much of its row group alive. Slices of JSONL may
+        differ in the type of a column: these stay separate tables.
         """
         if len(tables) > 1:
             try:
@@ -430,8 +436,8 @@ class SourceReader:
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return [compact(table) for table in tables]
         table = tables[0]
-        # Half of a row group may keep the other half alive: a copy would cost more than the memory,
-        # which is soon read anyway.
+        # A view of half of a row group may keep the other half alive. A copy would cost more than
+        # that memory, and the other half is read soon.
         return [
             compact(table)
             if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
@@ -441,9 +447,10 @@ class SourceReader:
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
     ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
-        """Run the slice stage.
+        """Run the slice stage on one slice; add the reasons of failed rows to ``reasons``.
 
-        Return the raw rows that were not filtered out, and the table position or failure of each.
+        Return the raw rows that no filter dropped, the table position of each, and the staged rows.
+        A failed row has the position -1 - n, where n is the index of its reason.
         """
         bad = dict(raw.bad)
         if not bad:
@@ -510,10 +517,10 @@ class SourceReader:
         return BlockReady(samples, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
-        """Turn rows of the open window into samples.
+        """Turn the rows ``at`` of the joined tables into samples.
 
-        If no row has a usable column, these rows fail, but not others. The outcome of a row must
-        not depend on the rows that a loader reads with it.
+        If the transforms reject a table as a whole, its rows fail, but no others. The outcome of a
+        row must not depend on the rows that a loader reads with it.
         """
         blocks, first = [], 0
         for table in tables:
@@ -585,7 +592,7 @@ def _at_or_after(
 ) -> np.ndarray:
     """Return a mask of the ordered rows at or after the cursor.
 
-    The cursor's own row is included: pieces of it may be left.
+    The cursor's own row is included, since pieces of it may not be drawn yet.
     """
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (

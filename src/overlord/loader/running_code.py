@@ -12,14 +12,14 @@ import numpy as np
 class RunningUserCode:
     """User code that is running or may be running.
 
-    It cannot be interrupted, so it is reported while a step waits for it.
+    User code cannot be interrupted, so it is reported while a step waits for it.
     """
 
-    began: float
-    thread: int
-    what: str  # rows of a Python object; "": a transform, which reports itself
-    path: str
-    row: np.ndarray  # rows it processes
+    began: float  # clock time
+    thread: int  # identifier of the thread that called it
+    what: str  # label of a dataset that yields rows; "": transforms, whose stages name themselves
+    path: str  # file of the rows; "": several files
+    row: np.ndarray  # numbers of the rows that it processes; empty if unknown
 
     def describe(self, stages: Any, seconds: float) -> str:
         what, row = (

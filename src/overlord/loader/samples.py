@@ -16,7 +16,7 @@ from overlord.sample import Content, cut_rows
 # ----------------------------------------------------------------------------
 # The order of the chunks and rows of a source, as pure functions.
 #
-# ``docs/stream.md``, "One source", specifies it.
+# ``docs/stream.md``, "One source", specifies this order.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,10 @@ class SourceOrder:
         )
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
-        """Return the chunks of a group that one loader reads: every ``loaders``-th chunk."""
+        """Return the chunks of a group that one of several loaders reads.
+
+        These are the chunks whose place in the order of the epoch is ``loader`` modulo ``loaders``.
+        """
         places = np.arange(
             group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
         )
@@ -73,7 +76,7 @@ class SourceOrder:
         return keyed_hash(key64("rows", self.seed, self.name, epoch), file, row)
 
     def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
-        """Yield (epoch, group) from a position to the end of the last epoch."""
+        """Yield (epoch, group) from a position on, for ``epochs`` epochs in all; None: endless."""
         while epochs is None or epoch < epochs:
             for g in range(group, self.n_groups):
                 yield epoch, g
@@ -85,10 +88,10 @@ class SourceOrder:
 
 
 class SampleBuffer:
-    """Blocks of samples: plans pop the front, the reader appends.
+    """Samples of a loader in blocks: the reader appends blocks, and plans pop rows at the front.
 
-    With ``keeps``, popped rows are retained before the front until they are released, so that a
-    rollback can restore them.
+    With ``keeps``, popped rows are retained until they are released, so that a rollback can restore
+    them.
     """
 
     def __init__(self, *, keeps: bool = False) -> None:
@@ -96,13 +99,13 @@ class SampleBuffer:
         self._kept: deque[Content] = deque()  # popped rows, oldest first
         self._blocks: deque[Content] = deque()
         self._taken = 0  # rows already popped from the first block
-        self.rows = 0
-        self.nbytes = 0
-        self.kept_rows = 0
+        self.rows = 0  # rows that are not popped
+        self.nbytes = 0  # bytes of the blocks, the popped rows of the first block included
+        self.kept_rows = 0  # popped rows that are retained
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of retained rows.
+        """Bytes of the retained rows.
 
         They are computed on demand: workers of many sources pop a few rows of each all the time,
         and are rarely queried.
@@ -111,7 +114,7 @@ class SampleBuffer:
 
     @property
     def ready_bytes(self) -> int:
-        """Return the bytes of the rows that were not popped yet."""
+        """Bytes of the rows that are not popped."""
         popped = self._blocks[0].slice(0, self._taken).nbytes if self._taken else 0
         return self.nbytes - popped
 
@@ -152,7 +155,7 @@ class SampleBuffer:
             n -= len(piece)
 
     def restore(self, n: int) -> None:
-        """Restore the last n popped rows at the front."""
+        """Put the last n popped rows, which must be retained, back at the front."""
         assert n <= self.kept_rows, f"expected to restore {n} rows, got {self.kept_rows} retained"
         if n and self._taken:  # the rest of the first block becomes a separate block
             block = self._blocks.popleft()
@@ -179,8 +182,9 @@ class SampleBuffer:
 # cursor would announce. These announcements cover the window of the cursor and all later ones.
 # Samples before the cursor are excluded; rows that filters dropped in its window are included.
 
-# Retained announcements without a sample. A loader whose rows are all dropped by a filter never has
-# one acknowledged, and would retain them forever. A rollback further back reads the files again.
+# Most retained announcements without a sample. If a filter drops all rows of a loader, none of its
+# announcements is ever acknowledged, and all would be retained. A rollback to an earlier position
+# reads the files again.
 MAX_EMPTY = 1024
 
 Position = tuple[int, int, int, int, int, int, int]  # epoch, group, window, key, file, row, part
@@ -209,7 +213,10 @@ class ReplayCursor:
         return c.epoch, c.group, c.window, self.key, c.file, c.row, c.part
 
     def adapt(self, announcement: Announce) -> Announce | None:
-        """Return the announcement that a loader opened at the cursor would make, or None."""
+        """Return the announcement that a loader opened at the cursor would make in its place.
+
+        Return None if that loader would announce nothing.
+        """
         c, at = self.cursor, (announcement.epoch, announcement.group, announcement.window)
         here = (c.epoch, c.group, c.window)
         if at > here:
@@ -222,7 +229,7 @@ class ReplayCursor:
             )
         if announcement.error is not None:  # the loader would fail before the cursor
             return replace(announcement, epoch=c.epoch, group=c.group, window=c.window)
-        # The loader has nothing in this window either, and it was the last one of the group.
+        # The group ended before the cursor's window: a loader opened there would announce the end.
         if announcement.last and at[:2] == here[:2]:
             return replace(announcement, window=c.window, found=None)
         return None
@@ -279,10 +286,10 @@ class ReplayBuffer:
         # announcements.
         self._dropped = 0
         self._empty = 0  # announcements without a sample
-        self._earliest = ReplayCursor.of(since, order).position  # nothing before it is known
+        self._earliest = ReplayCursor.of(since, order).position  # no replay starts before it
         # The last announcement of a group, if it was dropped although it may be needed.
         self._last_of_group: Announce | None = None
-        self.released = 0  # samples that will not be needed again
+        self.released = 0  # number of samples since the opening that no rollback will need
 
     def add(self, announcement: Announce) -> None:
         self._announcements.append(announcement)
@@ -294,9 +301,9 @@ class ReplayBuffer:
             self._drop_oldest_window()
 
     def release(self, samples: int) -> None:
-        """Release the first ``samples``.
+        """Release the first ``samples`` samples since the opening of the loader.
 
-        The announcement of the last of them stays: failures may follow it.
+        The announcement with the last of them is retained, since failures may follow that sample.
         """
         self.released = max(self.released, samples)
         while (
@@ -317,9 +324,9 @@ class ReplayBuffer:
         return announcement
 
     def _drop_oldest_window(self) -> None:
-        """Drop the oldest window although it may be needed.
+        """Drop all announcements of the oldest window, although a rollback may need them.
 
-        It is dropped as a whole, so that the buffer begins with a complete window.
+        The buffer then begins with a complete window.
         """
         while True:
             announcement = self._drop_oldest()
@@ -329,9 +336,9 @@ class ReplayBuffer:
         self._last_of_group = announcement if announcement.last else None
 
     def replay_from(self, start: ReplayCursor) -> tuple[int, list[Announce]] | None:
-        """Return the number of samples before the cursor, and the announcements that follow it.
+        """Return the number of samples before the cursor, and the announcements after it.
 
-        Returns None if the buffer does not reach back that far.
+        Return None if the buffer does not reach back to the cursor.
         """
         before, dropped, announced = self._first, self._dropped, self._first
         repeated = (

@@ -20,7 +20,7 @@ from overlord.process.resources import pss_bytes
 from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
 
-# Steps between two releases: a visit of all loaders costs more than retaining samples longer.
+# Steps between two releases of samples: visiting all loaders costs more than retaining samples.
 STEPS_PER_RELEASE = 4
 NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
@@ -29,7 +29,7 @@ NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 class ReaderQueue:
     """Queue that serializes the work of a reader.
 
-    A restarted loader waits for work that its predecessor started.
+    The work of a restarted loader waits for work that its predecessor started.
     """
 
     in_use: bool = False
@@ -40,9 +40,8 @@ class ReaderQueue:
 class LoaderSlot:
     """One logical loader and its samples.
 
-    ``ready`` of the loader gives the front of the sample buffer. A standby follows a loader of
-    another worker. It is popped as that one is, perhaps later, and its announcements are ignored
-    until it takes over.
+    ``ready`` of the loader is the number of samples in the buffer. A standby repeats the pops of a
+    loader of another worker, perhaps later. Its announcements are ignored until it is promoted.
     """
 
     loader: Loader
@@ -52,22 +51,22 @@ class LoaderSlot:
     standby: bool = False
     # Unacknowledged steps, and the front of the loader after each.
     popped: deque[tuple[int, int]] = field(default_factory=deque)
-    last: int = -1  # the last step it served, or rolled back to
+    last: int = -1  # the last step that was popped, or that the loader rolled back to
 
     @property
     def activity(self) -> str:
-        """Describe a slow read or running user code, else the state of the loader."""
+        """Description of a slow read or slow user code, else the state of the loader."""
         return getattr(self.reader, "activity", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all samples and raw rows that the loader holds."""
+        """Bytes of all samples and raw rows that the loader holds."""
         return self.buffer.nbytes + self.buffer.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
-        """Pop the next n samples.
+        """Pop the next n samples; return them and the resulting commands.
 
-        A standby pops as many as it has, and the others as soon as they are read.
+        A standby pops the samples that it holds, and the others as soon as they are read.
         """
         pieces = self.buffer.pop(min(n, self.buffer.rows) if self.standby else n)
         left = None if self.standby else self.buffer.ready_bytes
@@ -87,10 +86,10 @@ class LoaderSlot:
             self.sync_buffer()
 
     def rollback(self, opening: LoaderStart, step: int) -> list[Any] | None:
-        """Roll back to the position after a step; None if the replay buffer starts after it.
+        """Roll back to the position after a step; return the announcements and commands.
 
-        A standby that failed to read reads again when it takes over: the failure was not announced,
-        and may be long ago.
+        Return None if the loader must be reopened: the replay buffer starts after the position, or
+        a read of a standby has failed. That failure was not announced, and may have been transient.
         """
         commands = (
             None
@@ -107,7 +106,7 @@ class LoaderSlot:
         return commands
 
     def sync_buffer(self) -> None:
-        """Move the sample buffer, with its retained rows, to the position of the loader."""
+        """Make the sample buffer, with its retained rows, agree with the position of the loader."""
         assert self.loader.replay_buffer is not None
         # Below 0: samples that are popped as soon as they are read.
         ready = max(0, self.loader.ready)
@@ -121,17 +120,17 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Executes the commands of the loaders of a process.
+    """Executor of the commands of the loaders of a process.
 
-    Results of work are passed to ``run``. With ``keeps`` it can roll back over unacknowledged
-    steps. Without it nothing is retained.
+    Announcements and commands that result from completed work are passed to ``run``. With ``keeps``
+    popped samples are retained until they are acknowledged, so that loaders can roll back.
     """
 
     def __init__(
         self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False
     ):
         self._executor, self._run, self._keeps = executor, run, keeps
-        self.generation, self._step = 0, -1  # of the last Rollback: its generation and step
+        self.generation, self._step = 0, -1  # generation and step of the last Rollback
         # The last steps acknowledged by all ranks, and released.
         self._acked, self._released = (-1, -STEPS_PER_RELEASE)
         self.slots: dict[int, LoaderSlot] = {}  # by number of the loader, ascending
@@ -139,13 +138,13 @@ class LoaderService:
         self._held_by = np.zeros(0, np.int64)  # the loader that read each of them
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
-        """Add or replace a loader; results of the previous one's work are dropped."""
+        """Add or replace a loader; results of work of a replaced loader are dropped."""
         self.slots[loader.number] = self._slot(loader, reader, ReaderQueue())
         if loader.number != max(self.slots):
             self.slots = dict(sorted(self.slots.items()))
 
     def reopen(self, command: RestartLoader) -> None:
-        """Restart a loader at a cursor: its samples and the results of its work are dropped."""
+        """Restart a loader at a cursor; its samples and results of work in progress are dropped."""
         old = self.slots[command.loader]
         old.queue.pending = None
         self.slots[command.loader] = self._slot(
@@ -161,7 +160,7 @@ class LoaderService:
         self.slots.pop(number, None)
 
     def forget(self, loaders: Iterable[int]) -> None:
-        """Drop held-over samples of these loaders."""
+        """Drop the samples of these loaders that look-ahead skipped."""
         left = np.flatnonzero(~np.isin(self._held_by, list(loaders)))
         if len(left) < len(self._held_by):
             self.held, self._held_by = self.held.take(left), self._held_by[left]
@@ -183,10 +182,10 @@ class LoaderService:
             slot.release_acked(self._acked)
 
     def rollback(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
-        """Roll the named loaders back to a step.
+        """Roll the loaders of ``rollback.openings`` back to a step; return what they announce.
 
-        A loader whose replay buffer does not reach back that far is reopened. Idempotent. Return
-        their announcements and commands.
+        The result has their announcements and commands. A loader that does not retain enough is
+        reopened with ``open``. Idempotent: a repeated rollback changes nothing.
         """
         if rollback.generation < self.generation:
             return []
@@ -197,7 +196,7 @@ class LoaderService:
                 min(self._acked, rollback.step),
             )
             self._released = min(self._released, rollback.step)
-            # A planner that continues from there has skipped nothing.
+            # A planner that continues after this step has skipped no samples.
             self.held, self._held_by = (NOTHING, np.zeros(0, np.int64))
         commands: list[Any] = []
         for opening in rollback.openings:
@@ -211,28 +210,33 @@ class LoaderService:
     def attach_standby(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None]
     ) -> list[Any]:
-        """Make this loader a standby, starting at a position of its stream.
+        """Make the loader of ``opening`` a standby at a position of its stream.
 
-        An existing loader moves to that position.
+        An existing loader moves to that position, unless it has this generation already. Return the
+        resulting commands.
         """
         slot = self.slots.get(opening.loader)
         if slot is not None and slot.loader.generation >= opening.generation:
             return []
-        # Its source was restarted.
+        # In the other case only the source was restarted, without a rollback.
         step = self._step if slot is None or slot.loader.generation < self.generation else slot.last
         return self._move(opening, open, step, standby=True)
 
     def promote(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
     ) -> list[Any]:
-        """Make this loader a primary, starting at a position after a step.
+        """Make the loader of ``opening`` a primary at its position after a step.
 
-        Samples that the loader holds stay valid; without them it is opened there.
+        Samples that a standby holds stay valid. If they do not suffice, the loader is reopened.
+        Return the announcements and commands.
         """
         return self._move(opening, open, step, standby=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
-        """Return True if all these loaders hold enough samples, False if one failed, else None."""
+        """Return True if all these loaders hold enough samples, False if one failed, else None.
+
+        Loaders that this process does not have are ignored.
+        """
         here = [self.slots[number].loader for number in loaders if number in self.slots]
         if any(loader.failed for loader in here):
             return False
@@ -245,7 +249,7 @@ class LoaderService:
         """
         commands: list[Any] = []
         for slot in (h for number in pops if (h := self.slots[number]).standby):
-            # Otherwise its rollback has not arrived yet.
+            # Otherwise the standby has popped this step, or its rollback has not arrived yet.
             if step > slot.last and slot.loader.generation >= self.generation:
                 commands += slot.pop(step, pops[slot.loader.number])[1]
         return {number: n for number, n in pops.items() if not self.slots[number].standby}, commands
@@ -259,9 +263,10 @@ class LoaderService:
         standby: bool,
         afresh: bool = False,
     ) -> list[Any]:
-        """Move a loader to its position after a step.
+        """Move a loader to its position after a step; return the announcements and commands.
 
-        ``open`` opens it again if the retained samples do not suffice.
+        ``open`` opens the loader if it is missing, if the retained samples do not suffice, or with
+        ``afresh``.
         """
         slot = self.slots.get(opening.loader)
         commands = None if slot is None or afresh else slot.rollback(opening, step)
@@ -277,7 +282,7 @@ class LoaderService:
         if slot is None:  # the loader was moved while the command was in transit
             return ()
         if not isinstance(command, Refill) and command.generation != slot.loader.life:
-            return ()  # requested before the loader was restarted
+            return ()  # the work was requested before the loader was restarted
         match command:
             case Refill():
                 return slot.loader.handle(command)
@@ -339,8 +344,9 @@ class LoaderService:
     ) -> tuple[list[Content], list[Any]]:
         """Pop ``pops[l]`` samples off the front of loader l.
 
-        Return the payload, loader by loader, and the resulting commands. With look-ahead, held-over
-        payload comes first; ``kept`` selects the documents that stay held over.
+        Return the payload, loader by loader, and the resulting commands. With look-ahead, the
+        samples that were skipped before come first in the payload. ``kept`` then selects the
+        documents of the payload to hold for a later step; None: no look-ahead.
         """
         pieces: list[Content] = []
         commands: list[Any] = []
@@ -350,7 +356,7 @@ class LoaderService:
             commands += more
         if kept is None:
             return pieces, commands
-        # Held-over samples are not retained by step: such jobs read again.
+        # Samples that look-ahead skipped are not retained by step: a rollback reads again.
         self._acked = max(step, self._acked)
         self._release()
         pieces.insert(0, self.held)
@@ -364,7 +370,7 @@ class LoaderService:
         return pieces, commands
 
     def busy(self) -> list[str]:
-        """Return a description of each loader that is working."""
+        """Return a description of each loader with work in progress, standbys excluded."""
         every = (
             (f"loader/{h.reader.order.name}/{number}", h.activity)
             for number, h in self.slots.items()
@@ -375,7 +381,11 @@ class LoaderService:
         ]
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the held bytes: ready, retained, raw rows, held over, and those of standbys."""
+        """Return the held bytes by kind.
+
+        ``ready``: samples in buffers; ``windows``: raw rows; ``held``: samples that look-ahead
+        skipped; ``kept``: samples retained for a rollback; ``shadows``: all of standbys.
+        """
         primary = [h for h in self.slots.values() if not h.standby]
         return {
             "ready": sum(h.buffer.nbytes for h in primary),
@@ -386,9 +396,9 @@ class LoaderService:
         }
 
     def work(self) -> list[LoaderWork]:
-        """Return the work and the read latency of each loader.
+        """Return the work and the read latency of each loader, standbys included.
 
-        The autoscaler polls it often, so it is cheap.
+        The autoscaler polls this method often, so it is cheap.
         """
         stats = ((number, h.standby, h.reader.stats) for number, h in self.slots.items())
         return [
@@ -397,7 +407,7 @@ class LoaderService:
         ]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the activity and the cost of each loader, as plain values."""
+        """Return the activity, the held bytes and the cost of each loader, as plain values."""
         return [
             {
                 "loader": number,

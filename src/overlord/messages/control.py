@@ -23,7 +23,7 @@ The coordinator to workers, and workers to the coordinator:
 
     LoaderPlan          coordinator -> loader worker        its routed share of a PlannedStep
     ConstructorPlan     coordinator -> constructor worker   its routed share of a PlannedStep
-    Rollback            coordinator -> workers              plan all steps after a step again
+    Rollback            coordinator -> workers              drop incomplete steps after a step
     FollowLoader        coordinator -> loader worker        open a standby of a loader
     TakeOverLoader      coordinator -> loader worker        read a loader from now on
     DropLoader          coordinator -> loader worker        close a loader
@@ -176,7 +176,7 @@ class LoaderStart:
 class RestartSource:
     """Read a source again from the cursor of the draw, as after a restart.
 
-    The samples of its loaders are lost, or other workers are to hold them.
+    The samples in its loaders are lost, or its loaders are to move to other workers.
     """
 
     source: int
@@ -290,8 +290,8 @@ class LoaderPlan:
 
     The documents of the worker are numbered: first those held from earlier steps, then the popped
     ones, loader by loader. Constructor worker ``to[j]`` gets documents ``take[j]``, in rising
-    order, and the images ``items[j]``, which may belong to documents of others. Without ``take``,
-    every constructor worker of ``to`` gets all documents and images.
+    order, and the images ``items[j]``, which may belong to documents of other constructor workers.
+    Without ``take``, every constructor worker of ``to`` gets all documents and images.
 
     Standbys: ``FollowLoader`` makes a worker the standby of a loader on another worker. The standby
     reads the same samples, gets the same Refills, and is popped by the same LoaderPlans. Its
@@ -346,8 +346,8 @@ class StreamState:
 
     step: int  # the next step to draw
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
-    owed: tuple[int, ...]
-    active: tuple[bool, ...]
+    owed: tuple[int, ...]  # per source: samples or tokens that it is due, scaled to integers
+    active: tuple[bool, ...]  # per source: whether samples may still be drawn from it
     events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
@@ -387,7 +387,7 @@ class FollowLoader:
 
 @dataclass(frozen=True, slots=True)
 class TakeOverLoader:
-    """Read a loader after ``step`` from the samples of this worker's standby, or open it."""
+    """Continue a loader after ``step``: from this worker's standby if it has one, else open it."""
 
     step: int
     start: LoaderStart

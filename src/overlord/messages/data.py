@@ -46,7 +46,7 @@ def _place_if_needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInfo:
-    """The description of a step without its arrays: samples, and the state after the step."""
+    """The description of a step without its arrays: sample ids, and the state after the step."""
 
     step: int
     digest: str
@@ -434,7 +434,9 @@ def checked_report(rank: int, step: Any, metrics: Any, next_step: int) -> Report
     if not isinstance(metrics, Mapping):
         raise JobError([f"expected a mapping of metric name to number, got {metrics!r}"], where)
     if len(metrics) > MAX_METRICS:
-        raise JobError([f"expected at most {MAX_METRICS} metrics, got {len(metrics)}"], where)
+        raise JobError(
+            [f"expected at most {MAX_METRICS} metrics, got {len(metrics)}; report fewer"], where
+        )
     values = {name: _number(value) for name, value in metrics.items()}
     problems = [p for name, value in values.items() for p in _problems(name, value, metrics[name])]
     if problems:
@@ -455,9 +457,11 @@ def _problems(name: Any, value: float | None, given: Any) -> list[str]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         return [f"expected a metric name of 1 to {MAX_NAME} characters, got {name!r:.{MAX_NAME}}"]
     if value is None or (math.isfinite(value) and abs(value) > LARGEST):
-        return [f"{name}: expected a finite number (at most {LARGEST:g}), got {given!r:.80}"]
+        return [
+            f"{name}: expected a finite number (at most {LARGEST:g} in size), got {given!r:.80}"
+        ]
     return (
-        [f"{name}: expected a number of tokens, got {given!r:.80}"]
+        [f"{name}: expected a number of tokens of at least 0, got {given!r:.80}"]
         if name.startswith("tokens/") and value < 0
         else []
     )

@@ -1,4 +1,4 @@
-"""Explain a step (its rows and their placement) or a sample (its step and place).
+"""Explanations of a step (its rows and their placement) or of a sample (its step and slot).
 
 An explanation is a value that prints as a table.
 """
@@ -60,7 +60,7 @@ class Known:
         return "row" if self.indexes[source].format in COUNTED else "byte"
 
     def retained(self) -> str:
-        """Return the range of retained steps, as text."""
+        """Return the range of steps whose plans are retained, as text; "none" if there is none."""
         steps = [s.plan.step for s in self.stages]
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
@@ -81,9 +81,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRows:
-    """The rows of one file in a step: ``samples`` rows between ``first`` and ``last``.
+    """The rows of one file and epoch in a step: ``samples`` from row ``first`` to row ``last``.
 
-    ``first`` and ``last`` are row numbers, or byte offsets if ``unit`` is "byte".
+    Rows are numbers, or byte offsets if ``unit`` is "byte". Rows between may be missing.
     """
 
     path: str
@@ -99,7 +99,7 @@ class FileRows:
 class SourceShare:
     """The contribution of a source to a step.
 
-    Shares are of samples, or of tokens if the batch size is given in tokens.
+    The shares ``wanted`` and ``realised`` are of samples, or of tokens if the batch is in tokens.
     """
 
     name: str
@@ -143,7 +143,7 @@ class ModulePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation(Explanation):
-    """Explanation of a planned step."""
+    """An explanation of a planned step: its mixture, and the placement of each module."""
 
     step: int
     skipped: bool
@@ -179,9 +179,10 @@ class SlotOfSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleExplanation(Explanation):
-    """Explanation of a sample, or of a row without a sample.
+    """An explanation of a sample, or of a row without a sample.
 
-    ``status``: placed, skipped, quarantined, ahead, gone, no sample, undecided.
+    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "no sample" or "undecided".
+    The fields from ``step`` on are set if a retained plan has the sample.
     """
 
     sample: str
@@ -200,7 +201,10 @@ class SampleExplanation(Explanation):
 
 
 def explain(what: int | str | SampleId, known: Known) -> Explanation:
-    """Explain a step by its number, or a sample by its id or the id's text."""
+    """Return the explanation of a step by its number, or of a sample by its id or the id's text.
+
+    Raise ``PlanError`` for a step that is not retained, or an id that no run can have.
+    """
     if isinstance(what, str):
         return explain_sample(parse_id(what), known)
     try:
@@ -224,7 +228,9 @@ def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> Planne
             return stage
     steps = [s.plan.step for s in stages]
     held = (
-        f"plans are kept of steps {steps[0]} to {steps[-1]}" if steps else "no step is planned yet"
+        f"name a step whose plan is kept: {steps[0]} to {steps[-1]}"
+        if steps
+        else "wait until a step is planned"
     )
     state = (
         "is not planned yet"
@@ -237,7 +243,7 @@ def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> Planne
 
 
 def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
-    """Explain a planned step."""
+    """Return the explanation of a planned step."""
     plan = stage.plan
     return StepExplanation(
         step=plan.step,
@@ -259,7 +265,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
-    """Describe where the weights of a step's draw come from."""
+    """Describe the origin of a step's weights: set_mixture, the sources, the job or a schedule."""
     after, step = stage.after, stage.plan.step
     assert isinstance(after, StreamState), "explanations need the steps of the planner itself"
     since = (
@@ -366,7 +372,7 @@ def _ring(plan: LoadingPlan, name: str, sample: int) -> list[int]:
 
 
 def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
-    """Explain a sample; raise ``PlanError`` for an id that no run of the job can have."""
+    """Return the explanation of a sample; raise ``PlanError`` for an id that no run can have."""
     source, chunk = _checked(sample, known)
     base: dict[str, Any] = {
         "sample": str(sample),
@@ -393,7 +399,7 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
 
 
 def find(sample: SampleId, plan: LoadingPlan) -> int:
-    """Return the row of a sample in a plan, or -1."""
+    """Return the row of a sample in a plan; -1 if the plan does not have it."""
     if sample.source not in plan.names:
         return -1
     columns = ("epoch", "file", "row", "part")
@@ -405,7 +411,7 @@ def find(sample: SampleId, plan: LoadingPlan) -> int:
 
 
 def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
-    """Return the numbers of source and chunk of a sample id.
+    """Return the numbers of the source and the chunk of a sample id.
 
     Raise ``PlanError`` for an id that no run of the job can have.
     """
@@ -437,7 +443,7 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
 
 
 def _without_plan(sample: SampleId, source: int, chunk: int, known: Known) -> tuple[str, str]:
-    """Return status and sentence of a row that is in no retained plan and not in quarantine."""
+    """Return the status, and its sentence, of a row in no retained plan and not in quarantine."""
     cursor = Cursor(*known.state.cursors[source].tolist())
     passed = known.lookup(source).passed(sample, chunk, cursor)
     where = (
@@ -540,6 +546,6 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
 def _cost_rank(costs: np.ndarray, i: int) -> int:
     """Return the rank of item ``i`` by decreasing cost, from 1; ties keep the order of the draw.
 
-    The balancers break ties in the same way.
+    Balance methods break ties in the same way.
     """
     return 1 + int((costs > costs[i]).sum()) + int((costs[:i] == costs[i]).sum())

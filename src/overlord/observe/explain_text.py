@@ -21,7 +21,7 @@ FILES = 3  # files of a source that are listed
 
 
 def text(explained: Explanation) -> str:
-    """Return an explanation as text."""
+    """Return an explanation as text for a terminal."""
     if isinstance(explained, StepExplanation):
         return _step(explained)
     assert isinstance(explained, SampleExplanation)
@@ -49,7 +49,7 @@ def columns(
 
 
 def name_value_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return names and values as lines with two aligned columns."""
+    """Return a line for each name and its value, with both columns aligned."""
     width = max(len(name) for name, _ in rows)
     return [f"{name.ljust(width)}  {value}" for name, value in rows]
 
@@ -94,7 +94,7 @@ def _step(e: StepExplanation) -> str:
 
 
 def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
-    """Return the imbalance that determines the time of a step, by ``sync`` of the job."""
+    """Return the step time over the mean rank's time: an imbalance chosen by ``Job.sync``."""
     return imbalance["bucket" if sync == "step" else "microbatch"]
 
 

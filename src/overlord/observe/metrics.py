@@ -25,8 +25,9 @@ def job_metrics(
 ) -> dict[str, Any]:
     """Return steps, samples, tokens, sources, the mix of the last steps, reports and memory.
 
-    ``figures``: the rows of loaders, constructors and workers. ``sources``: by name, counters of
-    storage and images with the value 0, for a source whose readers do not answer.
+    ``figures``: rows of measurements of loaders, constructors and workers. ``sources``: by name,
+    counters of storage and images with value 0, for a source whose readers do not answer.
+    ``on_long``: that of the job.
     """
     totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
@@ -45,10 +46,11 @@ LOADER_BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # co
 
 
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
-    """Return the PSS of all processes of the job by role; shared pages are split evenly.
+    """Return the PSS in bytes of the job's processes by role; PSS splits shared pages evenly.
 
-    ``session`` is the launching process: it includes a planner without a process of its own, and
-    in the local runtime everything. Trainers in other processes do not count.
+    ``session`` is the launching process. It includes a planner without its own process, and all
+    other parts in the local runtime. Trainers in other processes do not count. Roles with 0 bytes
+    are left out.
     """
     roles = {
         "session": pss_bytes(),
@@ -60,7 +62,7 @@ def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
         role = worker["name"].partition("/")[0]
         roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + worker["pss"]
     rows = [*figures["loaders"], *figures.get("shadows", ())]
-    # By pid, because loaders may share a transform worker.
+    # By pid, because several loaders may share a transform process.
     roles["workers"] = sum(
         {(row["pid"], row["worker_pid"]): row["worker_pss"] for row in rows}.values()
     )
@@ -68,7 +70,7 @@ def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _planner_process(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of the planner process; empty if the planner runs in the session."""
+    """Return the row of the planner's own process in a list; empty if it runs in the session."""
     return [figures["planner"]] if "planner" in figures else []
 
 
@@ -109,17 +111,18 @@ def _by_source(
         for what in ("store", "storage", "images"):
             if row.get(what) is not None:
                 s[what] = sum_counters([s.get(what, {}), row[what]])
-    # Standbys count separately: their memory is the cost of a recovery without a pause.
+    # Standbys count separately, since their memory is the price of a recovery without a pause.
     for row in figures.get("shadows", ()):
         stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in LOADER_BYTES)
     return stats
 
 
 def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
-    """Return the losses of a source so far, as documents and as tokens.
+    """Return the losses of a source so far: numbers of documents, and of their tokens.
 
-    ``dropped``: rows without a sample, by a filter or ``on_long="drop"``; ``cut``: documents that
-    ``on_long="truncate"`` cut.
+    ``filtered``: rows that filters dropped. ``long`` and ``lost``: documents that lost tokens to
+    ``on_long``, and these tokens. In the result, ``dropped`` are rows without a sample, by a filter
+    or ``on_long="drop"``. ``cut`` are documents that ``on_long="truncate"`` shortened.
     """
     cut = on_long == "truncate"
     return {
@@ -131,7 +134,7 @@ def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
 
 
 def sum_counters(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums of counters by name; a counter may be a mapping of counters."""
+    """Return the sums of counters by name; nested mappings of counters are summed, too."""
     out: dict[str, Any] = {}
     for some in counts:
         for name, n in some.items():
@@ -144,9 +147,9 @@ def sum_counters(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
-    """Return the mix of the last steps as columns: ``step``, and shares by source.
+    """Return the mix of the last steps as columns: ``step``, and lists of shares by source.
 
-    Shares are ``wanted``, and those of the drawn ``samples`` and ``tokens``.
+    ``wanted`` are target shares; ``samples`` and ``tokens`` are shares of the drawn ones.
     """
     steps = list(mixed)
     shares = np.zeros((3, len(steps), len(names)))
@@ -164,9 +167,9 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
 
 
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """Return a row for each part of the job that runs: name, role, pid and state.
+    """Return a row for each planner, worker, loader, constructor and client: name, pid, state.
 
-    A pid is None if the process is on another machine or unknown.
+    ``clients``: by rank. A pid is None if the process is on another machine or unknown.
     """
     here = os.getpid()
     planners = _planner_process(figures) or [{"pid": here, "state": "planning"}]
@@ -216,5 +219,5 @@ def _constructor_name(row: Mapping[str, Any]) -> str:
 
 
 def loader_name(row: Mapping[str, Any]) -> str:
-    """Return the name of the loader of a row."""
+    """Return the name of a loader by its row of measurements: ``loader/<source>/<number>``."""
     return f"loader/{row['source']}/{row['loader']}"

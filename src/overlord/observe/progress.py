@@ -1,4 +1,4 @@
-"""Take the steps of a session as a trainer does, and count samples, tokens and waits."""
+"""A trainer without computation: it takes steps, and counts samples, tokens and waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from overlord.plan.plan import LoadingPlan
 
 T = TypeVar("T")
-MEMORY_EVERY = 8  # steps; reading PSS takes milliseconds
+MEMORY_EVERY = 8  # steps between two readings of the PSS, each of which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,10 @@ class Meter:
             self.peak_pss = max(self.peak_pss, pss_bytes())
 
     def _count(self, plan: LoadingPlan) -> None:
-        """Add the samples of a plan; the planner's totals would include steps not yet taken."""
+        """Add the samples of a plan to the counters by source.
+
+        The planner's totals are not used, since they include steps that are not taken yet.
+        """
         n = len(plan.names)
         if not len(self.samples):
             self.wanted, self.samples, self.source_tokens = (
@@ -83,18 +86,18 @@ class Meter:
         )
 
     def stop(self) -> None:
-        """End the measured time: later work does not count as part of the run."""
+        """End the measured time, and read the PSS once more."""
         self.ended = time.perf_counter()
         self.peak_pss = max(self.peak_pss, pss_bytes())
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second over the whole run, including the wait for the first step."""
+        """Tokens per second since the meter was made, including the wait for the first step."""
         return self.tokens / max(1e-9, (self.ended or time.perf_counter()) - self.started)
 
     @property
     def wait_ms(self) -> float:
-        """Mean wait per step in ms, without the first step, which includes opening files."""
+        """Mean wait in ms of all steps but the first, whose wait includes opening files."""
         return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
 
 
@@ -106,7 +109,7 @@ class StepSource(Protocol):
 
 
 def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -> Iterator[Taken]:
-    """Take steps on these ranks in turn, until ``steps`` are taken or the data ends."""
+    """Yield each step once all these ranks took it, until ``steps`` are taken or the data ends."""
     clients = [session.client(rank) for rank in ranks]
     for _ in count() if steps is None else range(steps):
         start = time.perf_counter()
@@ -118,9 +121,9 @@ def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -
 
 
 def interruptible(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread, wait for it, and return its result.
+    """Run ``work`` in a thread, wait for it, and return its result or raise its error.
 
-    The main thread then handles Ctrl-C at once, even while native code runs in the thread.
+    The main thread can then handle Ctrl-C at once, even while native code runs in the thread.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
 

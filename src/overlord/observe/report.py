@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file, without scripts, fonts or links."""
+"""Reports as self-contained HTML pages, without scripts, fonts or links."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ pre { overflow-x: auto; font: 12px/1.45 ui-monospace, Menlo, Consolas, monospace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A plot with its description.
+    """A plot with a title and a description.
 
-    ``svg`` is trusted markup; the other fields are plain text.
+    ``svg`` is inserted without escaping; the other fields are plain text.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A table with its description; the first column is text, the others are numbers."""
+    """A table with a title and a description; its first column is text, the others are numbers."""
 
     title: str
     shows: str
@@ -78,7 +78,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HtmlReport:
-    """The content of a report; each plot and table names the command that made it."""
+    """The content of a report; the page shows ``command`` under each plot and table."""
 
     title: str
     lead: str

@@ -1,4 +1,4 @@
-"""Locate a row in the stream of its source, as far as possible without reading the row."""
+"""The position of a row in the stream of its source, as far as known without reading the row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _ID = re.compile(
 
 
 def parse_id(text: str) -> SampleId:
-    """Parse ``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``, the text of a ``SampleId``."""
+    """Return the ``SampleId`` of a text such as ``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``.
+
+    Raise ``PlanError`` for any other text.
+    """
     found = _ID.fullmatch(text.strip())
     if found is None:
         raise PlanError(
             "expected a sample id such as web/e0/f2/r17 (source, epoch, file, row) or "
-            f"web/e0/f2/r17/p1, got {text!r}"
+            f"web/e0/f2/r17/p1 (and part), got {text!r}"
         )
     numbers = {name: int(found[name] or 0) for name in ("epoch", "file", "row", "part")}
     return SampleId(found["source"], **numbers)
@@ -44,7 +47,7 @@ class SampleLookup:
     slice_rows: int
 
     def chunk_of(self, file: int, row: int) -> int:
-        """Return the chunk that holds a row; -1 if there is no such row."""
+        """Return the number of the chunk with a row, by file and row or byte offset; -1 if none."""
         chunks = self.index.chunks
         inside = (
             (chunks.file == file)
@@ -55,9 +58,9 @@ class SampleLookup:
         return int(at[0]) if len(at) else -1
 
     def passed(self, sample: SampleId, chunk: int, cursor: Cursor) -> bool | None:
-        """Return whether the stream has passed this row.
+        """Return whether the cursor of the stream is at or after the sample; None if unknown.
 
-        Return None if the row is in the current group of the cursor, where only reading decides.
+        It is unknown in the cursor's own group if the format does not number its rows.
         """
         place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
         mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)

@@ -11,7 +11,7 @@ REASONS = 3  # reasons of bad rows that are named, the most frequent first
 
 @dataclass(slots=True, kw_only=True)
 class SourceReport:
-    """Files, rows, schema, sampled documents and failures of one source.
+    """The result of inspecting one source: files, rows, schema, sampled documents and failures.
 
     ``failures``: the reasons why the job cannot use this source, or one of its files.
     """
@@ -42,7 +42,7 @@ class SourceReport:
         return sum(self.bad.values())
 
     def reasons(self) -> list[str]:
-        """Return the most frequent reasons of bad rows, as text."""
+        """Return lines of text with the REASONS most frequent reasons of bad rows."""
         often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
         shown = [f"{n} row{'s' * (n > 1)}: {reason}" for reason, n in often[:REASONS]]
         return shown + (

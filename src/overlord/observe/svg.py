@@ -16,7 +16,7 @@ import numpy as np
 
 Scale = Callable[[float], float]
 WIDTH = 860
-SHOWN = 16  # bars of a panel up to which each bar has a number
+SHOWN = 16  # most bars of a panel for which each bar has a number
 DIGIT = 7.5  # width of a character in pixels
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
@@ -25,7 +25,9 @@ LABEL_GAP = 15  # pixels between two labels at the end of lines
 class PlotLine:
     """One series of a line plot.
 
-    ``wanted`` is a dashed line under it, in the same colour.
+    ``wanted``: the target values, drawn as a dashed line in the same colour, below the series.
+    ``error``: the length of the bars above and below each point.
+    ``shift``: pixels to the right, so that bars of several series stand side by side.
     """
 
     label: str
@@ -33,11 +35,13 @@ class PlotLine:
     y: np.ndarray
     wanted: np.ndarray | None = None
     kind: str = "line"  # or "bound": a limit, drawn dashed
+    error: np.ndarray | None = None
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ridge:
-    """One row of a histogram plot."""
+    """One row of a histogram plot: the values, with a label on the left and a note on the right."""
 
     label: str
     note: str
@@ -47,7 +51,7 @@ class Ridge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Panel:
-    """One group of stacked bars."""
+    """One group of stacked bars, with a label and a note below it."""
 
     label: str
     note: str
@@ -56,7 +60,7 @@ class Panel:
 
 
 def series_color(i: int) -> str:
-    """Return the colour of series ``i``."""
+    """Return the CSS colour of series ``i``; colours repeat after six series."""
     return f"var(--s{i % 6})"
 
 
@@ -81,9 +85,9 @@ def lines(
     marks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Return a line plot with the names of lines at their ends, as SVG.
+    """Return a line plot with the names of lines at their ends, as SVG text.
 
-    ``marks`` are labelled vertical lines.
+    ``about`` describes it for screen readers. ``marks``: (x, label) of vertical lines.
     """
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
@@ -105,7 +109,11 @@ def lines(
         if s.wanted is not None:
             out.append(_path(sx, sy, x, s.wanted, s.color, f"{s.label}, wanted", "wanted"))
     for s in series:
-        out.append(_path(sx, sy, x, s.y, s.color, s.label, s.kind))
+        moved = _scale(float(x[0]), float(x[-1]), left + s.shift, WIDTH - right + s.shift)
+        out.append(_path(moved, sy, x, s.y, s.color, s.label, s.kind))
+        for at, y, error in zip(x, s.y, s.error if s.error is not None else (), strict=False):
+            ends = np.array([y - error, y + error])
+            out.append(_path(moved, sy, np.array([at, at]), ends, s.color, s.label, "leader"))
     out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
     return document(height, about, out)
 
@@ -113,7 +121,10 @@ def lines(
 def ridges(
     rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
 ) -> str:
-    """Return histograms of positive values over a log axis as SVG; each row has its own scale."""
+    """Return histograms of positive values over a log axis, as SVG text.
+
+    Each row has its own vertical scale. ``limit``: x of a labelled vertical line.
+    """
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
@@ -161,7 +172,10 @@ def bars(
     bound_label: str,
     height: int = 320,
 ) -> str:
-    """Return groups of stacked bars in units of ``mean`` as SVG, with a line at the bound."""
+    """Return groups of stacked bars as SVG text, with a horizontal line at ``bound``.
+
+    Bars are divided by ``mean``; ``bound`` is in units of ``mean``.
+    """
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
     sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
@@ -217,7 +231,10 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
 
 
 def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
-    """Return a number above each bar, or only above the highest if numbers would overlap."""
+    """Return the numbers above the bars of a panel as SVG elements.
+
+    If numbers would overlap, only the highest bar has one. More than SHOWN bars have none.
+    """
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
     shown = (
@@ -242,9 +259,9 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 def _end_labels(
     series: Sequence[PlotLine], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
-    """Return the names at the ends of lines, moved apart where they would overlap.
+    """Return the SVG elements of the names at the ends of lines, moved apart if they overlap.
 
-    A short stroke in the colour of the series leads to each name.
+    A short stroke in the colour of the series connects each line to its name.
     """
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
@@ -292,7 +309,7 @@ def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> s
 
 
 def document(height: float, about: str, elements: Sequence[str]) -> str:
-    """Return an SVG document; ``about`` is its description for screen readers."""
+    """Return the SVG text of elements; ``about`` is its description for screen readers."""
     body = "\n".join(elements)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
@@ -306,7 +323,7 @@ def _scale(a: float, b: float, to_a: float, to_b: float) -> Scale:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Return about ``about`` round values inside [low, high]."""
+    """Return round values inside [low, high], evenly spaced; about ``about`` of them."""
     raw = (high - low) / max(1, about) or 1.0
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)

@@ -1,4 +1,4 @@
-"""Tables and progress bars for a terminal; plain text without one."""
+"""Tables and progress bars of the command line, plain text if there is no terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCES = 24  # sources of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 DECISIONS = 12  # latest decisions of the autoscaler that are shown after a run
 REASONS = 5  # latest quarantined rows that are shown after a run
-# Names of memory in the result of a run, for metrics keys that are not clear by themselves.
+# Display names of keys of ``metrics()["memory"]``; other keys are displayed unchanged.
 MEMORY = {
     "ready": "buffered samples",
     "kept": "replay buffers",
@@ -38,11 +38,11 @@ MEMORY = {
     "assembled": "batches",
     "slabs": "buffer pool",
 }
-LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: metrics key of lost tokens
+LOST = {"truncate": "cut", "drop": "dropped"}  # on_long -> prefix of the metric of lost tokens
 
 
 def bar(value: float, most: float, width: int) -> str:
-    """Return a bar of block characters; ``most`` has the full width.
+    """Return a bar of block characters for a value; ``most`` fills ``width`` characters.
 
     The resolution is an eighth of a character.
     """
@@ -52,7 +52,7 @@ def bar(value: float, most: float, width: int) -> str:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
-    """Return a table without borders: the first columns are text, the others numbers."""
+    """Return a table without borders: ``text_columns`` of text, then right-aligned numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for k, name in enumerate(head):
         table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
@@ -62,7 +62,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int =
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes as text with a fitting unit."""
+    """Return a number of bytes as text with a unit from B to GB; each is 1024 times the last."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1024 or unit == "GB":
             break
@@ -74,8 +74,8 @@ def size(nbytes: float) -> str:
 def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
     """Show a progress bar on a terminal, and nothing without one.
 
-    The yielded function sets the number of finished items if it is called with an int; called with
-    anything else it adds one.
+    The context value is a function: called with an int, it sets the number of finished items;
+    called with any other value, it adds one.
     """
     if not err.is_terminal:
         yield lambda _: None
@@ -168,12 +168,12 @@ def run_view(
 
 
 def tokens_lost(tokens: int, lost: int) -> str:
-    """Return the number of lost tokens, and their share of the delivered and lost ones."""
+    """Return, as text, the number of lost tokens and their share of ``tokens`` + ``lost``."""
     return f"{lost:,} ({share(tokens, lost):.1%})" if lost else "0"
 
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows of the latest decisions of the autoscaler, and of sources that are too slow."""
+    """Return (name, text) rows of the autoscaler's last decisions and of sources too slow."""
     decisions = [
         ("scaling", f"after step {d['step']}: {d['words']}")
         for d in scaling.get("decisions", ())[-DECISIONS:]
@@ -186,7 +186,7 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for each node with ranks that runs more workers than ``sidecar`` allows."""
+    """Return a (name, text) row for each node with ranks and more workers than ``sidecar``."""
     text = (
         "node {node} has run {hosts} workers of this job for {for_s:.0f} s, {allowed} are "
         "allowed; they move when another node has room"
@@ -209,7 +209,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
 
 
 def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
-    """Return a table of the sources, then the columns and bad rows of each."""
+    """Return a table of the sources, then token lengths, columns and bad rows of each."""
     head = ("source", "format", "files", "chunks", "rows", "bytes", "bad rows")
     rows = [
         (
@@ -263,7 +263,7 @@ def _lengths(tokens: np.ndarray) -> str:
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     """Return a table of a plan by bucket: relative cost, tokens, samples and microbatches.
 
-    Microbatches are shown as far as ``width`` allows.
+    At most BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
     """
     a, i = plan.pieces(), plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
@@ -349,7 +349,7 @@ def _microbatches(plan: LoadingPlan) -> str:
 
 
 def _mix(plan: LoadingPlan) -> str:
-    """Return the samples by source as text, in the job's order; of many sources the largest."""
+    """Return the samples by source as text, in the job's order; at most SOURCES are named."""
     counts = np.bincount(plan.source, minlength=len(plan.names))
     shown = np.sort(np.argsort(-counts, kind="stable")[:SOURCES])
     named = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())

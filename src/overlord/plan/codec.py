@@ -1,4 +1,4 @@
-"""The binary encoding of a plan: small, without pickle, and validated when it is read."""
+"""The binary encoding of a plan: small and without pickle. Reading validates the plan."""
 
 from __future__ import annotations
 
@@ -76,14 +76,15 @@ def write(plan: LoadingPlan) -> bytes:
 
 
 def read(data: bytes) -> LoadingPlan:
-    """Return the validated plan of bytes that ``write`` made.
-
-    Every problem of the bytes is a ``PlanError``.
-    """
+    """Return the validated plan of bytes from ``write``; raise ``PlanError`` for any others."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise PlanError(f"expected the bytes of a plan, got {type(data).__name__}")
     if data[: len(MAGIC)] != MAGIC:
-        raise PlanError(f"these {len(data)} bytes are not a plan: they do not start with {MAGIC!r}")
+        raise PlanError(
+            f"expected the bytes of a plan, which start with {MAGIC!r}, got {len(data)} bytes with "
+            "another start",
+            remedy="pass bytes that to_bytes() of this version returned",
+        )
     try:
         return _read(data).validate()
     except DAMAGE as e:
@@ -119,12 +120,12 @@ def _read(data: bytes) -> LoadingPlan:
         modules[str(name)] = _assignment(str(name), m, items)
     tasks = _tasks(head["tasks"], get) if "tasks" in head else None
     if at != len(data):
-        raise ValueError(f"{len(data)} bytes where the header announces {at}")
+        raise ValueError(f"expected {at} bytes, as the header states, got {len(data)}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
-        raise ValueError("a sample column is missing")
+        raise ValueError("expected every sample column, got some without values")
     place = Mesh(**head["place"]) if "place" in head else None
     if place is not None and place.world_size > MAX_BINS:
-        raise ValueError(f"a place of {place.world_size} ranks")
+        raise ValueError(f"expected a mesh of at most {MAX_BINS} ranks, got {place.world_size}")
     return LoadingPlan(
         step=operator.index(head["step"]),
         names=tuple(str(n) for n in head["names"]),
@@ -161,7 +162,7 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:
     if any(columns[n] is None for n in ITEM_COLUMNS):
-        raise ValueError(f"module {name!r} lacks a column")
+        raise ValueError(f"module {name!r}: expected every column, got some without values")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
     # before any memory is allocated
     if (
@@ -169,11 +170,12 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
         or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS
     ):
         raise ValueError(
-            f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches"
+            f"module {name!r}: expected 1 to {MAX_BINS} microbatches over all buckets, got "
+            f"{counts['n_buckets']} buckets of {counts['n_microbatches']}"
         )
     memory_capacity = float(head["memory_capacity"])
     if not math.isfinite(memory_capacity):
-        raise ValueError(f"a memory capacity of {memory_capacity}")
+        raise ValueError(f"expected a finite memory_capacity, got {memory_capacity}")
     broadcast = tuple(str(b) for b in head["broadcast"])
     return Assignment(
         axis=str(head["axis"]),

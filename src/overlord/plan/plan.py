@@ -31,11 +31,11 @@ OPTIONAL_COLUMNS = ("memory", "out", "offset")  # columns of items; None where a
 MAX_BINS = 2**26
 # factor on a memory capacity: sums of floats depend on the order of addition
 ROUNDING = 1 + 1e-9
-MOST = 2**53  # limit of a size: sums of integers must neither overflow nor be rounded
+MOST = 2**53  # every size is below this, so that sums neither overflow nor are rounded
 
 
 def check_modules(names: Iterable[str], step: int) -> None:
-    """Raise for modules that no constructor delivers."""
+    """Raise ``PlanError`` unless constructors deliver all these modules."""
     if unknown := [name for name in names if name not in MODULES]:
         problem = (
             f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no "
@@ -58,7 +58,7 @@ class Assignment:
     bucket: np.ndarray  # int32
     microbatch: np.ndarray  # int32
     slot: np.ndarray  # int32: position in the microbatch
-    size: np.ndarray  # int64: tokens that count against the capacity, with document padding
+    size: np.ndarray  # int64, counts against the capacity: tokens with padding, patches of an image
     cost: np.ndarray  # float64
     capacity: int = 0  # tokens of one microbatch; 0: no limit
     # axes along which the trainer broadcasts: one rank of each group fetches
@@ -71,11 +71,8 @@ class Assignment:
     offset: np.ndarray | None = None  # int64: position of the first of these tokens in its sample
 
     def order(self) -> np.ndarray:
-        """Return items by (bucket, microbatch, slot), the order of a constructor.
-
-        Slots are dense, so no sort is needed.
-        """
-        bins = self.bins()
+        """Return item numbers by (bucket, microbatch, slot), the order of a constructor."""
+        bins = self.bins()  # slots are dense, so no sort is needed
         counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
         order = np.empty(len(bins), np.int64)
         order[(np.cumsum(counts) - counts)[bins] + self.slot] = np.arange(len(bins))
@@ -87,9 +84,9 @@ class Assignment:
 
 
 def _is_whole(column: np.ndarray) -> bool:
-    """Return whether a column holds integers.
+    """Return whether a column has an integer type that int64 contains.
 
-    uint64 is rejected: numpy promotes uint64 with int64 to float64.
+    uint64 is not one: numpy promotes uint64 with int64 to float64.
     """
     return column.dtype.kind in "iu" and np.can_cast(column.dtype, np.int64)
 
@@ -125,7 +122,7 @@ class LoadingPlan:
         return self.modules["backbone"]
 
     def module(self, name: str) -> Assignment:
-        """Return the placement of a module; the error for an unknown name lists the known ones."""
+        """Return the placement of a module; raise ``PlanError`` for an unknown name."""
         if name not in self.modules:
             known = ", ".join(self.modules)
             raise PlanError(
@@ -174,7 +171,8 @@ class LoadingPlan:
         every rank is served.
         """
         if "backbone" not in self.modules:
-            raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
+            problem = f"modules: expected 'backbone' among them, got {', '.join(self.modules)}"
+            raise PlanError(problem, self.step, "end the strategy with .plan()")
         check_modules(self.modules, self.step)
         n = len(self)
         columns = {
@@ -183,17 +181,20 @@ class LoadingPlan:
             if (column := getattr(self, label)) is not None
         }
         if any(column.shape != (n,) for column in columns.values()):
-            raise PlanError(f"sample columns: expected {n} rows in each, got others", self.step)
+            shapes = sorted({column.shape for column in columns.values()})
+            raise PlanError(f"sample columns: expected {n} rows each, got {shapes}", self.step)
         if wrong := [
             f"{label}, got {column.dtype}"
             for label, column in columns.items()
             if not _is_whole(column)
         ]:
-            raise PlanError(f"expected whole numbers in {wrong[0]}", self.step)
+            raise PlanError(f"expected whole numbers in {wrong[0]}", self.step, "use int64")
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
-            raise PlanError(f"source: expected 0 to {len(self.names) - 1}, got others", self.step)
+            found = f"got {int(self.source.min())} to {int(self.source.max())}"
+            raise PlanError(f"source: expected 0 to {len(self.names) - 1}, {found}", self.step)
         if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
-            raise PlanError(f"tokens: expected numbers from 0 to {MOST - 1}, got others", self.step)
+            found = f"got {int(self.tokens.min())} to {int(self.tokens.max())}"
+            raise PlanError(f"tokens: expected 0 to {MOST - 1}, {found}", self.step)
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
@@ -206,14 +207,14 @@ class LoadingPlan:
                 )
             self._validate_slots(name, a, bins)
             self._validate_placeholders(name, a)
-        main = self.main
-        if len(main.sample) != n or not np.array_equal(
-            np.bincount(main.sample, minlength=n), np.ones(n, np.int64)
-        ):
+        times = np.bincount(self.main.sample, minlength=n)
+        if (uneven := np.flatnonzero(times != 1)).size:
             raise PlanError(
-                "the backbone does not place every drawn sample exactly once",
+                f"module 'backbone': expected every drawn sample exactly once, got sample "
+                f"{self.sample_id(int(uneven[0]))} {times[uneven[0]]} times ({len(uneven)} such "
+                "samples)",
                 self.step,
-                "a strategy neither adds nor drops samples",
+                "place every sample of the buffer once; select() leaves samples out",
             )
         if self.tasks is not None:
             from overlord.plan.pieces import check_tasks
@@ -239,9 +240,10 @@ class LoadingPlan:
             )
         if a.n_buckets * a.n_microbatches > MAX_BINS:
             raise PlanError(
-                f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} "
-                "microbatches are too many",
+                f"module {name!r}: expected at most {MAX_BINS} microbatches over all buckets, got "
+                f"{a.n_buckets} buckets of {a.n_microbatches}",
                 self.step,
+                "use fewer microbatches",
             )
         for label, column in columns.items():
             if not _is_whole(column) and (
@@ -257,8 +259,10 @@ class LoadingPlan:
                 and len(column)
                 and not 0 <= column.min() <= column.max() < top
             ):
+                wanted = "at least 0 and finite" if top == np.inf else f"from 0 to {MOST - 1}"
                 raise PlanError(
-                    f"module {name!r}: {label} has a number that is negative, infinite or NaN",
+                    f"module {name!r}: expected {label} {wanted}, got {column.min()} to "
+                    f"{column.max()}",
                     self.step,
                 )
         for label, column, bound in (
@@ -274,10 +278,9 @@ class LoadingPlan:
                 )
 
     def _validate_served(self, name: str, a: Assignment) -> None:
-        """Check that every rank has a bucket and a fetcher.
+        """Raise ``PlanError`` unless every rank has a bucket, and a rank that fetches for it.
 
-        A mesh gives each rank one of both. So the plan can only be wrong if it was made for another
-        mesh or for unknown axes.
+        A mesh gives each rank both. So only a plan for another mesh or for unknown axes is wrong.
         """
         try:
             broadcast_dims(a.broadcast)
@@ -286,10 +289,10 @@ class LoadingPlan:
             raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
         if a.n_buckets != wanted:
             raise PlanError(
-                f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} "
-                f"along {a.axis}, so some rank is not served",
+                f"module {name!r}: expected {wanted} buckets along {a.axis} of {self.place}, got "
+                f"{a.n_buckets}",
                 self.step,
-                f'call .distribute("{a.axis}") with the place the strategy is given',
+                f'call .distribute("{a.axis}") on a graph with the place that the strategy gets',
             )
 
     def _validate_capacity(
@@ -307,11 +310,12 @@ class LoadingPlan:
         if held.max() > capacity:
             worst = int(held.argmax())
             raise PlanError(
-                f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket "
-                f"{worst // a.n_microbatches} holds "
-                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, "
-                f"more than its capacity of {capacity:.12g}",
+                f"module {name!r}: expected at most {capacity:.12g} "
+                f"{'tokens' if what == 'tokens' else 'units of memory cost'} in microbatch "
+                f"{worst % a.n_microbatches} of bucket {worst // a.n_microbatches}, got "
+                f"{held[worst]:.12g}",
                 self.step,
+                "move items to other microbatches; .balance() keeps the capacity",
             )
 
     def _validate_slots(self, name: str, a: Assignment, bins: np.ndarray) -> None:
@@ -324,11 +328,13 @@ class LoadingPlan:
             or np.bincount(place, minlength=len(bins)).max() > 1
         ):
             raise PlanError(
-                f"module {name!r}: two items share a slot, or a slot is left empty", self.step
+                f"module {name!r}: expected slots 0, 1, ... in each microbatch, got two items that "
+                "share a slot, or an empty slot",
+                self.step,
             )
 
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
-        """Check that an item's tokens are in its own document, and that no two items share one."""
+        """Raise unless placeholders are inside the item's document and no two items share one."""
         if (a.out is None) != (a.offset is None):
             raise PlanError(
                 f"module {name!r}: expected out and offset together, got one of them", self.step
@@ -339,9 +345,9 @@ class LoadingPlan:
         if (end > self.tokens[a.sample]).any():
             i = int((end > self.tokens[a.sample]).argmax())
             raise PlanError(
-                f"module {name!r}: item {i} ends at token {end[i]} of sample "
-                f"{self.sample_id(int(a.sample[i]))}, which has "
-                f"{self.tokens[a.sample[i]]}",
+                f"module {name!r}: expected item {i} to end inside the "
+                f"{self.tokens[a.sample[i]]} tokens of sample "
+                f"{self.sample_id(int(a.sample[i]))}, got an end at token {end[i]}",
                 self.step,
             )
         sends = a.out > 0
@@ -359,7 +365,7 @@ class LoadingPlan:
             )
 
     def routes(self, module: str = "encoder") -> Routes:
-        """Return the encoding rank of every item, and the exchange of outputs between all ranks."""
+        """Return the rank that encodes each item, and the exchange of outputs between all ranks."""
         from overlord.plan.routes import make_routes  # it imports this module
 
         return make_routes(self, module)
@@ -400,10 +406,7 @@ class LoadingPlan:
     # fetchers
 
     def fetchers(self, module: str = "backbone") -> list[int]:
-        """Return the ranks that take this module's microbatches from the loader.
-
-        The trainer's broadcasts serve the others.
-        """
+        """Return the ranks that fetch this module's microbatches; others get them by broadcast."""
         return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
@@ -413,7 +416,7 @@ class LoadingPlan:
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
         """Return the buckets that a rank fetches: its own and those of the ranks it serves.
 
-        The list is empty if another rank fetches for it.
+        The list is empty if another rank fetches for this rank.
         """
         if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
@@ -421,9 +424,9 @@ class LoadingPlan:
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-        """Return the number of fetching clients, the ranks they serve, and the bytes for each.
+        """Return the clients, ranks and bytes of the step's delivery (``summary.delivery``).
 
-        With ``broadcast=False`` every rank fetches.
+        ``broadcast=False``: as if every rank fetched for itself.
         """
         from overlord.plan.summary import delivery
 
@@ -433,7 +436,7 @@ class LoadingPlan:
     def tree(self) -> Mesh:
         if self.place is None:
             raise PlanError(
-                "the plan was made by hand and has no place",
+                "expected a plan with a mesh, got one that has no place",
                 self.step,
                 "give LoadingPlan(place=...)",
             )
@@ -442,31 +445,31 @@ class LoadingPlan:
     # quality
 
     def imbalance(self, module: str = "backbone") -> dict[str, float]:
-        """Return costs relative to the mean bucket.
+        """Return costs relative to the mean bucket; all are 1 if the plan has no cost.
 
-        ``bucket``: the most expensive bucket. ``microbatch``: the sum over slots of the most
-        expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every placement
-        of these samples; 1 in a hybrid plan, whose samples can be split. A hybrid plan has
-        ``waits`` too: the modelled end of the last rank, with the waits for its rings.
+        ``bucket``: the most expensive bucket. ``microbatch``: the sum, over microbatch indices, of
+        the most expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every
+        placement of these samples; 1 in a hybrid plan, whose samples can be split. A hybrid plan
+        has ``waits`` too: the modelled end of the last rank, with the waits for its rings.
         """
         from overlord.plan.summary import imbalance
 
         return imbalance(self, module)
 
     def summary(self) -> dict[str, Any]:
-        """Return plain values: balance and its bound, predicted time, peak, fill, mixture."""
+        """Return plain values: balance and its bounds, predicted time, peak, fill, mixture."""
         from overlord.plan.summary import summary
 
         return summary(self)
 
     def to_json(self, samples: bool = True) -> str:
-        """Return the summary as JSON; with ``samples``, every sample and its slot."""
+        """Return the summary as JSON text; with ``samples``, also every item and its slot."""
         from overlord.plan.summary import to_json
 
         return to_json(self, samples)
 
     def loads(self, module: str = "backbone") -> np.ndarray:
-        """Return the cost by [bucket, microbatch]."""
+        """Return the sums of cost by [bucket, microbatch]: float64."""
         a = self.pieces(module)
         flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(
@@ -474,30 +477,27 @@ class LoadingPlan:
         )
 
     def fill(self) -> float:
-        """Return the share of the microbatches' capacity that holds tokens."""
+        """Return the share of the capacity of all microbatches that is used; 1 without capacity."""
         a = self.main
         n = a.n_buckets * a.n_microbatches
         room = a.capacity * (n if self.tasks is None else len(self.tasks.table.task_rank))
         return float(a.size.sum()) / room if room else 1.0
 
     def to_table(self) -> str:
-        """Return a table of cost, tokens and samples by bucket and microbatch."""
+        """Return a text table of cost, tokens and samples, of at most 64 buckets of 16 columns."""
         from overlord.plan.summary import table
 
         return table(self)
 
     def to_bytes(self) -> bytes:
-        """Return a small binary form, without pickle (``plan/codec.py``)."""
+        """Return the plan in a small binary form without pickle (``plan/codec.py``)."""
         from overlord.plan import codec  # it needs the classes of this file
 
         return codec.write(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
-        """Return the plan of bytes that ``to_bytes`` made.
-
-        Every problem of the bytes is a ``PlanError``.
-        """
+        """Return the plan of bytes from ``to_bytes``; raise ``PlanError`` for any other bytes."""
         from overlord.plan import codec
 
         return codec.read(data)
@@ -515,7 +515,7 @@ LAST = ("labels", "loss_mask", "source_ids")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The part of a bucket's microbatches for a rank.
+    """The arrays of a bucket's microbatches that a rank receives.
 
     ``cp > 1``: slice ``cp_rank`` of ``cp`` slices. ``nothing``: no arrays at all.
     """
@@ -542,21 +542,20 @@ NOTHING = View(first=False, last=False, nothing=True)
 
 
 def view_of(place: Mesh, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
-    """Return the view of a rank.
+    """Return the view of a rank, for buckets along ``axis``.
 
     If cp is not an axis of buckets, the rank gets a slice along cp. If pp is not one, each stage
     gets only its own keys.
 
-    A rank that fetches for others of its bucket gets the union of their keys and slices; the others
-    get nothing. Without ``broadcast`` the result is the rank's own view; ``rank_views.narrow``
-    makes it from the union.
+    A rank that fetches for others of its bucket gets the union of their keys and slices, and these
+    others get nothing. Without ``broadcast`` the result is the rank's own view.
     """
     return views_of(place, axis, broadcast, split)[rank]
 
 
 @lru_cache(maxsize=64)
 def views_of(place: Mesh, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
-    """Return the views of all ranks (``view_of``). Equal views are one object."""
+    """Return the view of every rank, by rank, as from ``view_of``. Equal views are one object."""
     queue_of = place.seats(axis, broadcast)
     stage, slice_ = place.along("pp"), place.along("cp")
     staged, sliced = (

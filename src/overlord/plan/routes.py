@@ -66,7 +66,7 @@ class Route:
 class Routes:
     """The routes of a whole step as columns by item, and three orders of the items.
 
-    ``for_rank`` selects one rank.
+    ``for_rank`` returns the Route of one rank.
     """
 
     module: str
@@ -74,12 +74,12 @@ class Routes:
     n_slots: int  # exchanges in a step
     per: str  # "microbatch": slot m brings the rows of microbatch m; else "iteration"
     encoder: np.ndarray  # int64: rank that encodes each item
-    owner: np.ndarray  # int64: rank that receives its rows
-    slot: np.ndarray  # int32: the exchange of its rows
+    owner: np.ndarray  # int64: rank that receives the item's rows
+    slot: np.ndarray  # int32: number of the exchange of the item's rows
     number: np.ndarray  # int64: number of the item in its sample
-    out: np.ndarray  # int64: rows
+    out: np.ndarray  # int64: number of rows of each item
     microbatch: np.ndarray  # int32: microbatch of the backbone
-    doc: np.ndarray  # int32: its document there
+    doc: np.ndarray  # int32: number of the item's document in that microbatch
     offset: np.ndarray  # int64: first placeholder, from the start of its document
     position: np.ndarray  # int64: first placeholder, from the start of the packed microbatch
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
@@ -137,16 +137,20 @@ class Routes:
         )
 
     def validate(self) -> Routes:
-        """Check that every item is sent, received and wanted exactly once, in one order.
+        """Return the routes; raise ``PlanError`` if they are inconsistent.
 
-        Both ranks of every pair must agree on the order.
+        Every item must be sent, received and wanted exactly once, by its own ranks. The rows from
+        one rank to another must have the same order on both.
         """
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
             if not np.array_equal(
                 np.bincount(getattr(self, name), minlength=n), np.ones(n, np.int64)
             ):
-                raise PlanError(f"routes of {self.module!r}: not every item is {name} exactly once")
+                raise PlanError(
+                    f"routes of {self.module!r}: expected every item to be {name} exactly once, "
+                    "got one that is missing or repeated"
+                )
         for name, ranks, bounds in (
             ("sent", self.encoder, self.sent_bounds),
             ("received", self.owner, self.owned_bounds),
@@ -156,7 +160,8 @@ class Routes:
             group = self.slot[order].astype(np.int64) * w + ranks[order]
             if not np.array_equal(group, np.repeat(np.arange(self.n_slots * w), np.diff(bounds))):
                 raise PlanError(
-                    f"routes of {self.module!r}: an item is {name} by another rank than its own"
+                    f"routes of {self.module!r}: expected items to be {name} by their own rank, "
+                    f"got one {name} by another rank"
                 )
         # The rows that a rank sends to another must be exactly the rows that the other expects from
         # it.
@@ -164,24 +169,26 @@ class Routes:
         as_sent = as_sent[order_by_key(self.slot[as_sent], self.n_slots)]
         if not np.array_equal(as_sent, self.sent):
             raise PlanError(
-                f"routes of {self.module!r}: a sender and its receiver disagree about the "
-                "order of rows"
+                f"routes of {self.module!r}: expected the same order of rows at sender and "
+                "receiver, got two orders"
             )
         return self
 
 
 def make_routes(plan: LoadingPlan, module: str) -> Routes:
-    """Return the validated routes of a module's items to the ranks that hold their samples."""
+    """Return the validated routes of a module's items to the owners of their samples."""
     a, b, place = plan.module(module), plan.main, plan.place
     if a.out is None or a.offset is None:
         raise PlanError(
-            f"module {module!r} has samples, not items to route",
+            f"routes: expected a module of items, got {module!r}, which has samples",
             plan.step,
             "select a ragged column: .select('image_patches')",
         )
     if place is None:
         raise PlanError(
-            "the plan was made by hand and has no place", plan.step, "give LoadingPlan(place=...)"
+            "expected a plan with a mesh, got one made by hand that has no place",
+            plan.step,
+            "give LoadingPlan(place=...)",
         )
     w, node = place.world_size, np.empty(len(plan), np.int64)
     node[b.sample] = np.arange(len(b.sample))
@@ -227,7 +234,7 @@ def _first_rank(bucket_of: np.ndarray) -> np.ndarray:
 
 
 def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
-    """Return items by owner, microbatch, document and placeholder."""
+    """Return the items sorted by owner, microbatch, document and placeholder."""
     assert a.offset is not None
     walk = b.order()
     if (owners[1:] < owners[:-1]).any():
@@ -239,9 +246,9 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
 
 
 def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
-    """Return the first position of each document in its packed microbatch.
+    """Return the first position of each document of the backbone in its packed microbatch.
 
-    ``size``: tokens of each document (default: as planned).
+    ``size``: tokens of each document, by default the planned size.
     """
     order, bins = b.order(), b.bins()
     size = (b.size if size is None else size)[order]

@@ -16,10 +16,10 @@ from overlord.plan.tasks import PlanTasks
 
 
 def bounds(a: Assignment) -> tuple[float, float]:
-    """Return lower bounds for every placement, relative to the mean bucket.
+    """Return two lower bounds for every placement of the items, relative to the mean bucket.
 
-    The first is for the most expensive bucket, the second for the sum over slots of the most
-    expensive microbatch.
+    The first is for the most expensive bucket. The second is for the sum, over microbatch indices
+    (slots), of the most expensive microbatch.
 
     Some bucket of D holds k + 1 of the k*D + 1 most expensive items, at least the cheapest of them.
     For k = 0 that is the most expensive item alone. Items larger than half a microbatch are alone
@@ -58,7 +58,7 @@ def imbalance(plan: LoadingPlan, module: str) -> dict[str, float]:
 
 
 def summary(plan: LoadingPlan) -> dict[str, Any]:
-    """Return the summary of a plan as plain values: see ``LoadingPlan.summary``."""
+    """Return the summary of a plan as plain values that JSON can encode."""
     return {
         "step": plan.step,
         "digest": plan.digest(),
@@ -113,7 +113,10 @@ def _tasks(plan: LoadingPlan, tasks: PlanTasks) -> dict[str, Any]:
 
 
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
-    """Return the fullest microbatch of every bucket, and the one with the highest memory peak."""
+    """Return the tokens of each bucket's fullest microbatch, and the microbatch with most memory.
+
+    Without memory costs, the microbatch with the most tokens counts as that of most memory.
+    """
     shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
         np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches)
@@ -149,7 +152,7 @@ def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
 
 
 def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
-    """Return the target share of every source and its actual share of the step."""
+    """Return the target share of every source, and its actual shares of samples and tokens."""
     n = len(plan.names)
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
@@ -196,7 +199,7 @@ def table(plan: LoadingPlan) -> str:
 
 
 def to_json(plan: LoadingPlan, samples: bool = True) -> str:
-    """Return a plan as JSON text: see ``LoadingPlan.to_json``."""
+    """Return the summary of a plan as JSON text; with ``samples``, also every item and its slot."""
     found = summary(plan)
     if samples:
         found["placed"] = {name: _placed(plan, plan.pieces(name)) for name in plan.modules}
@@ -204,7 +207,7 @@ def to_json(plan: LoadingPlan, samples: bool = True) -> str:
 
 
 def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
-    """Return every item and its slot, in the order of the slots."""
+    """Return the sample, columns and slot of every item, by bucket, microbatch and slot."""
     order = a.order()
     columns = {name: getattr(a, name)[order].tolist() for name in ITEM_COLUMNS}
     ids = [str(plan.sample_id(i)) for i in columns.pop("sample")]
@@ -227,10 +230,10 @@ DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}
 def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
     """Return the clients, ranks and bytes of a step's delivery.
 
-    ``clients``: number of clients that fetch, one for each bucket and fetcher. ``fetchers``: the
-    ranks whose processes fetch. ``served``: number of ranks that the trainer broadcasts to.
-    ``bytes_by_client``: bytes of arrays in this step, by the rank that gets the microbatches,
-    without pixels. ``bytes``: their sum.
+    ``clients``: number of clients that fetch, one for each bucket and fetching rank. ``fetchers``:
+    the ranks whose processes fetch. ``served``: number of ranks that receive by a broadcast of the
+    trainer. ``bytes_by_client``: bytes of arrays in this step, without pixels, by the rank of the
+    client. ``bytes``: their sum.
     """
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
@@ -292,7 +295,7 @@ def _task_loads(
 
 
 def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: Batch) -> int:
-    # attention_mask: one byte
+    # the padded layout adds attention_mask, one byte per token
     per_token = sum(n for key, n in TOKEN_BYTES.items() if view.has(key)) + (
         batch.layout == "padded"
     )

@@ -2,10 +2,10 @@
 
 A *task* is one microbatch of one rank, or of a ring of ranks that split its documents. A rank runs
 its tasks by ``index``; ranks may have different numbers of tasks. Ranks of a ring wait for each
-other, so a wrong order can block a job for ever. ``check`` refuses every table that can.
+other, so a wrong order can block a job. ``check`` refuses every table that could block.
 
 Without pipeline stages a table is safe if one global order contains the list of every rank. With
-stages (1F1B) a task must have the same number in the list of each of its ranks: equal relative
+stages (1F1B) a task must have the same number in the list of each of its ranks. Equal relative
 order is not enough, since warm-up forwards of one column would wait for backwards of another.
 """
 
@@ -25,7 +25,7 @@ TASK_COLUMNS = ("index", "order", "offload")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRules:
-    """The demands of a trainer on a table.
+    """The requirements of a trainer for a table.
 
     Arguments
     ---------
@@ -65,7 +65,10 @@ class TaskTable:
         order: Sequence[int] | None = None,
         offload: Sequence[float] | None = None,
     ) -> TaskTable:
-        """Return the table of rings, in the order of the list unless ``order`` has another."""
+        """Return a table with a task for each ring of ranks.
+
+        ``order``: by default that of the list. ``offload``: by default 0 for every task.
+        """
         n = len(rings)
         members = [np.asarray(ranks, np.int32).reshape(-1) for ranks in rings]
         return TaskTable(
@@ -97,9 +100,9 @@ class TaskTable:
         return mine[np.lexsort((self.order[mine], self.index[mine]))]
 
     def lists(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tasks of all ranks, each as ``tasks`` has them, and the bounds of each rank.
+        """Return ``bounds`` and the tasks of all ranks, rank by rank, each in the order of running.
 
-        Tasks of rank r: tasks[bounds[r]:bounds[r+1]]; both are int64.
+        Tasks of rank r are tasks[bounds[r]:bounds[r+1]]. Both arrays are int64.
         """
         bounds, members = self.members(ranks)
         return bounds, self._task_of_member()[members]
@@ -129,7 +132,7 @@ class TaskTable:
         )
 
     def digest(self) -> str:
-        """Return a digest of everything that changes a sum of floats: rings, index and order."""
+        """Return a digest of all columns: of rings, index, order and offload ratios."""
         columns = (self.task_ptr, self.task_rank, self.index, self.order, self.offload)
         return digest("tasks", *columns)
 
@@ -142,10 +145,10 @@ class TaskTable:
         memory: np.ndarray | None = None,
         step: int = -1,
     ) -> TaskTable:
-        """Refuse a table that breaks a rule or could block; return the table.
+        """Return the table; raise ``PlanError`` if it breaks a rule or could block the job.
 
-        ``task`` and ``tokens``: the task and the length of every sample. ``memory`` [tasks]: of the
-        member that needs most, with its offload ratio applied.
+        ``task`` and ``tokens``: the task and the length of every sample. ``memory`` [tasks]: memory
+        of the member that needs most, after offloading. Arrays that are None are not checked.
         """
         self._check_columns(step)
         self._check_rings(rules, step)
@@ -204,7 +207,7 @@ class TaskTable:
             ~((self.offload >= 0) & (self.offload <= 1)),
             lambda t: (
                 f"task {t}: expected an offload ratio of 0 to 1, got {self.offload[t]}",
-                "it is the share of activations that goes to host memory",
+                "give the share of activations that goes to host memory",
             ),
             step,
         )
@@ -215,7 +218,7 @@ class TaskTable:
             (self.task_rank < 0) | (self.task_rank >= rules.ranks),
             lambda i: (
                 f"task {of[i]}: expected ranks of 0 to {rules.ranks - 1}, got {self.task_rank[i]}",
-                "ranks are those of the HDP axis, not global ones",
+                "use ranks of the HDP axis, not global ranks",
             ),
             step,
         )
@@ -226,13 +229,13 @@ class TaskTable:
             lambda i: (
                 f"task {of[by[i]]}: expected distinct ranks, got rank {self.task_rank[by[i]]} "
                 f"twice in {self.ranks(int(of[by[i]])).tolist()}",
-                "a rank has one position in a ring",
+                "list each rank of a ring once",
             ),
             step,
         )
 
     def _check_order(self, rules: TaskRules, step: int) -> None:
-        """Check that no rank can wait for itself."""
+        """Raise unless index and order let the ranks run all tasks without a deadlock."""
         wanted, found = np.arange(len(self)), np.sort(self.order)
         _refuse(
             found != wanted,
@@ -253,7 +256,7 @@ class TaskTable:
                 f"rank {rank[i]}: expected task {task[i + 1]}, later in the global order than "
                 f"task {task[i]}, to have a larger index than {self.index[task[i]]}, got "
                 f"{self.index[task[i + 1]]}",
-                "one task for each rank and index, and index and order that agree",
+                "give a rank at most one task for each index, in the global order",
             ),
             step,
         )
@@ -296,19 +299,22 @@ class TaskTable:
     def _check_samples(
         self, rules: TaskRules, task: np.ndarray, tokens: np.ndarray, step: int
     ) -> None:
-        """Check that every sample has one task, pieces tile it, and pieces fit their ranks."""
+        """Raise unless each sample has a task, its pieces cover it, and the pieces fit their ranks.
+
+        A task of several ranks must have a sample.
+        """
         if task.shape != tokens.shape or task.dtype.kind not in "iu":
             raise PlanError(
                 f"tasks: expected a task for each of {len(tokens)} samples, got {task.dtype} of "
                 f"shape {task.shape}",
                 step,
-                "a sample has exactly one task",
+                "give each sample exactly one task",
             )
         _refuse(
             (task < 0) | (task >= len(self)),
             lambda i: (
                 f"sample {i}: expected a task of 0 to {len(self) - 1}, got {task[i]}",
-                "a strategy neither adds nor drops samples",
+                "give each sample the number of a task of the table",
             ),
             step,
         )
@@ -318,7 +324,7 @@ class TaskTable:
             (held == 0) & (size > 1),
             lambda t: (
                 f"task {t}: expected samples for its {size[t]} ranks, got none",
-                "an empty task has one rank",
+                "give an empty task one rank",
             ),
             step,
         )
@@ -333,7 +339,7 @@ class TaskTable:
             whole != length,
             lambda i: (
                 f"sample {i}: expected pieces of {length[i]} tokens in all, got {whole[i]}",
-                "this is an error of overlord.ring",
+                "report this error of overlord.ring",
             ),
             step,
         )
@@ -398,7 +404,7 @@ class PlanTasks:
 
 
 def _refuse(wrong: np.ndarray, text: Callable[[int], tuple[str, str]], step: int) -> None:
-    """Raise for the first row that is wrong, with its problem and remedy."""
+    """Raise ``PlanError`` with ``text(i)``, a problem and a remedy, for the first wrong row i."""
     if wrong.any():
         problem, remedy = text(int(wrong.argmax()))
         raise PlanError(problem, step, remedy)

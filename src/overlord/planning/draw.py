@@ -2,8 +2,8 @@
 
 The section "The draw" of ``docs/stream.md`` specifies it. Weights are integers that sum to 2^40,
 and accounts count in the same unit, so every machine draws the same step. The work is proportional
-to the number of sources, not of samples. ``RankProgress`` has the steps that ranks took, and
-``LoaderRequests`` the Refills of loaders.
+to the number of sources, not of samples. ``RankProgress`` maps ranks to the steps they took, and
+``LoaderRequests`` returns the Refills of loaders.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Front(Protocol):
     @property
     def ended(self) -> bool: ...  # no more samples follow
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        """Return how many samples from ``start`` on reach ``tokens``, and their tokens.
+        """Return how many samples from number ``start`` on reach ``tokens``, and their tokens.
 
-        If all known samples do not reach it, return all of them.
+        If the known samples do not reach ``tokens``, return the number and tokens of all of them.
         """
         ...
 
@@ -46,16 +46,17 @@ class Drawn:
     """The draw of one step: samples per sub-draw and source, and the accounts after it."""
 
     counts: tuple[tuple[int, ...], ...]  # [sub-draw][source]
+    # account of each source: samples (or tokens) that it is behind its weight, times UNIT
     owed: tuple[int, ...]
-    active: tuple[bool, ...]
+    active: tuple[bool, ...]  # False: the source is exhausted or lost
     short: bool  # some source had too few samples
 
 
 @dataclass(frozen=True, slots=True)
 class MissingSamples:
-    """The draw lacks samples: ``need[i]`` samples of source i must be ready before it is repeated.
+    """The result of a draw that lacks samples: repeat it once ``need[i]`` of source i are ready.
 
-    A stream that ends earlier suffices, too.
+    It may also be repeated once the stream of source i has ended with fewer.
     """
 
     need: dict[int, int]
@@ -81,19 +82,20 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 def owed_after(
     owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Return the accounts after some drawn samples were left for later.
+    """Return the accounts after ``left[i]`` drawn samples of source i were left for later steps.
 
-    The step was smaller by their number, and so are the targets. Otherwise a job that overflows at
-    every step would owe ever more. The debt would then outweigh any later mixture.
+    The step is smaller by ``sum(left)`` samples, and so are the targets. Otherwise a job that
+    overflows at every step would owe ever more, and the debt would outweigh any later mixture.
     """
     whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
     return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
 
 
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
-    """Return the number of samples of each source among n, and update ``owed``.
+    """Return how many of n samples each source gives, and update the accounts ``owed`` in place.
 
-    Samples with the earliest deadline are drawn first.
+    ``weights`` are integers from ``whole_weights``. The n samples with the earliest deadlines are
+    drawn.
     """
     for i, w in enumerate(weights):
         owed[i] = owed[i] + n * w if w else 0
@@ -103,8 +105,8 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
         counts = _earliest_due(n, counts, weights, owed)
     while missing > 0:
         # One more for each source whose target is above its count. Without that rule a heavy source
-        # would run ahead. The key is a/w as an exact integer: unequal rationals differ by at least
-        # 2^-80.
+        # would run ahead. The key is the deadline as an exact integer: unequal rationals differ by
+        # at least 2^-80.
         weighted = [i for i, w in enumerate(weights) if w]
         may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
         keys = sorted((((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i) for i in may)
@@ -119,9 +121,9 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
 def _earliest_due(
     n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]
 ) -> list[int]:
-    """Return the counts of the n earliest due samples.
+    """Return the number of samples of each source among the n earliest due; at most ``musts[i]``.
 
-    Sample k of source i is due at (k*U - owed_i)/w_i.
+    Sample k (from 1) of source i is due at ``(k * UNIT - owed[i]) / weights[i]``.
     """
     counts = [0] * len(musts)
     heap = [(((UNIT - owed[i]) << SHIFT) // weights[i], i) for i, m in enumerate(musts) if m]
@@ -165,9 +167,10 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the order of a step over samples listed source by source.
+    """Return the order of a step: row numbers of its samples, which are listed source by source.
 
-    Also return the sub-draw of each sample if there are several: ``counts[draw][source]``.
+    ``counts[draw][source]`` is the number of samples. Also return the sub-draw of each sample in
+    that order, or None if there is only one sub-draw.
     """
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
@@ -184,7 +187,7 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
 
 
 class Drawer:
-    """The rules of a job's draw, without accounts: those are arguments and results of ``draw``."""
+    """The rules of a job's draw. Accounts are arguments and results of ``draw``, not kept here."""
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class Drawer:
         active: Sequence[bool],
         fronts: Sequence[Front],
     ) -> Drawn | MissingSamples:
-        """Return the draw of a step, or the samples that it lacks."""
+        """Return the draw of a step, or the samples that it lacks. The arguments do not change."""
         run = _DrawAccounts(step, tuple(weights), list(owed), list(active), fronts)
         counts = []
         base, more = divmod(self._amount, self._draws)
@@ -228,7 +231,7 @@ class Drawer:
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
     def _weights(self, run: _DrawAccounts) -> list[int]:
-        """Return integer weights over the active sources.
+        """Return integer weights over the active sources; inactive sources have weight 0.
 
         They are cached: they change only when a source is exhausted or the mixture changes.
         """
@@ -313,7 +316,7 @@ class _DrawAccounts:
         self.taken, self.picks, self.short = [0] * len(weights), 0, False
 
     def deactivate(self, i: int) -> None:
-        """Remove an exhausted source from the draw."""
+        """Remove an exhausted source from the draw; what it owes is cancelled."""
         self.owed[i], self.active[i], self.short = 0, False, True
 
 
@@ -323,7 +326,7 @@ class _DrawAccounts:
 
 
 class RankProgress(dict[int, int]):
-    """A mapping of rank to the last step it took.
+    """A mapping of rank to the last step that it took.
 
     Ranks are at few different steps at a time, so the ranks at each step are counted.
     """
@@ -369,7 +372,7 @@ HORIZON_STRIDE = 4  # groups by which the horizon advances
 
 
 class LoaderRequests:
-    """The samples that every loader holds and should hold; methods return the Refills to send."""
+    """The samples that each loader holds and should hold. Methods return the Refills to send."""
 
     def __init__(
         self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
@@ -414,7 +417,7 @@ class LoaderRequests:
         )
 
     def restarted(self, i: int) -> list[Refill]:
-        """Reset the loaders of a source: they hold nothing, and have received no request."""
+        """Reset the records of a source's loaders, which hold nothing; return Refills for them."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
         self._horizon[i] = -1
         return (
@@ -422,18 +425,19 @@ class LoaderRequests:
         )
 
     def announced(self, loader: int, samples: int) -> None:
-        """Count new samples that a loader holds."""
+        """Add ``samples`` to the samples that a loader holds."""
         self._held[loader] += samples
 
     def popped(self, pops: np.ndarray) -> None:
-        """Remove the samples of a planned step, and the requests for it."""
+        """Subtract the samples of a planned step, by loader, and clear the requests for it."""
         self._held -= pops
         self._must = np.zeros_like(self._must)
 
     def request_more(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
-        """Return Refills for the loaders ``behind``, which delay the source.
+        """Return Refills for ``lacking`` more samples of source ``i``.
 
-        A loader that has not fulfilled its last request gets none.
+        ``behind``: numbers, within the source, of the loaders that delay it. A loader that has not
+        fulfilled its last request gets no Refill.
         """
         # about equal shares; a loader that still delays the source gets another request later
         commands, lacking = ([], -(-lacking // self._loaders[i]))
@@ -444,7 +448,7 @@ class LoaderRequests:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """Return Refills that let loaders open later groups, after the stream reached ``group``.
+        """Return Refills that let loaders of source i open later groups than its ``group``.
 
         The horizon advances by several groups at once, since each message wakes a process.
         """
@@ -454,9 +458,10 @@ class LoaderRequests:
         return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
-        """Return Refills that keep loaders some steps ahead of a draw of ``counts`` samples.
+        """Return Refills that keep loaders some steps ahead of a draw of ``counts[i]`` samples.
 
-        Loaders refill by themselves; a Refill is needed only if the level changes.
+        Loaders refill by themselves, so a Refill is sent only if the level of a source rises, or
+        falls below a quarter.
         """
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
@@ -467,10 +472,7 @@ class LoaderRequests:
         return commands
 
     def set_read_ahead(self, i: int, steps: int) -> None:
-        """Read a source ``steps`` steps ahead from the next step on.
-
-        A lower level is sent only if it is much lower.
-        """
+        """Read source i ``steps`` steps ahead, from the next ``keep_ahead`` on."""
         self._of_source[i] = steps
 
     def last_refill(self, loader: int) -> Refill:
@@ -479,9 +481,9 @@ class LoaderRequests:
         return Refill(loader, 0, self._share(source), self._horizon[source])
 
     def of(self, i: int) -> range:
-        """Return the loaders of source i."""
+        """Return the numbers of the loaders of source i."""
         return range(int(self.first[i]), int(self.first[i + 1]))
 
     def _share(self, i: int) -> int:
-        """Return the samples that each loader of a source should hold."""
+        """Return the number of samples that each loader of source i should hold."""
         return -(-self._level[i] // self._loaders[i])

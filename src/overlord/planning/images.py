@@ -1,4 +1,4 @@
-"""Images of a step: the rank that encodes each, and the encoder plan of each constructor. Pure."""
+"""Images of a step: the rank that encodes each image, and the encoder plans of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Encodings:
         else:
             first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
         self._position = first + self.routes.offset
-        # number of each item among those that its owner receives in its exchange
+        # number of each item among those that its owner receives in the same exchange
         self._arrives = np.empty(len(self.routes), np.int64)
         before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
         self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
 
     def encoded_by(self, ranks: Sequence[int]) -> np.ndarray:
-        """Return the items that these ranks encode, by rank and then by exchange."""
+        """Return the items that these ranks encode, in the order of ranks, then of exchanges."""
         return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
 
     def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
@@ -90,7 +90,7 @@ class Encodings:
 def _rows(
     routes: Routes, ranks: Sequence[int], bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the route rows that belong to these ranks, and the first row of each group."""
+    """Return the route rows of these ranks, and the bounds of each (rank, exchange) in them."""
     groups = (
         np.arange(routes.n_slots)[None, :] * routes.world_size
         + np.asarray(ranks, np.int64)[:, None]
@@ -100,7 +100,10 @@ def _rows(
 
 
 def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
-    """Return the number of rows exchanged with every rank, group by group."""
+    """Return the rows exchanged with every rank: int32 [groups, world].
+
+    Items ``bounds[g]`` to ``bounds[g + 1]`` are of group g; ``peer`` and ``rows`` are by item.
+    """
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
     return (
@@ -111,15 +114,19 @@ def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) 
 
 
 def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
-    """Raise unless every image is encoded exactly once."""
+    """Raise ``PlanError`` unless the plan encodes every image once, where outputs can be inserted.
+
+    A step without metadata of images passes.
+    """
     column = buffer.column(IMAGES) if IMAGES in buffer.meta or IMAGES in buffer.absent else None
     if not isinstance(column, Ragged):
         return
     if ENCODER not in plan.modules:
         raise PlanError(
-            f"the job has images, and the plan has no module {ENCODER!r}",
+            f"strategy: expected a plan with module {ENCODER!r}, since the job has images, got one "
+            "without it",
             plan.step,
-            "end the strategy with .plan(encoder=...); plan_raw places samples alone",
+            "end the strategy with .plan(encoder=...); plan_raw cannot place images",
         )
     wanted, found = column.lengths, np.bincount(plan.modules[ENCODER].sample, minlength=len(plan))
     if not np.array_equal(wanted, found):
@@ -143,11 +150,12 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         and "CP" not in main.broadcast
     ):
         raise PlanError(
-            "context parallelism slices microbatches, so no rank can insert outputs of images",
+            "expected whole microbatches for samples with images, got slices: context parallelism "
+            "splits each microbatch, so no rank can insert the outputs of images",
             plan.step,
             REMEDY,
         )
-    # Rows go to one rank of a bucket, and only the group that encodes an image can find it broken.
+    # Outputs go to one rank of a bucket, and only the encoding ranks can detect a broken image.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
         problem = (
             'samples with images: expected a distribution over "DP", "CP" or "WORLD", got '
@@ -157,11 +165,10 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
 
 
 def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Return the number of tokens of a step with a loss, over all ranks.
+    """Return the number of tokens of a step that have a loss, over all ranks.
 
-    All but the first token of a document count, without placeholders of images, which are not
-    predicted. ``images``: whether the job's images are encoded; else the plan's encoder module has
-    no placeholders.
+    Every token counts except the first of each document and placeholders of images, which are not
+    predicted. ``images``: whether the job's images are encoded; if not, there are no placeholders.
     """
     found = int(np.maximum(plan.tokens - 1, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
@@ -173,7 +180,7 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
 
 
 def sliced(place: Mesh, batch: Batch) -> bool:
-    """Return whether context-parallel ranks get slices of a microbatch, by mesh and batch alone."""
+    """Return whether mesh and batch give each context-parallel rank a slice of a microbatch."""
     return place.cp > 1 and batch.cp_split != "none"
 
 
@@ -192,7 +199,11 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """Return the nodes of these sources: their buffer rows, columns, and whether they are items."""
+    """Return the buffer row of each node, the columns of the nodes, and whether they are items.
+
+    ``names``: metadata columns; empty: all with one value per sample. If one of them is ragged,
+    there is a node for each of its values. ``sources``: keep nodes of these sources; None: of all.
+    """
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
         return sample, columns, items
@@ -241,17 +252,19 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
     unknown = [s for s in sources if s not in buffer.names]
     if unknown:
         raise PlanError(
-            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step
+            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}",
+            buffer.step,
+            "select a known source",
         )
     return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placeholders:
-    """For every item, the number of rows that are sent and their first token in its sample."""
+    """The rows that are sent of every item, and the tokens of its sample that they replace."""
 
-    out: np.ndarray  # int64
-    offset: np.ndarray  # int64
+    out: np.ndarray  # int64: number of rows of each item
+    offset: np.ndarray  # int64: first token that they replace in the sample
     # number of items that are not sent whole: their document was truncated, or the next item begins
     cut: int
 
@@ -261,8 +274,8 @@ def placeholders(
 ) -> Placeholders:
     """Return the placeholders of all items.
 
-    Sent rows never leave their document nor overlap the next item. A truncated document takes only
-    the first rows of an item, as far as it has room.
+    ``sample`` and ``patches`` are by item; ``column`` is the ragged column of the patches. Rows
+    neither exceed their document nor overlap the next item; only the first rows that fit are sent.
     """
     stem = column.rpartition("_")[0] or column
     out = _item_column(
@@ -284,7 +297,10 @@ def placeholders(
 def _item_column(
     buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray
 ) -> np.ndarray:
-    """Return a metadata column of the items; samples without it have ``otherwise``."""
+    """Return metadata ``name`` by item; items of samples without it have ``otherwise``.
+
+    Raise ``PlanError`` if a sample's list does not have one number for each item.
+    """
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
@@ -309,7 +325,7 @@ def _item_column(
 
 
 def _adjacent_offsets(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return the first token of each item if the items of a sample are adjacent."""
+    """Return the first token of each item if the items of a sample begin it without gaps."""
     before, number = np.cumsum(out) - out, np.arange(len(sample))
     first = (
         np.maximum.accumulate(np.where(np.append(True, sample[1:] > sample[:-1]), number, 0))
@@ -321,7 +337,7 @@ def _adjacent_offsets(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemSamples:
-    """The bucket and microbatch of the sample of each item."""
+    """The placement of the samples of items: bucket and microbatch of the sample of each item."""
 
     bucket: np.ndarray
     microbatch: np.ndarray
@@ -342,8 +358,9 @@ def place_by_samples(
 ) -> ItemPlacement:
     """Return a placement of items that depends on the placement of their samples.
 
-    ``per="microbatch"``: items of a slot are balanced together and keep the slot. ``stay``: a rank
-    of the sample's group encodes the item.
+    ``per="microbatch"``: items whose samples have the same microbatch index are balanced together
+    and keep the index. ``"iteration"``: all are balanced together. ``stay``: a rank of the
+    sample's bucket encodes the item.
     """
     if per not in PER:
         raise PlanError(f"follow: expected per as one of {', '.join(PER)}, got {per!r}")
@@ -382,10 +399,10 @@ def place_by_samples(
 def _renumber_bins(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Renumber bins slot by slot: the rank with the least work so far gets the heaviest bin.
+    """Renumber bins slot by slot, so that the rank with the least work so far gets the heaviest.
 
-    Otherwise bin 0 would get the most expensive item of every slot, as LPT (longest processing time
-    first) places it.
+    Without this, bin 0 would get the most expensive item of every slot: LPT (longest processing
+    time first) places it there.
     """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(

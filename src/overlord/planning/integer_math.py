@@ -26,9 +26,9 @@ PI = 4 * (4 * _arctan_of_one_over(5) - _arctan_of_one_over(239)) >> 16
 
 
 def exp_down(x: float) -> float:
-    """Return ``exp(x)`` for x of at most 0, exact to 2^-70.
+    """Return ``exp(x)`` for x <= 0, exact to 2^-70; 0 for x below -64.
 
-    Smaller values are 0, which no weight in units of 2^-40 can show.
+    The zero makes no difference to weights, whose unit is 2^-40.
     """
     assert x <= 0, "softmax and powers are taken relative to their largest term"
     if x < -64:
@@ -38,9 +38,10 @@ def exp_down(x: float) -> float:
 
 
 def _exp_down(y: int) -> int:
-    """Return ``exp(-y)``: halvings by ln 2, then a series for a sixteenth of the rest.
+    """Return ``exp(-y)``; y >= 0 and the result are integers in units of 2^-80.
 
-    The series is squared four times.
+    Whole multiples of ln 2 become halvings. A series gives the exponential of a sixteenth of the
+    rest, which is squared four times.
     """
     halvings, rest = divmod(y, LN2)
     z = rest >> 4
@@ -70,9 +71,10 @@ def log(x: float) -> int:
 
 
 def power_below_one(log_ratio: int, exponent: float) -> float:
-    """Return ``ratio ** exponent`` for a ratio of at most 1, given by its logarithm.
+    """Return ``ratio ** exponent`` for a ratio from 0 to 1 and an exponent of at least 0.
 
-    The exponent is at least 0.
+    ``log_ratio`` is the logarithm of the ratio as from ``log``, in units of 2^-80. Results below
+    exp(-64) are 0.
     """
     assert log_ratio <= 0 <= exponent
     n, d = exponent.as_integer_ratio()

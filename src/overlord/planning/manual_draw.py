@@ -15,7 +15,7 @@ from overlord.sample import Buffer
 
 
 class _Candidates:
-    """The candidates of one source, all known, with the interface of a stream's front."""
+    """The candidates of one source as a stream's front (``draw.Front``): no sample follows them."""
 
     ended = True
 
@@ -31,9 +31,9 @@ class _Candidates:
 def draw_by_hand(
     buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
 ) -> Buffer:
-    """Return the candidates of step ``buffer.step``, drawn with empty accounts.
+    """Return the look-ahead candidates of step ``buffer.step``, from a draw with empty accounts.
 
-    ``docs/stream.md`` specifies the rule.
+    ``docs/stream.md`` specifies the draw. Raise ``PlanError`` or ``JobError`` for a bad argument.
     """
     if (
         not isinstance(look_ahead, int)

@@ -35,19 +35,20 @@ COUNTS = ("received", "used", "late")
 
 
 def surely_in_time(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Return whether the plan that uses a report cannot exist yet, whatever the planner has done.
+    """Return whether the plan that uses a report cannot exist yet, however far planning is.
 
-    The rank that sends it has not taken ``next_step``, and planning is at most ``prefetch`` steps
-    ahead of that rank.
+    ``next_step``: the first step that the reporting rank has not taken. Planning is at most
+    ``prefetch`` steps ahead of that rank.
     """
     return report.step + lag >= next_step + prefetch
 
 
 def reduce_reports(reports: Iterable[Report]) -> dict[str, float]:
-    """Return one value for every metric of a step: the mean over the ranks that gave it.
+    """Return one value for each metric of a step: the mean over the ranks that reported it.
 
-    It is weighted by ``tokens/<source>`` if all gave those; token counts themselves are summed.
-    Sums are exactly rounded, so the order of the ranks does not matter.
+    A metric ``<kind>/<source>`` is weighted by ``tokens/<source>`` if all these ranks reported
+    tokens. Token counts themselves are summed. Sums are exactly rounded, so the order of the ranks
+    does not matter.
     """
     ranks = list(reports)
     names = sorted({name for r in ranks for name in r.metrics})
@@ -58,7 +59,7 @@ def reduce_reports(reports: Iterable[Report]) -> dict[str, float]:
 
 
 def _reduce_metric(name: str, ranks: list[Mapping[str, float]]) -> float:
-    """Return the sum of token counts, or the mean of another metric over these ranks."""
+    """Return the sum of a token count, or the mean of another metric, over these ranks' metrics."""
     kind, _, source = name.partition("/")
     values = [r[name] for r in ranks]
     if kind == "tokens" and source:
@@ -72,7 +73,7 @@ def _reduce_metric(name: str, ranks: list[Mapping[str, float]]) -> float:
 
 
 class Feedback:
-    """Reports of trainers, stored until the plans that use them."""
+    """Reports of trainers, stored until the plans that use them, and counts of reports."""
 
     def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
         self._lag, self.takes, self._floor = lag, takes, floor
@@ -82,35 +83,36 @@ class Feedback:
             self._steps.setdefault(report.step, {})[report.rank] = report
 
     def in_time(self, report: Report, planned: int) -> bool:
-        """Return whether the plan that uses a report is still to come.
+        """Return whether a later plan will use a report.
 
-        ``planned``: the last step with known weights.
+        ``planned``: the last step whose weights are computed already.
         """
         return self.takes and report.step + self._lag > planned
 
     def add(self, report: Report, planned: int) -> None:
         self._counts["received"] += 1
         if self.in_time(report, planned):
-            # the last report of a rank counts
+            # a rank's later report of a step replaces its earlier one
             self._steps.setdefault(report.step, {})[report.rank] = report
         elif self.takes:
             self._counts["late"] += 1
 
     def use(self, step: int, skipped: bool) -> dict[str, float]:
-        """Return the feedback for the plan of a step; later reports cannot change it.
+        """Return the feedback for the plan of ``step``, and remove the reports that it consists of.
 
-        If a step was ``skipped`` meanwhile, the feedback is empty. Planning then runs ahead of the
-        reports, by an amount that depends on the speed of the trainers.
+        They are those of step ``step - lag``. ``skipped``: a step from there to ``step`` is
+        skipped, so the feedback is empty. Planning then runs ahead of the reports, by an amount
+        that depends on the speed of the trainers.
         """
         reports = self._steps.pop(step - self._lag, {})
-        if step >= self._floor:  # otherwise it is counted already
+        if step >= self._floor:  # the previous planner counted the reports of earlier plans
             self._counts["late" if skipped else "used"] += len(reports)
         if skipped:
             return {}
         return reduce_reports(reports[rank] for rank in sorted(reports))
 
     def adopt(self, before: Feedback) -> None:
-        """Continue the counts of the previous planner."""
+        """Replace the counts by those of the previous planner, to continue them."""
         self._counts = Counter({name: n for name, n in before.counts().items() if name in COUNTS})
 
     def pending(self) -> tuple[Report, ...]:
@@ -144,9 +146,10 @@ def last_step(event: Event) -> int:
 
 
 def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
-    """Return the change of mixture in force at a step, among those after ``after``.
+    """Return the SetMixture in force at ``step``, in a list that is empty if there is none.
 
-    The change with the latest step counts; of equals, the one added last.
+    Only changes with ``after`` < ``at`` <= ``step`` count. The one with the highest ``at`` is in
+    force; of equals, the one added last.
     """
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
@@ -155,10 +158,11 @@ def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
 def still_in_force(
     events: Sequence[Event], step: int, mix_step: int, lag: int = 0
 ) -> tuple[Event, ...]:
-    """Return the folded log after a step: added sources, the mixture in force and future events.
+    """Return the events that still have an effect after a step.
 
-    Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits
-    for the next epoch. A skip stays for ``lag`` steps more: feedback from before it is not used.
+    They are added and lost sources, the mixture in force, and future events. Under
+    ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits for
+    the next epoch. A skip stays for ``lag`` steps more: feedback from before it is not used.
     """
     coming = (
         e
@@ -176,15 +180,15 @@ def still_in_force(
 
 
 def added_sources(events: Sequence[Event]) -> tuple[AddSource, ...]:
-    """Return the added sources in their order.
+    """Return the AddSource events in their order.
 
-    A state keeps them for ever: the job lists the sources, too, but not their steps.
+    A state keeps them permanently: the job lists the sources, too, but not their first steps.
     """
     return tuple(e for e in events if isinstance(e, AddSource))
 
 
 def lost_sources(events: Sequence[Event]) -> tuple[SourceLost, ...]:
-    """Return the lost sources, which a state keeps for ever with their reasons."""
+    """Return the SourceLost events in their order; a state keeps them permanently."""
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
@@ -202,7 +206,7 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def sources_of_step(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
-    """Return the sources that the plan of a step lists, without those added at a later step."""
+    """Return the sources of the plan of a step: ``names`` without those added at a later step."""
     n, coming = len(names), {e.name for e in added_sources(events) if e.at > step}
     while coming and names[n - 1] in coming:
         n -= 1
@@ -210,14 +214,14 @@ def sources_of_step(names: Sequence[str], events: Sequence[Event], step: int) ->
 
 
 def skipped(events: Sequence[Event], first: int, stop: int) -> bool:
-    """Return whether one of steps first to stop - 1 is not delivered."""
+    """Return whether a Skip event contains one of the steps ``first`` to ``stop - 1``."""
     return any(e.between(first, stop) for e in events if isinstance(e, Skip))
 
 
 def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
-    """Return a change of mixture with a weight for every existing source.
+    """Return a change of mixture with weight 0 for every existing source that it does not name.
 
-    It then does not apply to sources that are added later.
+    Sources that are added later keep their own weight.
     """
     if all(name in change.weights for name in names):
         return change
@@ -225,7 +229,7 @@ def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
 
 
 def with_added_sources(state: StreamState, n: int) -> StreamState:
-    """Return a state with entries for n sources; new ones are at their start, with nothing owed."""
+    """Return a state extended to n sources; new sources are at their start, with nothing owed."""
     more = n - len(state.owed)
     if more <= 0:
         return state
@@ -243,7 +247,7 @@ def with_added_sources(state: StreamState, n: int) -> StreamState:
 
 
 class EventLog:
-    """Recent events and reports, which are added to the states of steps planned before them."""
+    """Recent events and reports, to complete the states of steps that were planned before them."""
 
     def __init__(self, lag: int):
         self._lag = lag
@@ -253,16 +257,17 @@ class EventLog:
         self._many = 64  # number of reports at which old ones are dropped
 
     def add(self, event: Event, first: int) -> None:
-        """Add an event.
+        """Add an event, and drop events whose last step is before ``first``.
 
-        ``first``: the lowest step of any client's state; earlier events are in every state.
+        ``first``: the lowest step of any client's state. Its state contains the dropped events.
         """
         self._events = (*(e for e in self._events if last_step(e) >= first), event)
 
     def report(self, report: Report, first: int) -> None:
-        """Add a report that came in time.
+        """Add a report that came in time, and sometimes drop reports too old for any state.
 
-        The caller must not pass late reports: this run ignores them, a resumed run would use them.
+        The caller must not pass late reports: this run ignores them, but a resumed run would use
+        them. ``first``: the lowest step of any client's state.
         """
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:
@@ -272,10 +277,9 @@ class EventLog:
             self._many = 64 + 2 * len(self._reports)
 
     def expect(self, report: Report) -> None:
-        """Add a report that is in time whenever the planner receives it.
+        """Add a report on its way to the planner that is in time whenever it arrives.
 
-        It may take long to arrive. A state saved meanwhile must contain it, since trainers do not
-        repeat it.
+        A state saved before it arrives must contain it, since trainers do not repeat it.
         """
         self._unheard[report.step, report.rank] = report
 
@@ -288,10 +292,10 @@ class EventLog:
     def completed(
         self, state: StreamState, names: Sequence[str], *, ahead: bool = False
     ) -> StreamState:
-        """Return a state of these sources with all events since its step was planned.
+        """Return a state with the events and reports that were added since its step was planned.
 
-        ``ahead``: also with reports of later steps, for trainers that keep their position and do
-        not repeat them.
+        ``names`` are the sources of the state. ``ahead``: include reports of later steps, for
+        trainers that keep their position and do not repeat them.
         """
         late, held = list[Event](), list(state.events)
         # equal events may occur twice; a state from another process has copies
@@ -332,7 +336,7 @@ Schedule = Callable[[int, Mapping[str, float]], Weights]
 
 
 class Mixture:
-    """The weights of one step after another. It owns the schedule: no other code may call it."""
+    """The weights in force, updated step by step. Only this object calls the schedule."""
 
     def __init__(
         self,
@@ -350,7 +354,7 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        # the last step with a call of the schedule, and the first step without one
+        # the last step for which the schedule was called, and the first step never planned
         self._called, self._floor = (state.step - 1, floor)
         self._scheduled: Weights = ()
         # cache of weights from fixed numbers, which seldom change
@@ -360,7 +364,7 @@ class Mixture:
 
     @property
     def lag(self) -> int:
-        """Number of steps that feedback looks back; 0 if there is none."""
+        """Number of steps between a report and the plan that uses it; 0 without feedback."""
         return self._lag
 
     def report(self, report: Report) -> None:
@@ -374,7 +378,8 @@ class Mixture:
     def update(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
         """Compute the weights for the state's step, and return the updated state.
 
-        ``own``: every source's own weight, in source order.
+        ``own``: every source's own weight, in source order. Raise ``PlanError`` for invalid
+        weights.
         """
         self._call_schedule(state)
         if self._every != "epoch":
@@ -437,7 +442,7 @@ class Mixture:
     def foreseen(
         self, state: StreamState, step: int, own: Mapping[str, float]
     ) -> list[float] | None:
-        """Return the weights of a later step if its number and the events determine them, or None.
+        """Return the weights of a later step, or None if they depend on more than step and events.
 
         A user's schedule is called once for every step, in order, so it is not called in advance.
         """
@@ -470,11 +475,11 @@ class Mixture:
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
     def grow(self, n: int) -> None:
-        """Extend the weights to n sources; added sources have no weight until the next step."""
+        """Extend the weights to n sources; added sources have weight 0 until the next update."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields of a StreamState that the mixture determines, after a planned step."""
+        """Return the fields of a StreamState that the mixture sets after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
         return {
             "weights": weights,
@@ -485,7 +490,8 @@ class Mixture:
     def _schedule_state(self) -> dict[str, Any] | None:
         """Return the schedule's state after a round trip through JSON; None if it has none.
 
-        So it is the same whether or not the state was saved in between.
+        The round trip makes it the same whether or not it was saved before. Raise ``PlanError``
+        for a state that is not plain JSON.
         """
         if not self._stateful:
             return None
@@ -507,11 +513,12 @@ def weights_of_all(
     step: int,
     as_shares: bool = False,
 ) -> list[float]:
-    """Return one weight for every source, including those added in mid-run.
+    """Return one weight for every source in the order of ``own``, added sources included.
 
     An added source has weight 0 before its step. From then on it has the weight of the mixture, or
-    its own weight if the mixture does not name it. ``as_shares``: the scale of a schedule's numbers
-    may change from step to step. So the source gets its share among the sources' own weights.
+    its own weight if the mixture does not name it. ``as_shares``: scale that own weight to the sum
+    of the schedule's weights, which may change from step to step. Raise ``JobError`` for invalid
+    weights.
     """
     names = tuple(own)
     if not added:
@@ -537,16 +544,16 @@ def weights_of_all(
 
 
 def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
-    """Return the factor from the sources' own weights to a schedule's.
+    """Return the factor from the sources' own weights to those of a schedule; 1 if unknown.
 
-    Invalid weights are reported by the check that follows.
+    Invalid weights are ignored here; ``by_source`` raises for them.
     """
     scheduled = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
     return scheduled / total if scheduled and (total := sum(own)) > 0 else 1.0
 
 
 def not_yet_added(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
-    """Return the sources of a mixture if all are added after its step; else an empty list."""
+    """Return the sources with a weight if all of them are added after ``step``, else no source."""
     coming = {e.name for e in added_sources(events) if e.at > step}
     weighed = [name for name, weight in weights.items() if weight]
     return weighed if all(name in coming for name in weighed) else []

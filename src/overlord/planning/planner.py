@@ -1,8 +1,8 @@
-"""The planner of a job, a pure state machine: announcements and demand in, plans out.
+"""The planner of a job, a pure state machine: it turns events into plans and loader requests.
 
-A step is planned when the prefetch window is open and the draw's samples are known. It waits for
-the samples of the draw and for nothing else. Every input that changes the stream is an event with
-its first step, kept in the state.
+A step is planned when the prefetch window is open and the samples of its draw are known. No other
+condition delays a plan. Every input that changes the stream is an event with its first step, kept
+in the state.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Planner:
         generation: int = 0,
         floor: int = 0,
     ):
-        """Start from ``state``.
+        """Start from ``state``; None: the state before step 0.
 
         ``generation``: the first generation of all loaders. ``floor``: the first step that was
         never planned. Steps before it are planned again, identically: no new event changes them.
@@ -136,10 +136,10 @@ class Planner:
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Take over from a planner that had planned further than this one's state.
+        """Take over the progress of ``before``, which had planned beyond this planner's state.
 
-        The progress of its ranks, its lists and counts, and the end it found are taken over.
-        Plans and lists are then the same as before.
+        Taken over are the steps that ranks took, the ledger's lists, the counts of reports and the
+        end of the job. Return the commands of the steps that are planned again.
         """
         other = before.handover()
         self._stop, self._ended = other.stop, other.ended
@@ -174,12 +174,12 @@ class Planner:
 
     @property
     def finished(self) -> EndOfJob | None:
-        """The end of the job, once it is planned."""
+        """The end of the job; None until all steps before it are planned."""
         return self._finished
 
     @property
     def ended(self) -> EndOfJob | None:
-        """The end of the job, also while steps before it are planned again."""
+        """The end of the job, even while steps before it are planned again; None if unknown."""
         return self._finished or self._ended
 
     @property
@@ -189,12 +189,12 @@ class Planner:
 
     @property
     def taken(self) -> int | None:
-        """The last step that every rank has taken; None if no rank is attached."""
+        """The last step that every attached rank has taken; None if no rank is attached."""
         return self._consumed.slowest if self._consumed else None
 
     @property
     def weights(self) -> list[float]:
-        """The weights of the step planned last, in source order."""
+        """The weights of the latest draw, in source order; may be empty before the first draw."""
         return list(self._weights)
 
     @property
@@ -204,36 +204,41 @@ class Planner:
 
     @property
     def totals(self) -> Ledger:
-        """The ledger, updated with the rows that the draw has passed since the last step."""
+        """The ledger, with the dropped rows and long documents that the draw has passed so far."""
         self.ledger.update_passed([s.passed for s in self._streams])
         return self.ledger
 
     def loader_position(self, loader: int) -> tuple[Cursor, int, Refill]:
-        """Return the position of a loader for its standby: cursor, generation, last Refill."""
+        """Return the cursor, generation and last Refill of a loader, to start its standby."""
         source = self._demand.source_of[loader]
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
 
     def last_taken(self, rank: int) -> int:
-        """Return the last step that a rank has taken; -1 if none."""
+        """Return the last step that a rank has taken; -1 if it is not attached.
+
+        A rank that attaches counts as having taken every step planned before.
+        """
         return self._consumed.get(rank, -1)
 
     def in_time(self, report: Report) -> bool:
-        """Return whether a plan will use a report; late reports are dropped."""
+        """Return whether a later plan will use the report; if not, it is late and dropped."""
         return self._mixture.in_time(report)
 
     def refuse_planned(self, step: int) -> None:
-        """Raise unless an event can still change ``step``."""
+        """Raise ``PlanError`` unless an event can still change ``step``."""
         if step < self.open_step:
             raise PlanError(
-                f"step {step} is planned already",
-                remedy=f"the first step that can still change is {self.open_step}",
+                f"expected step {self.open_step} or a later one for an event, got step {step}, "
+                "which is planned already",
+                remedy="name a later step",
             )
 
     def shares(self, step: int | None = None) -> np.ndarray:
-        """Return the share of every active source in the step planned last.
+        """Return the share of every source in the latest draw, in source order; 0 if inactive.
 
-        With ``step``, return the share in that later step as far as it is known.
+        ``step``: return the shares of that later step, if the schedule and the events determine
+        them already.
         """
         own = {s.name: s.weight for s in self.spec.sources}
         later = None if step is None else self._mixture.foreseen(self._state, step, own)
@@ -242,7 +247,7 @@ class Planner:
         return wanted / (wanted.sum() or 1.0)
 
     def summary_buffer(self) -> Buffer:
-        """Return all samples that are ready and not drawn (``status.ready_buffer``)."""
+        """Return a buffer of all ready samples that no step has drawn, for experiments."""
         return ready_buffer(self._streams, self._pool, self._context())
 
     def lacking_sources(self) -> list[str]:
@@ -254,7 +259,7 @@ class Planner:
         return self.status().waiting_for()
 
     def status(self) -> PlannerStatus:
-        """Return the progress of planning, and the cause that blocks the next plan."""
+        """Return the progress of planning, with the cause that blocks the next plan."""
         full = len(self._outstanding) >= self.spec.prefetch
         slow = min(self._consumed.items(), key=lambda r: r[1]) if self._consumed else None
         return PlannerStatus(
@@ -274,7 +279,10 @@ class Planner:
     # events
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
-        """Apply an event and return the commands that follow from it, in order."""
+        """Apply an event and return the resulting commands, to be executed in order.
+
+        Raise ``PlanError`` for an event of the user that cannot be applied; nothing has changed.
+        """
         match event:
             case Announce():
                 source = self._demand.source_of[event.loader]
@@ -291,7 +299,7 @@ class Planner:
                     else []
                 )
                 if source not in self._waiting:
-                    return commands  # nothing waits for it
+                    return commands  # no blocked draw needs samples of this source
                 if not self._satisfied():
                     return commands + self._request_more(source)
                 return commands + self._plan_ahead()
@@ -337,21 +345,22 @@ class Planner:
                 raise PlanError("; ".join(problems))
             if names := not_yet_added(event.weights, self._state.events, event.at):
                 raise PlanError(
-                    "set_mixture: expected a weight for a source of this step, got weights for "
-                    f"{', '.join(names)}, which are added later",
+                    "set_mixture: expected a weight above 0 for a source that exists at this step, "
+                    f"got weights only for {', '.join(names)}, added at a later step",
                     event.at,
-                    "name a later step",
+                    "give another source a weight, or name a later step",
                 )
             event = with_every_weight(event, self.spec.names)
         if self._ended is None:
             self._state = replace(self._state, events=(*self._state.events, event))
 
     def _add_source(self, new: NewSource) -> None:
-        """Add a source after all others: their numbers, cursors and accounts stay as they are."""
+        """Append a source; the numbers, cursors and accounts of the other sources do not change."""
         at, state = new.event.at, self._state
         if ended := self.ended:
             raise PlanError(
-                f"the job ends before step {ended.step}", remedy="a source cannot be added any more"
+                f"add_source: the job ends before step {ended.step}, so no step draws the source",
+                remedy="call add_source earlier in the run",
             )
         self.refuse_planned(at)
         if new.source.name in self.spec.names:
@@ -375,13 +384,13 @@ class Planner:
         self.ledger.grow()
 
     def _apply_loss(self, event: SourceLost) -> None:
-        """Apply a SourceLost event of the log, which this planner or a previous one requested."""
+        """Apply a SourceLost event of the log, which this planner or its predecessor requested."""
         if event.name not in self.spec.names:
             raise PlanError(
                 f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
             )
         if any(e.name == event.name for e in lost_sources(self._state.events)):
-            return  # requested twice, since other events arrived in between
+            return  # applied already: it was requested twice
         if event.at != self._state.step or event.at < self.floor:
             self.refuse_planned(event.at)
         if self.ended is None:
@@ -417,13 +426,13 @@ class Planner:
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            # the loop of a trainer would treat these as the end of the data
+            # a trainer's loop would treat these exceptions as the end of the data
             except (StopIteration, SystemExit, GeneratorExit) as error:
                 what = f"the strategy or the schedule raised {describe_error(error)}"
                 planned = self._finish(
                     PlanError(what, self._state.step, "raise another exception there")
                 )
-            # user code: any error ends the job at this step, unchanged
+            # any error of user code ends the job at this step, unchanged except for a note
             except Exception as error:
                 if (where := where_raised(error)) or not isinstance(error, OverlordError):
                     error.add_note(
@@ -444,7 +453,7 @@ class Planner:
         return len(self._outstanding) < self.spec.prefetch
 
     def _satisfied(self) -> bool:
-        """Return whether no stream can give more of the samples that the blocked draw lacks."""
+        """Return whether each stream has what the blocked draw needs, or can give no more."""
         return all(
             self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
             for i, n in self._waiting.items()
@@ -494,16 +503,17 @@ class Planner:
         return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
 
     def _remove_lost(self) -> list[Command]:
-        """Stop drawing from sources that are lost by the next step."""
+        """Stop drawing from lost sources; return commands that free their held samples."""
         self._state, leaving = without_lost(self._state, self.spec.sources)
         held = [i for i in leaving if self._pool is not None and self._pool.drop(i)]
         return [DropHeldSamples(tuple(self._demand.of(i))) for i in held]
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Request the samples that the draw lacks, or end the job at a failed stream.
+        """Request the samples that the draw lacks; if a stream failed, end the job.
 
-        All lacking streams are waited for before the job ends, with the error of the first failed
-        source. So the result does not depend on the order in which loaders read.
+        Sources that may leave the job are requested as lost instead. The job ends only after every
+        lacking stream has its samples or failed, with the error of the first failed source. So the
+        result does not depend on the order in which loaders read.
         """
         self._waiting = need
         if self._satisfied():
@@ -516,7 +526,7 @@ class Planner:
         return [command for i in sorted(need) for command in self._request_more(i)]
 
     def _request_more(self, i: int) -> list[Command]:
-        """Request the samples that the blocked draw lacks from the loaders of a source."""
+        """Return requests to the loaders of a source for the samples that the draw lacks."""
         stream = self._streams[i]
         missing = self._waiting[i] - stream.ready
         if missing <= 0 or stream.ended or stream.error:
@@ -537,16 +547,17 @@ class Planner:
         return [self._finished]
 
     def _list_last_failures(self, active: Sequence[bool]) -> None:
-        """List the failed rows after the last samples of sources that become inactive.
+        """Quarantine the failed rows after the last samples of sources that become inactive.
 
-        These sources are never read again, not even after a restart.
+        ``active`` is the new value of each source. Inactive sources are never read again, not even
+        after a restart.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
                 self.ledger.list_bad(i, self._streams[i].last_failures())
 
     def _mix(self) -> None:
-        """Update the weights in force."""
+        """Update the weights in force for the next step."""
         self._state = self._mixture.update(
             self._state, {s.name: s.weight for s in self.spec.sources}
         )
@@ -556,7 +567,7 @@ class Planner:
         return StepContext(self.spec, self._state, self._weights)
 
     def _close_step(self, step: PlacedStep) -> PlannedStep:
-        """Close the step: update accounts, counts and the state after it."""
+        """Update accounts, counts and the planner's state; return the message of the step."""
         state, plan = self._state, step.plan
         self._demand.popped(step.pops)
         self.ledger.count(plan, self._weights, state.active)

@@ -31,7 +31,11 @@ IDENTITY = ("source", "epoch", "file", "row", "part")
 
 
 def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
-    """Return the step's samples, chosen from candidates in stream order, source by source."""
+    """Return the step's samples in the order of the draw, chosen among its candidates.
+
+    ``candidates`` are listed source by source in stream order. ``scores``: the lowest are chosen;
+    None: the first ones. Raise ``PlanError`` for invalid scores or missing candidates.
+    """
     rows = _chosen_rows(candidates, None if scores is None else checked_scores(scores, candidates))
     order, substep = step_positions(candidates.wanted)
     return replace(
@@ -40,7 +44,7 @@ def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
 
 
 def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
-    """Return scores as float64; raise ``PlanError`` unless there is a number for each candidate."""
+    """Return scores as float64; raise ``PlanError`` unless each has one and none is NaN."""
     try:
         found = np.asarray(scores, np.float64)
     except (TypeError, ValueError):
@@ -50,12 +54,13 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
             f"prefer: expected {len(candidates)} numbers, one for each candidate, got "
             f"shape {found.shape}" + (" with NaN in it" if np.isnan(found).any() else ""),
             candidates.step,
+            "return one number for each candidate, infinity to take it last",
         )
     return found
 
 
 def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
-    """Return the checked scores of the strategy's own function for the candidates."""
+    """Return the checked scores of ``prefer(candidates, place)``, a function of the strategy."""
     problem = (
         signature_problem(prefer, ("candidates", "place"))
         if callable(prefer)
@@ -81,7 +86,7 @@ def _chosen_rows(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
     counts = np.bincount(candidates.source, minlength=len(wanted))
     if (counts < wanted).any():
         raise PlanError(
-            "some candidates of the draw are missing",
+            "mix: expected all candidates of the step, got fewer than a source's draw needs",
             candidates.step,
             "call .mix() before .select(sources=...)",
         )
@@ -94,12 +99,12 @@ def _chosen_rows(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
 
 
 def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first.
+    """Return the rows, rising, of the samples that fit into ``n_bins`` bins; the oldest go first.
 
-    The others wait for a later step.
+    The other samples wait for a later step.
 
-    Packing is best fit, the last resort of every balance method. So everything that fits here fits
-    there without more microbatches.
+    Packing is best fit, the last resort of every balance method. So samples that fit here also fit
+    there, without more microbatches.
     """
     first = (
         np.argsort(-buffer.age, kind="stable") if buffer.age is not None else np.arange(len(buffer))
@@ -136,9 +141,10 @@ def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
     known = known and np.array_equal(plan.tokens, np.asarray(buffer.meta["tokens"])[rows])
     if not known or plan.names != buffer.names or plan.step != buffer.step:
         raise PlanError(
-            "the strategy changed the drawn samples",
+            "strategy: expected a plan for the step, sources and samples of its buffer, got "
+            "another",
             buffer.step,
-            "a strategy chooses and places samples; it adds none",
+            "build the plan from the buffer, without adding, repeating or changing samples",
         )
     return rows
 
@@ -148,9 +154,9 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 
 
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
-    """Raise unless a plan's rows are a complete choice in the order of the step.
+    """Raise ``PlanError`` unless the rows of a plan are a complete choice in the order of the step.
 
-    With ``left_allowed`` some may be missing, but not all.
+    ``left_allowed``: some samples of a drawn step may be left for later, but not all.
     """
     if not buffer.wanted:
         if (
@@ -177,28 +183,32 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
         )
     if (~np.isin(np.flatnonzero(overdue(buffer)), rows)).sum() > _unavoidable(buffer, wanted):
         raise PlanError(
-            f"the strategy passed over a sample for more than max_age={buffer.max_age} steps",
+            f"strategy: expected every candidate of age max_age={buffer.max_age} or more, got a "
+            "plan without one of them",
             buffer.step,
-            "call .mix()",
+            "call .mix(), which takes these candidates first",
         )
     if not np.array_equal(np.sort(rows)[step_positions(buffer.wanted)[0]], rows):
         raise PlanError(
-            "the strategy changed the order of the step", buffer.step, "call .mix(), which keeps it"
+            "strategy: expected the samples in the order of the draw, got another order",
+            buffer.step,
+            "call .mix(), which keeps the order",
         )
 
 
 def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
-    """Return the number of overdue samples that exceed the draw of their source."""
+    """Return the number of overdue candidates for which the draw of their source has no room."""
     late = np.bincount(buffer.source[overdue(buffer)], minlength=len(wanted))
     return int(np.maximum(late - wanted, 0).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLong:
-    """Score candidates so that very expensive samples wait until several can share a step.
+    """A ``prefer`` function by which very expensive samples wait until several can share a step.
 
-    A step with one such sample is as slow as the sample, so several in one step cost as much as
-    one. They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
+    A sample is very expensive if it costs more than a rank's share of the step. A step with one is
+    as slow as that sample, so several in one step cost as much as one. They are taken when there
+    is one for every rank, or when the oldest reaches ``max_age``.
     """
 
     cost: CostFn | str
@@ -219,10 +229,10 @@ class HoldLong:
 
 
 def hold_long(cost: CostFn | str) -> HoldLong:
-    """Return a ``prefer`` function that holds back very expensive samples (``HoldLong``)."""
+    """Return a ``prefer`` function that lets very expensive samples wait (see ``HoldLong``)."""
     return HoldLong(cost)
 
 
 def counts_of(wanted: Sequence[Sequence[int]], look_ahead: int) -> list[int]:
-    """Return the number of candidates of each source."""
+    """Return the number of candidates of each source: ``look_ahead`` times its drawn samples."""
     return [look_ahead * n for n in np.sum(wanted, axis=0).tolist()]

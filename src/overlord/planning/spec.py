@@ -1,4 +1,4 @@
-"""The fields of a job that the planner needs, and its records: counts, losses, recent plans."""
+"""The job's fields that the planner needs, and the planner's records of counts and losses."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class SourceSpec:
     max_bad: int
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
-    meta: tuple[str, ...] = ()  # names of its own metadata
+    meta: tuple[str, ...] = ()  # names of the metadata columns that its transforms add
     # whether the job continues without the source if its storage fails permanently
     leaves: bool = False
-    # used if the source was added in mid-run and the mixture does not name it
+    # the source's own weight, used if it was added in mid-run and the mixture does not name it
     weight: float = 0.0
 
     def stream(self, cursor: Cursor) -> SourceStream:
-        """Return the front of the source's stream, at a cursor."""
+        """Return a new stream of the source that starts at ``cursor``."""
         return SourceStream(
             self.name,
             loaders=self.loaders,
@@ -69,7 +69,7 @@ class PlannerSpec:
     prefetch: int = 4
     # number of steps for which loaders hold samples beyond the step being drawn
     read_ahead: int = 2
-    # steps to read ahead for sources whose reads are sometimes slow
+    # source number -> steps to read ahead, for sources whose reads are sometimes slow
     ahead_of: Mapping[int, int] = field(default_factory=dict)
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
@@ -85,9 +85,9 @@ class PlannerSpec:
         return tuple(s.name for s in self.sources)
 
     def ends_at(self, step: int) -> bool:
-        """Return whether the job has no step of this number.
+        """Return whether ``until`` is a number of steps and ends the job before ``step``.
 
-        A state may be past the end of a job that was shortened.
+        A saved state may be past the end of a job that was shortened.
         """
         return isinstance(self.until, int) and step >= self.until
 
@@ -147,12 +147,12 @@ class Mixed:
 COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
 
 
-# counted by streams when the draw passes them: rows, documents, tokens
+# counts of dropped rows, long documents and lost tokens; streams add to them as the draw advances
 PASSED = ("dropped", "long", "lost_tokens")
 
 
 class Ledger:
-    """Running counts per source, the last mixtures and the failed rows.
+    """Running counts per source, the mixtures of the last steps, and the quarantined rows.
 
     A state contains the counts, so that they survive a restart.
     """
@@ -165,8 +165,10 @@ class Ledger:
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
         # decode failures with their step; they arrive late, so no state counts them
         self.spoiled: dict[tuple[int, Quarantined], None] = {}
-        self.listed = int(self.quarantined.sum())  # total number of rows up to the last one listed
-        # counts of streams start at 0
+        # number of quarantined rows up to the last one in the list; more than the count while
+        # steps are planned again
+        self.listed = int(self.quarantined.sum())
+        # the counts of PASSED without those of the present streams, which start at 0
         self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
     def grow(self) -> None:
@@ -189,9 +191,9 @@ class Ledger:
             self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
 
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
-        """List failed rows, in the order of planning.
+        """Count failed rows of source ``i``, and add them to the quarantine in planning order.
 
-        Rows of steps that are planned again are not listed twice.
+        Rows of steps that are planned again are counted again, but not listed twice.
         """
         known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
@@ -206,7 +208,7 @@ class Ledger:
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
         ):
-            # a dict, since a step may be built twice
+            # a dict drops duplicates: a step may be built twice
             self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None
         while len(self.spoiled) > KEPT_BAD:
             del self.spoiled[next(iter(self.spoiled))]
@@ -217,9 +219,9 @@ class Ledger:
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
-        """Return all listed rows.
+        """Return the quarantined rows, then the samples with decode failures.
 
-        Decode failures come last and sorted, since constructors send them in any order.
+        Decode failures are sorted, since constructors send them in any order.
         """
         late = sorted(
             self.spoiled,
@@ -236,14 +238,15 @@ class Ledger:
         return [*self.quarantine, *(bad for _, bad in late)]
 
     def exclude_counts(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
-        """Exclude the present counts of a source's stream, which were counted before a restart.
+        """Subtract ``passed``, the counts of source i's stream, from the total of the source.
 
-        ``sign=-1`` includes them for ever, since a new stream replaces this one and counts from 0.
+        Restored samples were counted before, so their stream must not count them again.
+        ``sign=-1`` adds ``passed`` permanently, before a new stream that counts from 0 replaces it.
         """
         self._before[i] -= sign * np.array(passed, np.int64)
 
     def update_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
-        """Update the counts of ``PASSED`` from the streams of all sources."""
+        """Update the counts of ``PASSED``; ``passed`` has one tuple from each source's stream."""
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
         )
@@ -256,16 +259,15 @@ class Ledger:
 # ----------------------------------------------------------------------------
 # Removal of sources whose storage failed permanently (``Source(on_lost="leave")``).
 #
-# The planner requests a ``SourceLost`` event. The first step after the event is in the log is
-# planned without the source. When storage fails depends on timing; the stream depends on the log
-# alone.
+# The planner requests a ``SourceLost`` event. No sample of the source is drawn from the event's
+# step on. When storage fails depends on timing; the stream depends on the log alone.
 
 
 class LostSources:
-    """Decides whether a lost source leaves the job, and restarts a step that began with it.
+    """The rules by which sources with failed storage leave the job.
 
-    A step begins with the first draw that charges the accounts and gives no sample. The state
-    before that draw is kept.
+    A draw may charge the accounts of a step and select no sample: the step has then *begun*. The
+    state before that draw is kept, so that the step can restart without a lost source.
     """
 
     def __init__(self, floor: int):
@@ -274,12 +276,12 @@ class LostSources:
         self._before: StreamState | None = None
 
     def begin(self, state: StreamState) -> None:
-        """Record ``state`` as the state before its step, unless the step has begun already."""
+        """Keep ``state`` to restart its step from, unless the step has begun already."""
         if not self.has_begun(state.step):
             self._before = state
 
     def has_begun(self, step: int) -> bool:
-        """Return whether a draw has charged the accounts for ``step``."""
+        """Return whether a draw has charged the accounts for ``step`` without selecting samples."""
         return self._before is not None and self._before.step == step
 
     def requests(
@@ -289,11 +291,12 @@ class LostSources:
         weights: Sequence[float],
         sources: Sequence[SourceSpec],
     ) -> list[SourceLost]:
-        """Return the events that let the ``broken`` sources leave at the state's step.
+        """Return the events that remove the ``broken`` sources from the state's step on.
 
-        The list is empty if the job must end there instead: a source may not leave, or no other
-        source has a weight. A step that was planned before, or that comes before the step of an
-        event in the log, has samples of the source. It is planned identically or not at all.
+        ``broken`` maps source numbers to errors. The list is empty if the job must end there
+        instead: some broken source may not leave, or no other active source has a weight. It is
+        also empty for a step that was planned before, or that has begun and since then exhausted a
+        source. Such a step is planned identically or not at all.
         """
         known = {event.name for event in lost_sources(state.events)}
         may_leave = all(
@@ -319,7 +322,7 @@ class LostSources:
     def apply(self, event: SourceLost, state: StreamState) -> StreamState:
         """Return the state with the event in its log.
 
-        A step that has begun is restarted without the source, as when it is planned again later.
+        If the event's step has begun, return the state before that step, so that it restarts.
         """
         if self.has_begun(state.step) and event.at == state.step:
             assert self._before is not None
@@ -332,10 +335,10 @@ class LostSources:
 def without_lost(
     state: StreamState, sources: Sequence[SourceSpec]
 ) -> tuple[StreamState, tuple[int, ...]]:
-    """Return the state without lost sources, and the numbers of those that were active until now.
+    """Return the state with lost sources inactive, and the numbers of those that changed.
 
-    A lost source is inactive from its step on. Its samples that were pulled and not drawn are
-    dropped.
+    A source is inactive from the step of its SourceLost event on. Its samples in the look-ahead
+    pool are dropped from the state.
     """
     gone = {event.name for event in lost_sources(state.events) if event.at <= state.step}
     leaving = tuple(i for i, s in enumerate(sources) if s.name in gone and state.active[i])
@@ -351,7 +354,7 @@ def without_lost(
 def all_lost(
     state: StreamState, weights: Sequence[float], sources: Sequence[SourceSpec]
 ) -> StorageError | None:
-    """Return the error of a job all of whose weighted sources were lost; None if one was not."""
+    """Return the error of a job that lost every source with a weight; None if one is left."""
     reasons = {event.name: event.reason for event in lost_sources(state.events)}
     weighed = [s.name for s, weight in zip(sources, weights, strict=True) if weight]
     if not weighed or any(name not in reasons for name in weighed):
@@ -374,9 +377,9 @@ SHARE = 0.01  # share of a source's tokens that may be lost without a warning
 
 
 class TokenLosses:
-    """Detects sources that lose more than ``SHARE`` of their tokens.
+    """Detector of sources that lose more than ``SHARE`` of their tokens to ``Job.on_long``.
 
-    Each source is reported once, also when steps are planned again after a fault.
+    Each source is reported once, even if steps are planned again after a fault.
     """
 
     def __init__(self) -> None:
@@ -407,7 +410,7 @@ class TokenLosses:
 
 
 def share(tokens: int, lost: int) -> float:
-    """Return the share of a source's tokens that were lost."""
+    """Return the share of lost tokens: ``lost / (tokens + lost)``, where ``tokens`` were drawn."""
     return lost / (tokens + lost) if lost else 0.0
 
 
@@ -431,13 +434,13 @@ KEPT_SAMPLES = 2**21  # of the kept plans: about 100 bytes each, and a step may 
 
 
 class RecentPlans(deque[PlannedStep]):
-    """The last plans, for status queries: at most KEPT_PLANS, and KEPT_SAMPLES in all."""
+    """The last plans, for status queries: at most KEPT_PLANS, and about KEPT_SAMPLES samples."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT_PLANS)
 
     def of(self, step: int) -> list[PlannedStep]:
-        """Return the plan of a step in a list, which is empty if it is no longer kept."""
+        """Return the kept plan of a step as a list, empty if it is not kept."""
         return [stage for stage in self if stage.plan.step == step]
 
     def steps(self) -> list[int]:

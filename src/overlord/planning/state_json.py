@@ -20,7 +20,7 @@ EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every s
 
 
 def state_problem(saved: Any) -> str:
-    """Return why a value is not a state of an Overlord job; "" if it has the form of one."""
+    """Return why a value is not a saved state of a job; an empty text if it has the form of one."""
     wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
     if not isinstance(saved, Mapping):
         return f"not an Overlord state: {wanted} {type(saved).__name__}"
@@ -47,7 +47,7 @@ def event_out(event: Event) -> dict[str, Any]:
 
 
 def event_in(saved: Mapping[str, Any]) -> Event:
-    """Return the event that ``event_out`` made plain."""
+    """Return the event of which ``event_out`` made ``saved``."""
     if saved["event"] == "set_mixture":
         return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
     if saved["event"] == "add_source":
@@ -66,7 +66,7 @@ def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, floa
 
 
 def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[Report, ...]:
-    """Return the reports that ``reports_out`` made plain, by step and rank."""
+    """Return the reports of which ``reports_out`` made ``saved``, sorted by step and rank."""
     return tuple(
         Report(int(step), int(rank), {str(name): float(value) for name, value in metrics.items()})
         for step, ranks in sorted(saved.items(), key=lambda item: int(item[0]))
@@ -75,9 +75,9 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
 
 
 def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the parts of a fingerprint, with values that most sources share stored once.
+    """Return the parts of a fingerprint, with the most frequent value of each part stored once.
 
-    With hundreds of sources, mostly only their files differ.
+    Hundreds of sources mostly differ in their files alone.
     """
     out = dict(parts)
     for part in EACH:

@@ -24,7 +24,8 @@ class PlannerStatus:
     step: int  # the next step to plan
     finished: EndOfJob | None
     lacking: Mapping[str, int]  # source -> samples that the draw of the step lacks
-    slowest: tuple[int, int] | None  # rank that fills the prefetch window, the last step it took
+    # rank that fills the prefetch window, and the last step it took; None: the window is open
+    slowest: tuple[int, int] | None
     prefetch: int
 
     def waiting_for(self) -> str:
@@ -56,9 +57,10 @@ def lacking(streams: Sequence[SourceStream], waiting: Mapping[int, int]) -> dict
 def ready_buffer(
     streams: Sequence[SourceStream], pool: LookAheadPool | None, context: StepContext
 ) -> Buffer:
-    """Return all samples that are ready and not drawn, source by source in stream order.
+    """Return a buffer of all ready samples that no step has drawn, by source in stream order.
 
-    They are candidates for experiments, never for a plan.
+    It is for inspection and experiments, never for a plan of the job. It is empty before weights
+    are known.
     """
     spec, state, weights = context
     opened = [0 if pool is None else pool.open(i) for i in range(len(streams))]
@@ -79,9 +81,10 @@ def ready_buffer(
 
 
 def check_accounts(spec: PlannerSpec, state: StreamState) -> None:
-    """Assert that every account is within one sample, if the weights are constant.
+    """Assert that every account is within one sample, if the weights were always the same.
 
-    Changing weights and deferred samples leave larger accounts, so they are not checked.
+    Changed weights, exhausted sources and deferred samples leave larger accounts, which are not
+    checked.
     """
     constant = isinstance(spec.schedule, Mapping) and not state.events and spec.overflow == "grow"
     if spec.batch.samples and spec.draw == "exact" and constant and all(state.active):

@@ -1,4 +1,4 @@
-"""One step: its look-ahead candidates, the buffer of a strategy, and its checked plan. Pure."""
+"""Planning of one step: look-ahead candidates, the strategy's buffer, the checked plan. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PieceColumns:
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
     def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
-        """Return the cursor of each source after all samples of the pieces."""
+        """Return ``cursors``, moved past all samples of the pieces for sources that have any."""
         last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
         source, end, moved = self.where[last], end[last], cursors.copy()
         moved[source, :3] = self.at[last]
@@ -50,7 +50,7 @@ class PieceColumns:
         return moved
 
     def holders(self, first_loader: np.ndarray) -> np.ndarray:
-        """Return the loader of every sample; those of source i start at ``first_loader[i]``."""
+        """Return the loader number of each sample; source i's loaders start at first_loader[i]."""
         first = np.repeat(first_loader[self.where], self.sizes)
         # one loader per source
         if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:
@@ -65,7 +65,7 @@ class PieceColumns:
 
 
 class StepContext(NamedTuple):
-    """The job, the state before a step, and the weights of the step."""
+    """The inputs of a step: the job, the state before the step, and the weights in force."""
 
     spec: PlannerSpec
     state: StreamState
@@ -75,7 +75,7 @@ class StepContext(NamedTuple):
 def gather(
     pieces: PieceColumns, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
-    """Return the samples of the pieces in the given order.
+    """Return the buffer of a strategy: the samples of the pieces in the given order.
 
     The arrays are read-only, since the plan of the strategy is compared with them.
     """
@@ -111,7 +111,7 @@ def gather(
 
 
 def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
-    """Raise ``PlanError`` unless a strategy returned a plan with the buckets of the mesh."""
+    """Raise ``PlanError`` unless a strategy returned a LoadingPlan for this mesh."""
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
             f"strategy: expected a LoadingPlan, got {type(plan).__name__}",
@@ -133,7 +133,7 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
                 f"{plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
-    if plan.place is not None and plan.place != place:  # the fetchers would be wrong
+    if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",
             buffer.step,
@@ -142,7 +142,7 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
 
 
 def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
-    """Raise ``PlanError`` unless a plan has exactly the drawn samples, in their order."""
+    """Raise ``PlanError`` unless a plan has exactly the samples of the buffer, in their order."""
     same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
     columns = (
         (getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part")
@@ -151,9 +151,10 @@ def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
         a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))
     ):
         raise PlanError(
-            "the strategy changed the drawn samples",
+            "strategy: expected a plan for the step, sources and samples of its buffer, in their "
+            "order, got another",
             buffer.step,
-            "a strategy places samples; it neither adds, drops nor reorders them",
+            "build the plan from the buffer, without adding, dropping or reordering samples",
         )
 
 
@@ -162,9 +163,9 @@ def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
 #
 # Streams are read in order whatever a strategy chooses, so loaders do not depend on the pool. A
 # step *pulls* prefixes of the streams and *takes* some of the samples. The rest stays in the pool
-# with an age. A state keeps the cursor before the first sample left. It also keeps one age for
-# every sample after the cursor up to the last one pulled; -1 marks a sample that was taken.
-# Restoring the state pulls these samples again.
+# with an age: the number of steps that passed over the sample. A state keeps the cursor before the
+# first sample left. It also keeps one age for every sample after the cursor up to the last one
+# pulled; -1 marks a sample that was taken. Restoring the state pulls these samples again.
 
 TAKEN = -1
 PENDING = -1  # number of a payload row that no step has popped yet
@@ -191,7 +192,8 @@ class LookAheadPool:
     def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
         """Start empty.
 
-        ``ages``: of samples that a saved state had pulled; ``restore`` pulls them again.
+        ``ages``: by source, the ages of samples that a saved state had pulled. ``restore`` pulls
+        them again.
         """
         self._records = [_PulledSamples() for _ in range(n_sources)]
         self._open = [0] * n_sources
@@ -216,7 +218,8 @@ class LookAheadPool:
     ) -> dict[int, int]:
         """Pull the samples again that a saved state or a restarted source had pulled.
 
-        Return source -> samples its stream must have first; empty: done.
+        If some are not ready, pull none. Return the number that must be ready, by source; empty if
+        done.
         """
         if need := _short(streams, {i: len(ages) for i, ages in self._replay.items()}):
             return need
@@ -235,9 +238,10 @@ class LookAheadPool:
         first_loader: np.ndarray,
         ledger: Ledger,
     ) -> dict[int, int]:
-        """Hold ``counts[i]`` samples of each source, pulled from the streams.
+        """Pull samples from the streams until the pool has ``counts[i]`` open ones of each source.
 
-        Return source -> samples its stream must have first; empty: done.
+        If some are not ready, pull none. Return the number that must be ready, by source; empty if
+        done. A stream that has ended gives as many as it has.
         """
         more = {i: n - self._open[i] for i, n in enumerate(counts) if n > self._open[i]}
         if need := _short(streams, more):
@@ -255,7 +259,7 @@ class LookAheadPool:
         first_loader: np.ndarray,
         age: np.ndarray | None = None,
     ) -> None:
-        """Append samples that were pulled from a stream.
+        """Append samples of source i that were pulled from its stream.
 
         ``age``: the age of each sample, ``TAKEN`` if a step took it. None: all are new.
         """
@@ -272,7 +276,7 @@ class LookAheadPool:
     def restart(self, i: int) -> bool:
         """Release the samples of a source that is read again; ``restore`` pulls them again.
 
-        Return whether loaders held payload of them.
+        Return whether loaders held payload of these samples.
         """
         ages, held = self._release(i)
         if len(ages):
@@ -280,7 +284,7 @@ class LookAheadPool:
         return held > 0
 
     def drop(self, i: int) -> bool:
-        """Release the samples of a lost source; return whether loaders held payload of them."""
+        """Release the samples of a lost source; return whether loaders held their payload."""
         self._replay.pop(i, None)
         return self._release(i)[1] > 0
 
@@ -317,7 +321,7 @@ class LookAheadPool:
         return np.bincount(loader, minlength=n_loaders)
 
     def candidates(self, counts: Sequence[int]) -> Candidates:
-        """Return the first ``counts[i]`` samples that each source has in the pool."""
+        """Return the first ``counts[i]`` samples of each source in the pool that no step took."""
         sources = [i for i, n in enumerate(counts) if n]
         records = [self._records[i] for i in sources]
         age = np.concatenate([r.age for r in records])
@@ -338,10 +342,11 @@ class LookAheadPool:
     def close_step(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """Close a step: age the candidates that were left, and move the cursors.
+        """Close a step: age the candidates that were left, and move ``cursors`` in place.
 
-        ``taken[j]``: whether candidate j was drawn. Candidates before the last drawn one become a
-        step older; with ``left`` all others do. Return the payload rows that stay held, in order.
+        ``taken[j]``: whether candidate j was taken. Of each source, the candidates before the last
+        taken one become a step older; with ``left``, all that were not taken do. Return the payload
+        rows that stay held, in order, and renumber them from 0.
         """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
@@ -349,7 +354,7 @@ class LookAheadPool:
                 candidates.rows < candidates.first[k + 1]
             )
             rows = candidates.rows[mine] - candidates.first[k]
-            last = np.flatnonzero(taken[mine])[-1:]  # later ones only wait
+            last = np.flatnonzero(taken[mine])[-1:]  # later candidates were not passed over
             record.age[rows if left else rows[: int(last[0]) if len(last) else 0]] += 1
             record.age[rows[taken[mine]]] = TAKEN
             self._trim(i, cursors)
@@ -364,7 +369,7 @@ class LookAheadPool:
         return kept
 
     def _trim(self, i: int, cursors: np.ndarray) -> None:
-        """Remove the samples before the first one left, and move the cursor past them."""
+        """Remove taken samples before the first one left, and move the cursor past them."""
         record = self._records[i]
         left = np.flatnonzero(record.age != TAKEN)
         gone = n = int(left[0]) if len(left) else len(record.age)
@@ -392,7 +397,7 @@ class LookAheadPool:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """Return one age per pulled sample after the cursor of each source, for a state."""
+        """Return, by source, the age of each pulled sample after the cursor, for a state."""
         return tuple(r.age.copy() for r in self._records)
 
 
@@ -427,7 +432,10 @@ class ExtendedFront:
 
 
 def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[int, int]:
-    """Return the entries of ``wanted`` (source -> samples) that its stream cannot give yet."""
+    """Return the entries of ``wanted`` (source -> samples) that the streams cannot give yet.
+
+    An ended stream counts as ready, since it gives no more.
+    """
     return {i: n for i, n in wanted.items() if streams[i].ready < n and not streams[i].ended}
 
 
@@ -436,7 +444,7 @@ def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[i
 
 
 class PlacedStep(NamedTuple):
-    """A valid plan of a step, its samples in the loaders, and the accounts after it."""
+    """A valid plan of a step, the loaders of its samples, and the accounts after the step."""
 
     plan: LoadingPlan
     pops: np.ndarray  # samples that leave each loader
@@ -455,7 +463,10 @@ def place_drawn(
     demand: LoaderRequests,
     ledger: Ledger,
 ) -> PlacedStep:
-    """Take the first samples of each stream and place them by the strategy."""
+    """Take the drawn number of samples from each stream, and place them by the strategy.
+
+    Raise ``PlanError`` for an invalid plan; the samples have left the streams then.
+    """
     spec, pieces = context.spec, list[tuple[int, StreamPiece]]()
     for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
         if n:
@@ -485,7 +496,10 @@ def place_drawn(
 def place_chosen(
     context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
 ) -> PlacedStep:
-    """Let the strategy choose among the pool's candidates, or defer samples that do not fit."""
+    """Let the strategy choose among the pool's candidates, or defer samples that do not fit.
+
+    Raise ``PlanError`` for an invalid plan.
+    """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
     candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))

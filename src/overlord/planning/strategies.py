@@ -51,7 +51,7 @@ def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
 
 
 def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Pack tokens: divide the stream into microbatches of about equal tokens, for ranks in turn."""
+    """Divide the stream into microbatches of about equal tokens, and give them to ranks in turn."""
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
     sizes = graph.sizes()
@@ -76,7 +76,7 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
 
 
 def llm_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Balance cost over ranks, for every microbatch or for the step, as ``Job.sync`` says."""
+    """Balance cost over ranks: for every microbatch or for the step, as set by ``Job.sync``."""
     return _plan(_samples(buffer, place).balance("greedy"))
 
 
@@ -91,7 +91,7 @@ def look_ahead_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
 
 
 def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Balance cost over ranks, as ``Job.sync`` says; within a rank samples stay in stream order."""
+    """Balance cost over ranks, as set by ``Job.sync``; each rank's samples stay in stream order."""
     return _plan(_samples(buffer, place).balance("greedy", level="inter"))
 
 
@@ -174,7 +174,7 @@ def vlm(
     memory) or before every microbatch (``"microbatch"``). ``joint``: one cost for a sample and its
     images, which stay with the ranks of its replica, so that no output leaves it. ``None`` does so
     if replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``. ``objective``: when
-    replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
+    replicas wait for each other, by default as set by ``Job.sync``; see ``DGraph.balance``.
     """
     if per not in PER:
         raise JobError([f"strategy.vlm: unknown per={per!r}; known: {', '.join(PER)}"])
@@ -203,7 +203,7 @@ def vlm(
 
 
 def _weighed_with(samples: DGraph, items: DGraph) -> DGraph:
-    """Return samples whose costs include those of their items."""
+    """Return the graph of samples with the costs of their items added to their own."""
     assert samples.costs is not None
     assert items.costs is not None
     return replace(
@@ -221,7 +221,7 @@ def _samples(buffer: Buffer, place: Mesh) -> DGraph:
 
 
 def _plan(samples: DGraph) -> LoadingPlan:
-    """Return the plan of placed samples. The ranks of a replica encode its images in turn."""
+    """Return the plan of placed samples; the ranks of a replica encode its images in turn."""
     buffer, samples = samples.buffer, samples.broadcast_at("TP")
     if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
         return samples.plan()
@@ -250,7 +250,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 
 
 def resolve(strategy: Any) -> Strategy:
-    """Return a strategy by its name, or the function itself."""
+    """Return a strategy by its name, or the function itself; raise for an unknown name."""
     if callable(strategy):
         return strategy
     if strategy not in STRATEGIES:
@@ -265,14 +265,14 @@ def resolve(strategy: Any) -> Strategy:
 
 
 def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
-    """Make a strategy of a function over raw arrays.
+    """Return a strategy that calls a function over raw arrays.
 
     The function is ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
 
     Use it as ``Job(strategy=ov.plan_raw(fn))``; it is called once per step. ``columns`` has a
     read-only array per column, with one row per drawn sample in the order of the draw. The columns
-    are ``tokens`` and your metadata (a ``Ragged`` if a sample has several values). The identity is
-    ``source`` (number in the job's order), ``epoch``, ``file``, ``row``, ``part``.
+    are ``tokens`` and your metadata (a ``Ragged`` if a sample has several values). ``source``
+    (number in the job's order), ``epoch``, ``file``, ``row`` and ``part`` identify the sample.
     ``mix_every="microbatch"`` adds ``substep``.
 
     The function returns an integer per sample for ``bucket`` (0 to ``place.n_buckets(axis) - 1``)
@@ -307,8 +307,8 @@ class RawPlan:
 
     def __call__(self, buffer: Buffer, place: Mesh) -> LoadingPlan:
         graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
-        # look-ahead has chosen among candidates, and overflow="defer" has left out what does not
-        # fit
+        # look-ahead has chosen among candidates, and overflow="defer" has left out samples that do
+        # not fit
         buffer = graph.buffer
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
@@ -344,8 +344,12 @@ class RawPlan:
         keys = list(result) if isinstance(result, Mapping) else None
         if keys is None or not {"bucket", "microbatch"} <= set(keys) or not set(keys) <= set(known):
             found = type(result).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
-            remedy = f"return a mapping with bucket and microbatch; known: {', '.join(known)}"
-            raise PlanError(f"{self.__name__} returned {found}", buffer.step, remedy)
+            remedy = f"return arrays by name; known names: {', '.join(known)}"
+            raise PlanError(
+                f"{self.__name__}: expected a mapping with bucket and microbatch, got {found}",
+                buffer.step,
+                remedy,
+            )
         arrays = {key: np.asarray(result[key]) for key in keys}
         for key, array in arrays.items():
             kinds = "iuf" if key == "cost" else "iu"

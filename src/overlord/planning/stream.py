@@ -26,7 +26,10 @@ NO_ROWS = np.zeros(0, np.int64)
 
 
 def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
-    """Return the samples and rows in the order of their window, and the order of the samples."""
+    """Return a block with samples and rows in the order of their window.
+
+    Also return the permutation of its samples: the old row of each.
+    """
     order = np.lexsort((found.part, found.row, found.file, found.key))
     bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
     long = (
@@ -38,9 +41,9 @@ def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
 
 
 def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
-    """Return some of the samples and of the quarantined rows.
+    """Return a block with samples ``rows`` and quarantined rows ``bad`` of ``found``.
 
-    Dropped rows and long documents stay as they are.
+    Its dropped rows and long documents are all those of ``found``.
     """
     return SampleBlock(
         found.key[rows],
@@ -58,7 +61,7 @@ def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
 
 
 def concat(parts: Sequence[SampleBlock]) -> SampleBlock:
-    """Return the concatenation of all blocks."""
+    """Return the concatenation of blocks; at least one must be given."""
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([getattr(p, name) for p in parts])
@@ -94,7 +97,7 @@ def _longs(parts: Sequence[LongDocuments | None]) -> LongDocuments | None:
 
 
 def last_key(parts: Sequence[SampleBlock]) -> int | None:
-    """Return the highest key that was announced, of a sample or of a row without one."""
+    """Return the highest key of samples, quarantined rows and long documents; None if none."""
     keys = [
         int(k[-1])
         for p in parts
@@ -107,9 +110,10 @@ def last_key(parts: Sequence[SampleBlock]) -> int | None:
 def split(
     parts: list[SampleBlock], bound: int | None
 ) -> tuple[list[SampleBlock], list[SampleBlock]]:
-    """Return the parts before a key, and the rest.
+    """Divide blocks at a key: return the rows with lower keys, and the rest. None: no rest.
 
-    Rows of the key itself wait: a row of equal key that precedes them may still be announced.
+    Rows of the key itself are in the rest: a row of equal key that precedes them may still be
+    announced.
     """
     if bound is None:
         return parts, []
@@ -139,14 +143,14 @@ def split(
 
 
 def rank_of_bad(found: SampleBlock) -> np.ndarray:
-    """Return the number of samples before each quarantined row: by key, then file and row."""
+    """Return the number of the block's samples that precede each quarantined row in its window."""
     return _rank(found, found.bad_key, found.bad_file, found.bad_row)
 
 
 def rank_of_long(found: SampleBlock) -> np.ndarray:
-    """Return the number of samples before each long document.
+    """Return the number of the block's samples that precede each long document.
 
-    For a truncated document this is the number of its own sample.
+    For a truncated document it is the index of its own sample.
     """
     return (
         NO_ROWS
@@ -180,13 +184,13 @@ class _ReadyRun:
     at: Cursor  # epoch, group, window
     found: SampleBlock
     loader: np.ndarray | int  # loader that holds each sample
-    tokens: np.ndarray  # running sum, with a leading 0
-    bad_at: np.ndarray  # number of samples of the segment before each quarantined row
-    # int64 [n, 3]: file, row and part of each; one array, since steps are joined from hundreds of
-    # short runs
+    tokens: np.ndarray  # running sum of the samples' tokens, with a leading 0
+    bad_at: np.ndarray  # number of samples of the run before each quarantined row
+    # int64 [n, 3]: file, row and part of each sample; one array, since steps are joined from
+    # hundreds of short runs
     ids: np.ndarray
-    size: int
-    long_at: np.ndarray  # number of samples of the segment before each long document
+    size: int  # samples, taken ones included
+    long_at: np.ndarray  # number of samples of the run before each long document
     start: int = 0  # samples already taken
 
     @property
@@ -195,7 +199,7 @@ class _ReadyRun:
 
     @property
     def trails(self) -> bool:
-        """Whether rows without a sample may follow the last sample of the run."""
+        """Whether quarantined rows or dropped documents may follow the run's last sample."""
         return len(self.bad_at) > 0 or (
             len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
         )
@@ -224,7 +228,7 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
-    """The front of one source's stream, a pure object: announcements in, samples out."""
+    """The front of one source's stream, a pure object: it turns announcements into samples."""
 
     def __init__(
         self,
@@ -259,7 +263,7 @@ class SourceStream:
         self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}
         # rows that filters dropped, in windows that the draw has not passed
         self._drops: deque[tuple[Cursor, int]] = deque()
-        self.error: Exception | None = None  # the stream breaks after the ready samples
+        self.error: Exception | None = None  # set once the stream fails after the ready samples
         self.dropped = 0  # rows that filters dropped, in windows that the draw has passed
         # documents that lost tokens up to the last sample taken, and the number of these tokens
         self.long = self.lost = 0
@@ -270,10 +274,10 @@ class SourceStream:
 
     @property
     def passed(self) -> tuple[int, int, int]:
-        """The counts of ``spec.PASSED`` so far.
+        """The counts of ``spec.PASSED`` since this stream was made.
 
-        They are rows that filters dropped, documents that lost tokens to ``on_long``, and these
-        tokens.
+        They are rows that filters dropped, documents that lost tokens to ``on_long``, and the
+        number of these tokens.
         """
         return self.dropped, self.long, self.lost
 
@@ -283,7 +287,7 @@ class SourceStream:
 
     @property
     def group(self) -> int:
-        """The group being merged, counted over epochs."""
+        """The number of the group being merged, counted over all epochs."""
         return self._at.epoch * self._n_groups + self._at.group
 
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
@@ -302,7 +306,7 @@ class SourceStream:
         return count, held
 
     def add(self, announcement: Announce, ordinal: int) -> None:
-        """Add an announcement of the source's loader number ``ordinal``."""
+        """Add an announcement of loader ``ordinal``, counted from 0 within the source."""
         if self.error is not None or self._exhausted:
             return
         if announcement.error is not None:
@@ -358,7 +362,7 @@ class SourceStream:
         return loader in self._failed and self._failed[loader][0] == at
 
     def _merge(self, announced: list[_Announced], closed: list[bool]) -> None:
-        """Move final samples from the loaders' announcements to the ready segments."""
+        """Move final samples from the loaders' announcements to the ready runs."""
         if self._n_loaders == 1:
             for found in announced[0].parts:
                 self._append(found, 0)
@@ -406,9 +410,9 @@ class SourceStream:
         self._epoch_has_sample |= len(found) > 0
 
     def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
-        """Count consecutive failures, in stream order.
+        """Count consecutive failures in stream order; set ``error`` once they reach ``max_bad``.
 
-        Return (samples, failures) up to the end of the job, or None.
+        Return the numbers of samples and failures up to that one; None if it is not reached.
         """
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
@@ -462,7 +466,10 @@ class SourceStream:
         return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
     def delaying_loaders(self) -> list[int]:
-        """Return the loaders whose announcements delay the next samples, including failed ones."""
+        """Return the loaders that still have to announce rows of the window being merged.
+
+        They are counted from 0 within the source, and include failed ones.
+        """
         at = (self._at.epoch, self._at.group, self._at.window)
         announced, lasts = (
             self._announced.get(at),
@@ -475,7 +482,7 @@ class SourceStream:
         ]
 
     def take(self, n: int) -> tuple[list[StreamPiece], list[BadRow]]:
-        """Take the next n samples, and the quarantined rows before them."""
+        """Take the next n samples, which must be ready, and the quarantined rows before them."""
         pieces: list[StreamPiece] = []
         bad: list[BadRow] = []
         self._ready -= n
@@ -493,8 +500,8 @@ class SourceStream:
                 )
             self._count_long(segment, a, b)
             n -= b - a
-            # An exhausted segment is removed only to reach the next sample, so that failures after
-            # the last one stay unlisted.
+            # A run whose samples are all taken is removed only to reach the next sample, so that
+            # failures after its last sample stay unlisted.
             if b == segment.size and (n > 0 or not segment.trails):
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
                 self._count_long(segment, b)
@@ -506,10 +513,10 @@ class SourceStream:
         return pieces, bad
 
     def _count_long(self, segment: _ReadyRun, start: int, stop: int | None = None) -> None:
-        """Count the documents that lost tokens from sample ``start`` to ``stop`` of a segment.
+        """Count the documents that lost tokens from sample ``start`` to ``stop`` - 1 of a run.
 
-        Without ``stop``, count to the end of the segment. A truncated document counts with its
-        sample, a dropped one with the next sample. So a restored stream counts each once.
+        Without ``stop``, count to the end of the run. A truncated document counts with its sample,
+        a dropped one with the next sample. So a restored stream counts each once.
         """
         if (long := segment.found.long) is None:
             return
@@ -528,10 +535,11 @@ class SourceStream:
         ]
 
     def last_failures(self) -> list[BadRow]:
-        """Return the failures after the last sample taken.
+        """Return the failed rows after the last sample taken, and count dropped rows to the end.
 
-        They are at the end of an exhausted source, or have broken the stream. Called once, at the
-        end. Dropped rows are then counted to the end, and long documents if all samples are taken.
+        The list is empty unless the stream failed, or ended with all samples taken. Long documents
+        are counted to the end only if all samples are taken. Call once, when the source leaves the
+        job.
         """
         if self.error is None and (self._ready or not self._exhausted):
             return []
@@ -548,7 +556,7 @@ class SourceStream:
 
 
 def _tokenize(reason: str) -> str:
-    """Return a hint to use ``Tokenize`` if the token ids are missing, else an empty text."""
+    """Return a hint to use ``Tokenize`` if ``reason`` is missing token ids, else an empty text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
         if reason.endswith(": tokens is null or missing")
@@ -557,10 +565,10 @@ def _tokenize(reason: str) -> str:
 
 
 def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:
-    """Return the metadata of all pieces, joined.
+    """Return the metadata columns of all pieces, joined.
 
-    A number that only some sources have cannot be balanced on, so it is left out. A list is
-    different: a source without image_patches has no images.
+    A column of numbers that only some sources have is left out, since a strategy cannot balance
+    on it. In a column of lists, samples of other sources have empty lists: they have no images.
     """
     meta: dict[str, Column] = {}
     first = pieces[0].found.meta

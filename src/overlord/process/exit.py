@@ -1,4 +1,4 @@
-"""Immediate end of a process, without handlers, buffers or other threads."""
+"""Immediate exit of a process: no exit handlers, no flush of buffers, no wait for threads."""
 
 from __future__ import annotations
 

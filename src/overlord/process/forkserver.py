@@ -26,9 +26,9 @@ from overlord import import_path
 from overlord.errors import JobError
 from overlord.process.exit import exit_now
 
-# Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these
-# pages with all others. These modules must start no Python thread on import, since a fork does not
-# copy threads. Every worker should need them.
+# Modules that are loaded once, in the fork server: a process then starts in tens of milliseconds
+# and shares their pages with all others. They must start no Python thread on import, since a fork
+# does not copy threads. Every worker should need them.
 PRELOAD = (
     "numpy",
     "overlord.process.preload",
@@ -86,8 +86,8 @@ class _Popen(popen_forkserver.Popen):
 class Process(ForkServerProcess):
     """A child of the fork server that may be closed while another thread joins it.
 
-    Python joins all children at the end of the program, and a thread of ours may close one at that
-    moment.
+    Python joins all children at the end of the program, and a thread of this package may close one
+    at that moment.
     """
 
     _ended = False  # closed, or being closed
@@ -118,7 +118,7 @@ class Process(ForkServerProcess):
 
 
 def context() -> ForkServerContext:
-    """Return the multiprocessing context of all workers, with our modules in the preload list.
+    """Return the multiprocessing context of all workers, with ``PRELOAD`` in its preload list.
 
     The preload list takes effect when the fork server starts.
     """
@@ -129,7 +129,7 @@ def context() -> ForkServerContext:
     requested = [] if requested == ["__main__"] else requested  # Python's default: see _Popen
     missing = [name for name in PRELOAD if name not in requested]
     if missing:
-        # Ours first: the first import of Arrow decides its memory pool.
+        # PRELOAD comes first, since the first import of Arrow decides its memory pool.
         found.set_forkserver_preload(missing + requested)
     return found
 
@@ -204,10 +204,10 @@ def _remove_socket(server: int) -> None:
 
 
 def share_server() -> None:
-    """Start the children of a child from the same fork server. Call it in a child.
+    """Make this child start its own children from the fork server of its parent.
 
-    Python's ``ensure_running`` would start another server for every child with children. Each costs
-    50 MB and a third of a second.
+    Call it in a child. Python's ``ensure_running`` would start another server in every child that
+    has children. Each costs 50 MB and a third of a second.
     """
     if (
         getattr(_server, "_forkserver_address", None) is not None
@@ -219,20 +219,21 @@ def share_server() -> None:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent exits. Call it in a child.
 
-    The parent holds the other end of a pipe to which nothing is written. A thread that waits for
-    its end would need the interpreter lock, which user code in C may hold forever.
+    The parent holds the other end of a pipe to which nothing is written, so its exit is signalled.
+    A thread that waits for the exit would need the interpreter lock, which user code in C may hold
+    forever.
     """
     parent = multiprocessing.parent_process()
-    # Linux only; elsewhere the end of the socket must suffice.
+    # Linux only; elsewhere the closed connection must suffice.
     if parent is None or not hasattr(fcntl, "F_SETSIG"):
         return
-    with suppress(OSError):  # a sandbox without it
+    with suppress(OSError):  # a sandbox may forbid these calls
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(
             parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
         )
-    if select.select([parent.sentinel], [], [], 0)[0]:  # it ended before
+    if select.select([parent.sentinel], [], [], 0)[0]:  # the parent exited before the calls above
         exit_now(1)
 
 
@@ -246,7 +247,7 @@ def describe_exit(code: int | None) -> str:
 # ----------------------------------------------------------------------------
 # Check that code can be sent to another process, before any process is started.
 #
-# The error names the object that cannot be sent.
+# The error of the check names the object that cannot be sent.
 
 T = TypeVar("T")
 

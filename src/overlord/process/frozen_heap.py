@@ -1,7 +1,7 @@
 """The last module that the fork server loads: it freezes the heap.
 
-All loaded objects are exempt from garbage collection in every child. So their pages are not written
-and stay shared.
+The garbage collector of a child then never visits the loaded objects. So it does not write their
+pages, and these stay shared.
 """
 
 from __future__ import annotations

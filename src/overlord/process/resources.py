@@ -14,14 +14,14 @@ from pathlib import Path
 # ----------------------------------------------------------------------------
 # CPU cores and memory that this process may use: those of the machine, or of its control group.
 #
-# A container sees the whole machine in ``/proc``. Its limits are in the files of its control
+# In a container ``/proc`` describes the whole machine. The limits are in the files of the control
 # group (cgroup), version 1 or 2. The kernel throttles or kills a process that exceeds them.
 
 ROOT = Path("/")  # root of the system files; tests replace it
 
 
 def cores(root: Path | None = None) -> int:
-    """Return the number of CPU cores that this process may use; a fraction counts as one core."""
+    """Return the number of CPU cores that this process may use, rounded up to a whole number."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([here, *(math.ceil(quota) for quota in _quotas(root or ROOT))]))
 
@@ -64,8 +64,8 @@ def _quotas(root: Path) -> Iterator[float]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the cgroup folders of this process: its group and all groups above it.
 
-    The limits of all of them apply. If a container sees only its own group, the path in ``/proc``
-    does not exist, and the top folder is its group.
+    The limits of all of them apply. If only its own group is mounted in a container, the path in
+    ``/proc`` does not exist there, and the top folder is its group.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
@@ -100,15 +100,15 @@ def _lines(path: Path) -> list[str]:
 #
 # Threads that share an arena wait for its lock at every allocation that their own cache does not
 # serve. Tokenizing allocates all the time. Threads with one arena each keep their freed memory
-# apart. So a worker limits arenas to the number of its threads: fewer cost throughput, more cost
-# memory.
+# apart. So a worker limits arenas to the number of its threads: fewer arenas cost throughput, more
+# arenas cost memory.
 
 POOL = "ARROW_DEFAULT_MEMORY_POOL"  # read once, at the first use of Arrow
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
 M_ARENA_MAX = -8  # of <malloc.h>
-# threads of a worker process that start after the limit is set: event loop, calls, and the watch
-# of storage or two servers
+# threads of a worker process that start after the limit is set: the event loop, the calls, and the
+# watcher of storage or two servers
 LATER = 4
 DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
 
@@ -118,7 +118,7 @@ def system_pool() -> Iterator[None]:
     """Make Arrow use the allocator of the C library.
 
     This holds for processes that are started, and for an Arrow that is loaded, inside the block.
-    The environment is restored afterwards.
+    The environment is restored afterwards. A pool that the user chose (``POOL``) stays.
     """
     if POOL in os.environ:
         yield
@@ -131,9 +131,9 @@ def system_pool() -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system.
+    """Return freed memory of the C library to the system.
 
-    Use it when much less memory is needed from now on, as after loading a tokenizer.
+    Use it after a peak of memory, for example after a tokenizer was loaded.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library has it
     if trim is not None:
@@ -143,10 +143,11 @@ def trim_heap() -> None:
 def arena_limit(workers: int, cores: int, *, links: int = 0, running: int = 1) -> int:
     """Return the number of malloc arenas for a worker process: one per thread.
 
-    At most the default of the C library is returned. ``workers``: threads that read and transform.
-    ``links``: threads that each serve one connection; a server has one thread for all of its
-    connections. ``running``: threads that the process already has; Ray starts two dozen. Native
-    pools count one thread per core: object stores have one, and tokenizers if it is turned on.
+    The limit is at most the default of the C library, but above ``workers``: the threads that read
+    and transform. ``links``: threads that each serve one connection; a server has one thread for
+    all of its connections. ``running``: threads that the process already has; Ray starts two dozen.
+    Native thread pools count as one thread per core: object stores have a pool, and tokenizers have
+    one if their parallelism is turned on.
     """
     threads = running + workers + links + LATER + cores
     return max(workers + 1, min(threads, DEFAULT * cores))
@@ -195,10 +196,11 @@ def pss_bytes(pid: int | str = "self") -> int:
 
 
 def own_bytes(pid: int | str = "self") -> int:
-    """Return the memory that the process itself has written: PSS without the pages of files.
+    """Return the bytes that the process itself has written: its PSS without the pages of files.
 
     The shares of file pages change with every other process that maps the same libraries. So only
-    differences of this number show the effect of the process itself.
+    differences of this number show the effect of the process itself. If the system does not report
+    it, return the resident size, or 0.
     """
     return _memory_field(pid, "Pss_Anon:")
 
@@ -209,7 +211,7 @@ def _memory_field(pid: int | str, name: str) -> int:
             if line.startswith(name):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass  # another system, or the process is gone: use the coarser figure
+        pass  # another system, or the process has exited: use the resident size
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     except OSError:

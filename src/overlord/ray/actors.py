@@ -46,7 +46,10 @@ class RayActor(ActorBody):
 
 
 def actor_of(place: RayPlace, **named: str) -> Any:
-    """Return the Ray class of an actor at this place; raise for options that Ray rejects."""
+    """Return the Ray class of an actor at this place.
+
+    Raise ``TypeError`` or ``ValueError`` for options that Ray rejects.
+    """
     options = place.options() | named
     if place.node:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
@@ -57,14 +60,17 @@ def actor_of(place: RayPlace, **named: str) -> Any:
 
 @functools.cache
 def _ray_class() -> Any:
-    """Create the class once: Ray writes every actor class to its head and waits for that."""
+    """Return the one Ray class of all actors.
+
+    It is created once, since Ray writes every actor class to its head and waits for that.
+    """
     return ray.remote(RayActor)
 
 
 def pickled(name: str, code: tuple[Any, ...]) -> bytes:
     """Return code in pickled form, including definitions of the program's main file.
 
-    ``name`` names the actor that receives the code, for the error.
+    Raise ``JobError`` for code that cannot be pickled. ``name`` is the actor that receives it.
     """
     try:
         found: bytes = ray.cloudpickle.dumps(code)
@@ -86,13 +92,13 @@ def unpickle(code: bytes) -> tuple[Any, ...]:
 
 
 def has_process(actor: Any) -> bool:
-    """Return whether Ray has started a process for an actor that waits for a node with room."""
+    """Return whether Ray has started a process for an actor."""
     return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
 
 
 def kill(actor: Any) -> None:
-    """Let Ray kill an actor, if it still exists."""
-    with contextlib.suppress(Exception):  # it is gone already, or the cluster is
+    """Request that Ray kills an actor; ignore errors, as the actor or the cluster may be gone."""
+    with contextlib.suppress(Exception):
         if ray.is_initialized():
             ray.kill(actor, no_restart=True)
 
@@ -111,10 +117,7 @@ def end_process(actor: Any, pid: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of an actor's death in one line.
-
-    Ray prints a paragraph.
-    """
+    """Return the reason of an actor's death in one line; Ray's error has a paragraph."""
     if isinstance(error, exceptions.RayTaskError):
         return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
     if isinstance(error, exceptions.ActorUnavailableError):

@@ -32,11 +32,11 @@ REFUSE = f"only {MODE}=disabled in the environment of this program turns authent
 
 
 class ClusterRefused(Exception):
-    """A cluster is not used; the message is the reason, for the user."""
+    """A cluster that is refused; the message has the reason and the remedy, for the user."""
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return host and port of an address."""
+    """Return host and port of an address, without the brackets of an IPv6 address."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -44,7 +44,7 @@ def split(address: str) -> tuple[str, int]:
 def reach(address: str) -> None:
     """Raise ``OSError`` unless the address accepts connections.
 
-    Ray itself would wait as long as for a lost head.
+    Ray itself would wait for as long as for a lost head.
     """
     socket.create_connection(split(address), TIMEOUTS.reach_s).close()
 
@@ -90,7 +90,7 @@ def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
     """Raise ``ClusterRefused`` unless a node of the cluster runs on this machine.
 
     A program connects to a cluster by such a node. ``nodes`` holds address and local socket of each
-    node.
+    node. An empty one is accepted.
     """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
@@ -104,9 +104,9 @@ _warned: set[str] = set()  # folders; one warning for each per process
 
 
 def check_folder(socket_path: str) -> None:
-    """Warn if every account of this machine can replace the socket of a raylet.
+    """Warn once per folder if every account of this machine can replace the socket of a raylet.
 
-    ``ray start`` opens its folders to all accounts.
+    ``ray start`` opens its folders to all accounts. An empty path is ignored.
     """
     folder = str(Path(socket_path).parent)
     if socket_path and folder not in _warned and (why := exposure_of(Path(folder), owners=False)):
@@ -116,7 +116,7 @@ def check_folder(socket_path: str) -> None:
         )
         log.warning(
             "every account of this machine can replace the sockets and logs of its Ray, "
-            "since %s: %s",
+            "since %s; %s",
             why,
             remedy,
         )
@@ -126,7 +126,10 @@ def check_folder(socket_path: str) -> None:
 
 
 def authentication_disabled() -> bool:
-    """Return whether the environment disables token authentication explicitly."""
+    """Return whether the environment disables token authentication explicitly.
+
+    Raise ``ClusterRefused`` for a mode other than "token" and "disabled".
+    """
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
         raise ClusterRefused(f"{MODE}: expected token or disabled, got {mode!r}; set one")
@@ -134,7 +137,7 @@ def authentication_disabled() -> bool:
 
 
 def token_named() -> bool:
-    """Return whether the environment names a token."""
+    """Return whether a variable of the environment has a token or the path of one."""
     return any(os.environ.get(key) for key in TOKENS)
 
 
@@ -142,7 +145,7 @@ def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) 
     """Check the authentication of a cluster that was not started here.
 
     ``accepts(with_token)`` returns whether it accepts a client with the token found here, or
-    without a token.
+    without a token. Raise ``ClusterRefused`` if the cluster may not be used.
     """
     if authentication_disabled():
         if not accepts(False):
@@ -154,14 +157,15 @@ def check_token(has_token: Callable[[], bool], accepts: Callable[[bool], bool]) 
         return
     if not has_token():
         raise ClusterRefused(
-            f"expected the token of the cluster in {TOKEN_SOURCES}, got none. {REFUSE}"
+            f"expected the token of the cluster in {TOKEN_SOURCES}, got none; set it there "
+            f"({REFUSE})"
         )
     if accepts(
         False
     ):  # checked before the token is sent, which an intruder in the cluster would receive
         raise ClusterRefused(
-            "it asks for no token, so everyone who reaches its ports can run code there: start "
-            f"it with {MODE}=token. {REFUSE}"
+            "it requires no token, so everyone who reaches its ports can run code there: start "
+            f"it with {MODE}=token ({REFUSE})"
         )
     if not accepts(True):
         raise ClusterRefused(
@@ -204,10 +208,13 @@ def asks_for_token(address: str) -> bool:
 
 
 def check_open_cluster() -> None:
-    """Refuse the program's own cluster without tokens, unless authentication is disabled."""
+    """Raise ``JobError`` unless authentication is disabled; if it is, log a warning.
+
+    It is called for a cluster without tokens to which the program connected itself.
+    """
     if not authentication_disabled():
-        remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
-        problem = "it asks for no token, so everyone who reaches its ports can run code there"
+        remedy = f"start it with {MODE}=token, and set that before ray.init, too ({REFUSE})"
+        problem = "it requires no token, so everyone who reaches its ports can run code there"
         raise JobError(
             [f"the cluster that the program connected to is not used: {problem}: {remedy}"],
             "launch",

@@ -60,8 +60,8 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._users = 0
-        # One entry for each user that left and is still in ``_users``: Ray may hang, or be
-        # interrupted.
+        # One entry for each user that has left and is still counted in ``_users``. Leaving takes no
+        # lock, since a call of Ray may hang with the lock held.
         self._left: deque[None] = deque()
         self.trusted = False  # another process has checked that the cluster requires a token
         self._connection = RayConnection()
@@ -75,9 +75,10 @@ class Cluster:
         self._nodes: list[Node] = []  # as of the last answer of the head
 
     def hold(self, address: str | None) -> None:
-        """Connect to a cluster, or start one on this machine.
+        """Connect to the cluster at ``address`` (None: start one on this machine); count one user.
 
-        An existing connection of the program is used.
+        An existing connection of this process is used instead. Raise ``JobError`` if it is to
+        another cluster than ``address``, or if the cluster cannot be used.
         """
         with self._held("the requests of another session to complete"):
             if self._users == 0:
@@ -111,7 +112,8 @@ class Cluster:
         # Ray may hang in a start: waiting for it would block the closing of a session.
         if not self._lock.acquire(timeout=TIMEOUTS.release_s):
             log.warning(
-                "kept the connection to Ray: its requests did not complete within %g s",
+                "disconnect from the Ray cluster postponed to the next use: another request to Ray "
+                "did not complete within %g s",
                 TIMEOUTS.release_s,
             )
             return
@@ -122,7 +124,10 @@ class Cluster:
 
     @contextlib.contextmanager
     def _held(self, what: str) -> Iterator[None]:
-        """Hold the lock; update the number of users before and after the block."""
+        """Hold the lock during the block; remove users that have left before and after it.
+
+        Raise ``DataStall`` about ``what`` if the lock is not free within ``Timeouts.hold_s``.
+        """
         if not self._lock.acquire(timeout=TIMEOUTS.hold_s):
             raise DataStall(f"Ray: {what}", TIMEOUTS.hold_s)
         try:
@@ -153,8 +158,8 @@ class Cluster:
     ) -> tuple[Any, Future[Any]] | None:
         """Start an actor; return it and a future that is done when it ends.
 
-        It waits for the head, and returns None if ``wanted`` returns False meanwhile. It holds the
-        lock, since Ray starts a cluster for any call without a connection.
+        Wait for the head; return None if ``wanted`` returns False meanwhile. The lock is held,
+        since Ray starts a cluster for any call without a connection.
         """
         if not self._head.wait(wanted):
             return None
@@ -174,7 +179,7 @@ class Cluster:
         return actor, life
 
     def has_process(self, actor: Any) -> bool | None:
-        """Return whether Ray has started a process for an actor; None while the head is lost."""
+        """Return whether Ray has started a process for an actor; None if the head is lost."""
         return has_process(actor) if self._head.answers() else None
 
     def nodes(self) -> list[Node]:
@@ -200,7 +205,10 @@ class Cluster:
                 self._lock.release()
 
     def node_id(self, node: str, actor: str) -> str:
-        """Return the id of a node, given its name, address or id."""
+        """Return the id of a node, given its name, address or id; raise ``JobError`` if unknown.
+
+        ``actor`` is the location that the error names.
+        """
         known = self.nodes()
         for found in known:
             if found.has_name(node):
@@ -214,7 +222,10 @@ class Cluster:
                 f"actor {actor!r}",
             )
         raise JobError(
-            [f"node: unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"],
+            [
+                f"node: expected a node of the cluster, got {node!r}"
+                f"{did_you_mean(node, [n.name for n in known])}"
+            ],
             f"actor {actor!r}",
         )
 

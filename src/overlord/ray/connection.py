@@ -69,11 +69,14 @@ class RayConnection:
 
     @property
     def folder(self) -> Folder | None:
-        """The folder of a cluster that was started here."""
+        """The folder of a cluster that was started here; None for another cluster."""
         return self._folder
 
     def open(self, address: str | None) -> None:
-        """Connect to the cluster at ``address``; without one start a cluster on this machine."""
+        """Connect to the cluster at ``address``; if it is None, start a cluster on this machine.
+
+        Raise ``JobError`` if that fails, after restoring all settings.
+        """
         self._address = address
         self._set(SETTINGS)
         settings: dict[str, Any] = {
@@ -88,7 +91,7 @@ class RayConnection:
             self._set({MODE: "token"})
             settings |= self._own_cluster(disabled) if address is None else _check_cluster(address)
             reread_environment()
-            # The memory pool is for workers: Ray loads Arrow in them before any code of ours.
+            # The memory pool is for workers: Ray loads Arrow in them before Overlord's code.
             with (
                 environment_kept(),
                 system_pool(),
@@ -107,7 +110,7 @@ class RayConnection:
         ray_worker.print_to_stdstream = _log_output  # Ray prints a paragraph per killed process
 
     def _own_cluster(self, disabled: bool) -> dict[str, Any]:
-        """Return the settings of a cluster on this machine.
+        """Create folder and token of a cluster on this machine; return arguments of ``ray.init``.
 
         ``disabled``: token authentication is disabled.
         """
@@ -125,9 +128,9 @@ class RayConnection:
         }
 
     def await_disconnect(self) -> None:
-        """Wait for an earlier disconnect that exceeded its deadline.
+        """Wait for an earlier disconnect that exceeded its deadline, if any.
 
-        Until it ends, Ray counts as connected.
+        Until it ends, Ray counts as connected. Raise ``DataStall`` after ``Timeouts.hold_s``.
         """
         if (thread := self._disconnecting) is not None:
             thread.join(TIMEOUTS.hold_s)
@@ -155,7 +158,10 @@ class RayConnection:
                 self._folder = None
 
     def _disconnect(self) -> None:
-        """Run ``ray.shutdown`` in a thread, since it waits for the raylet without a deadline."""
+        """Run ``ray.shutdown`` in a thread, and wait for it up to a deadline.
+
+        It waits for the raylet without one. Raise its error, if any.
+        """
         timeout_s = TIMEOUTS.stop_s if self._address is None else TIMEOUTS.disconnect_s
         faults: list[BaseException] = []
         thread = threading.Thread(
@@ -192,7 +198,11 @@ def _shut_down(faults: list[BaseException]) -> None:
 
 
 def _check_cluster(address: str) -> dict[str, Any]:
-    """Raise if the cluster at ``address`` cannot be used; return no additional settings."""
+    """Raise if the cluster at ``address`` cannot be used; return no arguments of ``ray.init``.
+
+    ``OSError``: it does not answer. ``ClusterRefused``: its token is wrong or missing, or none of
+    its nodes is on this machine.
+    """
     reach(address)
     reread_environment()
     check_token(_has_token, lambda with_token: head_accepts(address, with_token))
@@ -202,9 +212,10 @@ def _check_cluster(address: str) -> dict[str, Any]:
 
 
 def check_program_connection(trusted: bool) -> None:
-    """Check the authentication of a connection that the program opened itself.
+    """Raise ``JobError`` if the connection that the program opened itself has no authentication.
 
-    ``trusted``: another process has checked that the cluster requires a token.
+    If the environment disables authentication, log a warning instead. ``trusted``: another process
+    has checked that the cluster requires a token.
     """
     shows_token = raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
     if not shows_token or not (trusted or asks_for_token(head_now())):
@@ -300,7 +311,7 @@ def head_now() -> str:
 
 
 def ping_head() -> None:
-    """Query the head of the connected cluster; raise if it does not answer."""
+    """Query the head of the connected cluster; raise unless it answers in ``Timeouts.ping_s``."""
     client = ray_worker.global_worker.gcs_client
     host, _, port = client.address.rpartition(":")
     # A closed port is detected at once.
@@ -325,9 +336,10 @@ def _is_connected_to(address: str) -> bool:
 
 
 def refuse_another(address: str | None, now: str, why: str) -> None:
-    """Raise if another cluster than the connected one is requested.
+    """Raise ``JobError`` if another cluster than the connected one, at ``now``, is requested.
 
-    A process is connected to one cluster at a time. ``why`` says who opened the connection.
+    A process is connected to one cluster at a time. ``address``: the requested one; None: any.
+    ``why``: the opener of the connection, as text.
     """
     if address is not None and not same_head(address, now) and not _is_connected_to(address):
         problem = (

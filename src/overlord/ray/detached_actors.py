@@ -12,7 +12,10 @@ NAMESPACE = "overlord-jobs"
 
 
 def create_detached(factory: type, name: str) -> Any:
-    """Create a detached actor, whose calls run concurrently."""
+    """Return a new detached actor, of which up to four calls run concurrently.
+
+    Raise ``JobError`` if a detached actor has this name.
+    """
     options: dict[str, Any] = {
         "name": name,
         "namespace": NAMESPACE,
@@ -34,7 +37,7 @@ def create_detached(factory: type, name: str) -> Any:
 
 
 def detached_names() -> list[str]:
-    """Return the names of all detached actors."""
+    """Return the names of all detached actors of Overlord in the cluster, sorted."""
     return sorted(
         found["name"]
         for found in ray.util.list_named_actors(all_namespaces=True)
@@ -43,7 +46,7 @@ def detached_names() -> list[str]:
 
 
 def find_detached(name: str) -> Any:
-    """Return the detached actor of this name; None if it has just been stopped."""
+    """Return the detached actor of this name; None if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -53,7 +56,8 @@ def find_detached(name: str) -> Any:
 def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any:
     """Call a method through Ray and return its result; raise the exception of the method.
 
-    ``what`` is the subject of the ``DataStall`` at the deadline.
+    An exception that is not of Overlord becomes an ``OverlordError``. Raise ``ActorLost`` if the
+    actor is lost. ``what`` is the subject of the ``DataStall`` after ``timeout_s``.
     """
     try:
         return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)

@@ -38,11 +38,10 @@ MAKING_S = 3600.0  # age after which the creator of an unfinished folder counts 
 
 
 class SigtermHandler:
-    """Preserves the SIGTERM handler of the program.
+    """The SIGTERM handler of the program, to be restored after ``ray.init``.
 
-    Ray replaces it by a handler that exits. A trainer that saves its state on SIGTERM would lose
-    it. If the program has no handler, Ray's stays while it is connected: it ends the processes of
-    Ray.
+    Ray replaces it by a handler that exits, so a trainer could not save its state on SIGTERM. If
+    the program has no handler, Ray's stays while it is connected: it ends the processes of Ray.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class SigtermHandler:
         self._ray_handler: Any = None
 
     def keep(self) -> None:
-        """Restore the program's handler after ``ray.init``."""
+        """Restore the program's handler after ``ray.init``, if the program has one."""
         now = signal.getsignal(signal.SIGTERM)
         if now is not self._before:
             self._ray_handler = now
@@ -69,7 +68,7 @@ class SigtermHandler:
 
 
 class Folder:
-    """A folder of mode 0700 for one cluster.
+    """A folder of mode 0700 for the files of one Ray cluster.
 
     Ray opens its files to all accounts, but no other account can enter this folder. Its owner holds
     a lock in it. The kernel releases the lock when the process exits, for any reason. A pid would
@@ -104,7 +103,7 @@ class Folder:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove folders of programs that were killed."""
+    """Remove the folders below ``root`` that killed programs of this account have left."""
     for old in root.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):
             if _is_own_folder(old):
@@ -139,14 +138,16 @@ def _is_own_folder(old: Path) -> bool:
 def _root() -> Path:
     """Return the folder of temporary files, in which folders for Ray are created.
 
-    Return /tmp if the path of that folder is too long, or if other accounts can change it.
+    Return /tmp if its path is longer than ``MAX_ROOT``, or if other accounts can change it. Raise
+    ``NotPrivate`` if they can change /tmp too.
     """
     root, standard = Path(tempfile.gettempdir()), Path("/tmp")
     why = exposure_of(root) if len(str(root)) <= MAX_ROOT else "too long"
     if why and root != standard:
         if why != "too long":
             log.warning(
-                "put files of Ray into /tmp instead of %s, which other accounts can change: %s",
+                "files of Ray put into /tmp instead of %s, which other accounts can change (%s); "
+                "set TMPDIR to a folder of this account to choose another",
                 root,
                 why,
             )

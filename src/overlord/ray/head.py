@@ -1,6 +1,6 @@
-"""Detect whether the head of a cluster answers.
+"""Detection of a lost head of a Ray cluster.
 
-Ray's own calls wait for a lost head, some of them for an hour. So we ping the head before each
+Ray's own calls wait for a lost head, some of them for an hour. So the head is pinged before each
 call. A lost head may return: Ray allows it if its state is in an external store. Running actors
 continue without it. Starts wait for it, with a deadline. This module does not import Ray.
 """
@@ -15,9 +15,11 @@ from overlord.ray.timeouts import TIMEOUTS
 
 
 class Head:
-    """The head of a cluster, whose state is known from pings.
+    """The head of a cluster, whose state is determined by pings.
 
-    ``ping`` returns once the head has answered, and raises if it does not within a second or two.
+    ``ping`` returns once the head has answered, and raises if it does not answer within a few
+    seconds. ``lost_after_s``: seconds without an answer after which ``wait`` raises; None:
+    ``Timeouts.head_s``.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Head:
     def wait(self, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Wait until the head answers; return False if ``wanted`` returns False first.
 
-        Raise if the head has been lost for too long.
+        Raise ``OverlordError`` if the head has not answered for ``lost_after_s``.
         """
         while not self.answers():
             if not wanted():

@@ -97,7 +97,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             raise
         self.address = self._listener.address
         self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
-        # Events of Ray are handled in a thread of ours: no request to Ray is allowed in its own.
+        # Ray's callbacks must not send requests to Ray, so this thread handles their events.
         self._events = ThreadQueue(1, "ray")
         # The caller of spawn must not wait for Ray, whose head may be lost.
         self._starts = ThreadQueue(1, "ray-starts")
@@ -112,7 +112,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         return CLUSTER.nodes() if CLUSTER.multi_machine else []
 
     def pid_here(self, handle: ActorHandle) -> int:
-        """Return the pid of an actor, once it is known and if it runs on this machine; else 0."""
+        """Return the pid of an actor that has connected from this machine; 0 for another one."""
         return handle.record.pid if isinstance(handle.record, RayRecord) else 0
 
     def asked(self) -> dict[str, dict[str, float]]:
@@ -144,7 +144,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         return handle
 
     def _begin(self, record: RayRecord, spec: LaunchSpec, code: bytes) -> None:
-        """Start the actor; an error of Ray becomes its reason of death."""
+        """Start the actor through Ray; record an error of Ray as its reason of death.
+
+        Runs on: the thread for starts.
+        """
         try:
             started = CLUSTER.start(self._job, spec, record.place, code, lambda: not record.killed)
         except Exception as fault:
@@ -189,10 +192,11 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _start_without_resources(
         self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
     ) -> None:
-        """Restart an actor without its resources if Ray has not started a process for it.
+        """Start an actor again without its resources if Ray has not started a process for it.
 
         Another job took the idle resources of its node, and Ray would wait until that job ends. So
-        the actor runs without a reservation, as on a node without room.
+        the actor runs without a reservation, as on a node without room. While the head is lost,
+        check again later.
         """
         if not self._is_awaited(record) or (started := CLUSTER.has_process(actor)):
             return
@@ -247,10 +251,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
                 )
 
     def _kill(self, record: RayRecord, why: str = KILLED) -> None:
-        """Kill an actor.
+        """Kill an actor, for the reason ``why``; return before it has exited.
 
-        It also exits by itself once its connection is closed, even if Ray can do nothing. If Ray
-        reports nothing, it counts as dead.
+        Its connection is closed too, so that it exits even if Ray cannot kill it. If Ray reports no
+        end within ``Timeouts.killed_silent_s``, it counts as dead.
         """
         with record.inbound.lock:
             record.killed, actor = record.killed or why, record.actor
@@ -302,10 +306,11 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         self._listener.died(record.inbound.lease_id, reason, record.fault)
 
     def _last_output(self, record: RayRecord) -> str:
-        """Log the last output of an actor that died by itself, and return where it is.
+        """Log the last output of a lost actor on this machine; return the location of its files.
 
-        Ray deletes its log files with a cluster of this machine, so they are logged here. Files of
-        another cluster remain, and are named unless they are known to be empty.
+        The location is text for the end of the reason, or empty. Ray deletes the files of a cluster
+        that it started on this machine. Files of another cluster remain, and are named unless they
+        are known to be empty.
         """
         if lines := record.output.last_lines() if record.local else []:
             log.warning("last output of %s:\n  %s", record.name, "\n  ".join(lines))
@@ -344,7 +349,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             record.fault = fault
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls and exit; kill the others at the deadline."""
+        """Let every actor finish its calls and exit; kill the others after ``timeout_s``."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if self._in_callback():
@@ -394,7 +399,10 @@ def _place(name: str, resources: Mapping[str, float], node: Somewhere) -> RayPla
         actor_of(place)
     except (TypeError, ValueError) as fault:
         raise JobError(
-            [f"resources: expected resources that Ray can give, got {dict(resources)!r}: {fault}"],
+            [
+                f"resources: expected resources that Ray accepts, got {dict(resources)!r}: "
+                f"{fault}; correct that one"
+            ],
             f"actor {name!r}",
         ) from fault
     return place

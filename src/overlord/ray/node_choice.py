@@ -22,9 +22,9 @@ _ONE_OF = re.compile(r"in\((.*)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the cluster: its names, and cores and bytes that no actor has requested.
+    """A node of the cluster: its names, its idle cores and bytes, its labels and resources.
 
-    The operators of the cluster define labels and resources.
+    What no actor has requested is idle. The operators of the cluster define labels and resources.
     """
 
     id: str
@@ -181,7 +181,10 @@ def choose(
 
 
 def _near_ranks(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node with most of the ranks of a constructor worker; None for other workers."""
+    """Return the node with most of the ranks of a constructor worker, among ``trainers``.
+
+    Return None for another worker, and if the nodes of its ranks are not given.
+    """
     kind, _, number = name.partition("/")
     if kind != CONSTRUCTOR or int(number) >= len(layout.ranks_of):
         return None
@@ -331,14 +334,17 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], workers: int) -> lis
 
 
 def unique_names(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
-    """Return one name for each called node, so that two names of one node do not count as two."""
+    """Return one name for the node of each name in ``called``: always the same for one node.
+
+    It is the node's name if no other node has it, else its id. Every name must be of a node.
+    """
     names = Counter(n.name for n in nodes)
     found = [next(n for n in nodes if n.has_name(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
 
 
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
-    """Return the problems of a layout, one sentence each.
+    """Return the problems of a layout for a job with this number of ranks, one sentence each.
 
     Without this check a missing node would be skipped, and its ranks served from other nodes.
     """
@@ -381,7 +387,7 @@ def _pairs_text(wanted: Mapping[str, object]) -> str:
 
 
 def _nodes_text(nodes: Sequence[Node]) -> str:
-    """Describe nodes with their given labels and resources, without Ray's own labels."""
+    """Return the first 8 nodes as text, with their labels and resources except for Ray's own."""
     given = [
         (
             n,
@@ -398,7 +404,10 @@ def _nodes_text(nodes: Sequence[Node]) -> str:
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
-    """Return the number of CPU cores that loader and constructor workers may use in total."""
+    """Return the number of CPU cores that loader and constructor workers may use in total.
+
+    Only nodes with the requested labels and resources count; the result is at least 1.
+    """
     trainers = {
         n.id for n in nodes if any(n.has_name(rank_node) for rank_node in layout.rank_nodes)
     }

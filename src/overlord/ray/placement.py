@@ -62,7 +62,7 @@ class RayPlace:
 
 
 def room_text(place: RayPlace, nodes: Sequence[Node]) -> str:
-    """Describe the node that a start waits for, and the idle resources of the present nodes."""
+    """Return the node that a start waits for, and the idle resources of the nodes, as text."""
     kinds = [key for key, _ in place.resources]  # a named resource may be the missing one
     more = [
         " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes

@@ -16,14 +16,14 @@ REMEDY = "set TMPDIR to a short path on a local disk that only this account and 
 
 
 class NotPrivate(OverlordError):
-    """A folder is open to other accounts.
-
-    The message names the folder, the reason and the remedy.
-    """
+    """A folder that is open to other accounts; the message has folder, reason and remedy."""
 
 
 def make_private(root: Path, prefix: str) -> Path:
-    """Create a folder of a new name with mode 0700 under ``root``; verify owner and mode."""
+    """Create a folder of a new name with mode 0700 under ``root``, and return its path.
+
+    Raise ``NotPrivate`` if it has another owner or mode afterwards.
+    """
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
         check_private(made)
@@ -34,7 +34,10 @@ def make_private(root: Path, prefix: str) -> Path:
 
 
 def rename_private(made: Path, path: Path) -> None:
-    """Rename a private folder, and verify that ``path`` is the same folder afterwards."""
+    """Rename a private folder to ``path``.
+
+    Raise ``NotPrivate`` if that fails, or if ``path`` is another or an open folder afterwards.
+    """
     before = os.lstat(made)
     try:
         os.rename(made, path)
@@ -79,7 +82,10 @@ def exposure_of(path: Path, *, owners: bool = True) -> str:
 
 
 def _first_exposed(path: Path, trusted: set[int] | None) -> str:
-    """Return why another account can replace ``path`` or a folder above it; empty if none can."""
+    """Return why another account can replace ``path`` or a folder above it; empty if none can.
+
+    Symlinks are not followed. ``trusted``: accounts that may own them; None: any account may.
+    """
     for one in (*reversed(path.parents), path):
         try:
             found = os.lstat(one)
@@ -101,9 +107,10 @@ def _first_exposed(path: Path, trusted: set[int] | None) -> str:
 
 
 def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
-    """Return the ids of this account and root.
+    """Return the user ids of this account and root.
 
-    In a user namespace the machine's root appears as the account for unmapped ids.
+    In a user namespace also return the id for unmapped accounts, as which the machine's root
+    appears.
     """
     found = {0, os.geteuid()}
     try:

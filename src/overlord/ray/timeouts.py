@@ -17,15 +17,15 @@ class Timeouts:
     release_s: float = 15.0  # for requests in progress, when the last user releases the cluster
     disconnect_s: float = 8.0  # for the raylet of this node to acknowledge a disconnect
     stop_s: float = 120.0  # for the processes of a cluster that was started here to exit
-    killed_s: float = 8.0  # for Ray to report that a killed actor is gone
-    # the same, after which it counts as gone: without a head Ray may report nothing
+    killed_s: float = 8.0  # for Ray to report that a killed actor has exited
+    # the same, after which it counts as exited: without a head Ray may report nothing
     killed_silent_s: float = 6.0
-    room_s: float = 10.0  # for a node with room; then the log names what is missing
+    room_s: float = 10.0  # for a node with room; then a warning names the missing resources
     # for a process on a node that had room: far above the start from a slow disk, far below the
     # deadline of a launch
     process_s: float = 40.0
     connect_s: float = 30.0  # for the launching process to accept the connection of its actor
-    reply_s: float = 60.0  # for it to accept a reply: far above its need while it lives
+    reply_s: float = 60.0  # for it to accept a reply: far above its need while it runs
     idle_s: float = 60.0  # between checks of a silent connection
 
 

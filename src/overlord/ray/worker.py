@@ -32,7 +32,7 @@ from overlord.transport.server import open_connection
 class LaunchSpec:
     """The data with which an actor connects to its launching process.
 
-    ``environ``, ``directory`` and ``path`` are those of a child process of that program.
+    ``environ``, ``directory`` and ``path`` are those of the launching program.
     """
 
     name: str
@@ -54,10 +54,10 @@ class ActorBody:
     def serve(
         self, spec: LaunchSpec, interface: str, code: Callable[[], Code], output: Mapping[str, Any]
     ) -> int | None:
-        """Serve calls until the actor is asked to exit (None) or exits by itself (its exit code).
+        """Serve calls until the exit is requested (return None) or the actor exits (its exit code).
 
-        ``code`` returns factory and arguments. ``output`` names the log files of the process, for
-        the report of its end.
+        Return 1 if the actor failed to start or to close. ``code`` returns factory and arguments.
+        ``output`` names the log files of the process, for the report of its end.
         """
         adopt_environment(spec, interface)
         hello = {
@@ -94,7 +94,7 @@ def _build(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class CallConnection:
-    """The actor's end of the connection.
+    """The actor's end of the connection to its launching process.
 
     The thread that executes the calls also reads them. Another thread watches for the end of the
     connection. Then the process exits, even in the middle of a method.
@@ -106,7 +106,7 @@ class CallConnection:
         threading.Thread(target=self._watch, name="overlord-watch", daemon=True).start()
 
     def serve(self, server: ActorServer) -> None:
-        """Run calls until the actor is asked to exit."""
+        """Run calls until the launching process requests the exit of the actor."""
         while (call := self._next_call())[0] != CONTROL:
             server.perform(*call)
 
@@ -120,7 +120,7 @@ class CallConnection:
         return call
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Send a reply; exit if the launching process has exited."""
+        """Send a reply; end this process if the launching one has exited or disconnected."""
         self.faulty = self.faulty or number == CONTROL
         try:
             self._connection.send((number, header, columns), timeout_s=TIMEOUTS.reply_s)
@@ -160,9 +160,10 @@ def this_machine() -> str:
 
 
 def adopt_environment(spec: LaunchSpec, interface: str) -> None:
-    """Replace the environment by the current one of the launching program.
+    """Replace environment, directory and module path by those of the launching program.
 
-    The environment of a worker is from the start of the cluster.
+    The environment of a Ray worker is from the start of the cluster. On another machine it stays,
+    and only the module path is extended.
     """
     if spec.environ is not None:
         for key in [

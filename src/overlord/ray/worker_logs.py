@@ -21,7 +21,7 @@ MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ra
 class WorkerOutput:
     """Log files of an actor: the address of its node, and each file with its length at the start.
 
-    The process may have run other actors before.
+    The length excludes output of other actors that the process ran before.
     """
 
     node: str = ""
@@ -50,7 +50,10 @@ class WorkerOutput:
                 return WorkerOutput()
 
     def last_lines(self) -> list[str]:
-        """Return the last lines of all files. Call it on the machine of the actor."""
+        """Return the last lines of all files, at most ``LINES`` and ``BYTES`` of each.
+
+        Call it on the machine of the actor. A file that cannot be read gives none.
+        """
         return [
             line for path, begun in self.files.items() for line in _last_lines(Path(path), begun)
         ]
@@ -59,7 +62,8 @@ class WorkerOutput:
     def where(self) -> str:
         """The location of the files, as text for users; empty if unknown.
 
-        It becomes part of the reason of a death, where ``restart_limit_error`` searches for it.
+        It becomes part of the reason of a death. ``cluster.supervisor`` searches there for
+        ``LAST_OUTPUT``.
         """
         return (
             f"{LAST_OUTPUT} is in {' and '.join(self.files)} on node {self.node}"

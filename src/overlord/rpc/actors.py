@@ -35,7 +35,7 @@ Reply = Callable[[int, bytes, list[np.ndarray]], None]
 
 
 class ActorServer:
-    """Executes encoded calls (method, arguments) on an actor.
+    """The executor of encoded calls (method, arguments) of one actor.
 
     Replies are encoded too: (success, value or error).
     """
@@ -53,9 +53,10 @@ class ActorServer:
         return True
 
     def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
-        """Execute one call.
+        """Execute one call, and reply with the result or the exception of the method.
 
-        If the method returns a future, the reply is sent later from another thread.
+        If the method returns a future, the reply is sent later from another thread. A
+        ``SystemExit`` of the method is raised here instead.
         """
         method = "a call"
         try:
@@ -72,7 +73,7 @@ class ActorServer:
             self._respond(number, method, True, value)
 
     def close(self) -> None:
-        """Call ``close()`` of the actor if it has one; reply with its exception."""
+        """Call ``close()`` of the actor if it has one; reply with its exception, if any."""
         close = getattr(self._actor, "close", None)
         if callable(close):
             try:
@@ -90,7 +91,8 @@ class ActorServer:
             if not n.startswith("_") and callable(getattr(type(self._actor), n, None))
         ]
         raise AttributeError(
-            f"actor {self.name!r} has no method {method!r}; it has: {', '.join(known) or 'none'}"
+            f"actor {self.name!r}: expected one of its public methods "
+            f"({', '.join(known) or 'none'}), got {method!r}"
         )
 
     def _reply_later(self, number: int, method: str, future: Future[Any]) -> None:
@@ -121,7 +123,10 @@ class ActorServer:
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
 
     def _add_location(self, method: str, error: BaseException) -> None:
-        """Add actor and method to an error as a note; for other exceptions also the stack."""
+        """Add actor and method to an error as a note, with the stack unless it is an OverlordError.
+
+        The stack does not reach the caller otherwise.
+        """
         where = f"in actor {self.name!r}, {method}"
         if not isinstance(error, OverlordError):
             where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
@@ -129,9 +134,10 @@ class ActorServer:
 
 
 def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool, Any]:
-    """Decode a reply at the caller.
+    """Return (success, value or error) of an encoded reply.
 
-    If it cannot be decoded (a record that only the actor has registered), only its call fails.
+    A reply that cannot be decoded (a record that only the actor has registered) counts as a
+    ``FrameError`` of its call.
     """
     try:
         ok, value = decode(header, columns)
@@ -141,7 +147,7 @@ def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool,
 
 
 def factory_failed(error: BaseException) -> str:
-    """Return the text that gives an exception of the factory as the reason of an actor's end."""
+    """Return the reason of an actor's end for an exception of its factory, as text."""
     return f"its factory failed: {type(error).__name__}: {error}"
 
 
@@ -228,10 +234,10 @@ class ActorRecord:
     def __init__(self, name: str):
         self.name = name
         self.handle: ActorHandle | None = None  # None while it is being started
-        self.reason: str | None = None  # why it ended; None while it lives
+        self.reason: str | None = None  # why it ended; None while it runs
         self.fault: BaseException | None = None  # the exception of its factory
         self.place: Any = None  # where it should run, in the form of the backend
-        self.exiting = False  # it was asked to exit
+        self.exiting = False  # its exit was requested
         self.exited = Event()  # set by backends with processes once the process has exited
         self._lock = Lock()
         self._pending: dict[int, PendingCall] = {}
@@ -253,7 +259,7 @@ class ActorRecord:
         return number, answer
 
     def complete_call(self, number: int, ok: bool, value: Any) -> None:
-        """Complete a pending call."""
+        """Set the value or error of a pending call; ignore a call that is no longer pending."""
         with self._lock:
             answer = self._pending.pop(number, None)
         if answer is None:  # the actor was given up
@@ -266,9 +272,10 @@ class ActorRecord:
     def mark_ended(
         self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """Mark the actor as ended, once; fail its pending calls and run its callbacks.
+        """Mark the actor as ended, fail its pending calls, and run its death callbacks.
 
-        ``quiet``: it exited on request, which does not count as a death.
+        Return False without effect if it was marked before. ``quiet``: it exited on request, which
+        does not count as a death, so no callback runs.
         """
         with self._lock:
             if self.reason is not None:
@@ -283,7 +290,10 @@ class ActorRecord:
         return True
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call back when the actor dies, or at once if it is dead."""
+        """Call ``callback`` when the actor dies, or at once if it is dead.
+
+        An exit on request is not a death.
+        """
         with self._lock:
             if self.reason is None:
                 self._callbacks.append(callback)
@@ -304,7 +314,7 @@ PlaceActor = Callable[[str, Mapping[str, float], Somewhere], Any]
 
 
 def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere) -> None:
-    """Place an actor on a backend with one machine; refuse a requested node."""
+    """Return None as the place of an actor; raise ``JobError`` if a node is requested."""
     if node is not None:
         raise JobError(
             [
@@ -346,7 +356,8 @@ class BaseActorSystem(Generic[R]):
     ) -> ActorHandle:
         """Start an actor and return its handle before its factory has run.
 
-        So many actors start concurrently. ``resources`` is a hint for backends that place actors.
+        Actors therefore start concurrently. ``resources`` is for backends that place actors; others
+        ignore it. Raise ``JobError`` if a living actor has this name.
         """
         place = self._place(name, resources or {}, node)
         record = self._kind(name)
@@ -372,7 +383,9 @@ class BaseActorSystem(Generic[R]):
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
         """Call a method of an actor and return its future; never wait.
 
-        Calls of one thread arrive in order. The arguments must not be changed afterwards.
+        Calls of one thread arrive in order. The arguments must not be changed afterwards. Raise
+        ``FrameError`` for arguments that cannot be encoded. If the actor is dead, the future has
+        the error.
         """
         record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
@@ -398,7 +411,7 @@ class BaseActorSystem(Generic[R]):
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         """Return the result of a call or raise its exception; ``DataStall`` at the deadline.
 
-        The call continues, and ``get`` may be called again.
+        After a ``DataStall`` the call continues, and ``get`` may be called again.
         """
         try:
             return future.result(timeout_s)
@@ -408,7 +421,7 @@ class BaseActorSystem(Generic[R]):
             raise DataStall(self._waiting_for(future), timeout_s) from None
 
     def _waiting_for(self, future: Future[Any]) -> str:
-        """Describe a pending call, for timeout errors."""
+        """Return the event that completes a call, as text for ``DataStall``."""
         return (
             f"actor {future.actor!r} to answer {future.method!r}"
             if isinstance(future, PendingCall)
@@ -440,9 +453,10 @@ class BaseActorSystem(Generic[R]):
         return handle
 
     def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
-        """Call back once when the actor dies, or at once if it is dead.
+        """Call ``callback(handle, reason)`` once when the actor dies, or at once if it is dead.
 
-        Callbacks must be short: replies of other actors wait for them.
+        An exit on request is not a death. Callbacks must be short: replies of other actors wait for
+        them.
         """
 
         def notify(reason: str) -> None:
@@ -473,7 +487,7 @@ class BaseActorSystem(Generic[R]):
             )
 
     def _own(self, handle: ActorHandle) -> R:
-        """Return the record of a handle; refuse a handle of another actor system."""
+        """Return the record of a handle; raise ``OverlordError`` if it is of another system."""
         if not isinstance(handle.record, self._kind):
             raise OverlordError(
                 f"{handle}: expected an actor of this actor system, got one of another; call it "
@@ -484,7 +498,7 @@ class BaseActorSystem(Generic[R]):
     def _mark_ended(
         self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """Mark an actor as ended.
+        """Mark an actor as ended; return False if it was marked before.
 
         Its name is free before any callback runs, so that a callback can start a successor.
         """
@@ -500,9 +514,9 @@ class BaseActorSystem(Generic[R]):
     def _request_exit(
         self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
     ) -> list[R]:
-        """Ask actors to finish their calls and exit; kill the others at the deadline.
+        """Request that actors finish their calls and exit; kill the others after ``timeout_s``.
 
-        Return the killed actors.
+        Return the killed actors. After an interrupt (Ctrl-C), kill all that have not exited.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -514,7 +528,7 @@ class BaseActorSystem(Generic[R]):
                 for record in records
                 if not record.exited.wait(max(0.0, deadline - time.monotonic()))
             ]
-        except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor behind
+        except BaseException:  # Ctrl-C: do not wait any longer, and leave no actor running
             for record in records:
                 if not record.exited.is_set():
                     kill(record)

@@ -39,7 +39,7 @@ log = logging.getLogger("overlord")
 #
 # An actor presents a token and its lease id. From then on it receives calls by that connection.
 
-# Bytes that may be queued for an actor: no limit. An event loop must not wait for a stuck actor;
+# Bytes that may be queued for an actor: no limit. An event loop must not wait for a blocked actor;
 # heartbeats detect it.
 UNBOUNDED = 2**62
 
@@ -62,7 +62,7 @@ class InboundConnection:
         self._queued: list[Call] = []
 
     def attach(self, connection: ServerConnection) -> None:
-        """Use a connection and send the queued calls. Call with the lock held."""
+        """Use ``connection`` for all calls, and send the queued ones. Call with the lock held."""
         # Messages of an actor are kept for long, so they are copied out of its segments.
         connection.max_held, connection.waits_for_segments = 0, False
         connection.max_queued_bytes = UNBOUNDED
@@ -99,7 +99,7 @@ OnReply = Callable[[A, int, bytes, list[np.ndarray]], None]
 def complete_call(
     record: InboundActor, number: int, header: bytes, columns: list[np.ndarray]
 ) -> None:
-    """Complete the pending call that a reply belongs to."""
+    """Complete the pending call ``number`` of an actor with its encoded reply."""
     record.complete_call(number, *open_reply(record.name, header, columns))
 
 
@@ -156,7 +156,8 @@ class ActorListener(Generic[A]):
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
         """Record that the process of an actor exited, as its launcher reports.
 
-        ``fault`` is the exception of its factory. Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count, so
+        ``on_end`` is called after them. An unknown lease id is ignored.
         """
         if (record := self._expected.pop(lease_id, None)) is not None:
             with record.inbound.lock:
@@ -246,7 +247,7 @@ class RpcRecord(ActorRecord):
 
 
 def _cannot_end(name: str, lease_id: int, reason: str) -> None:
-    """Do nothing: this process does not know the launcher of the actor."""
+    """Do nothing: this process has no connection to the launcher of the actor."""
 
 
 class RpcServer(BaseActorSystem[RpcRecord]):
@@ -274,15 +275,16 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def expect(self, name: str) -> tuple[ActorHandle, int]:
         """Expect an actor to connect, for the first time or again; return its handle and lease id.
 
-        The handle can be used at once.
+        Calls through the handle are queued until it connects. Raise ``OverlordError`` if an actor
+        of this name is expected or alive.
         """
         record = RpcRecord(name)
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
                 raise OverlordError(
-                    f"actor {name!r}: expected a new name, got one that is expected already; "
-                    "wait for it, or kill it"
+                    f"actor {name!r}: expected a free name, got that of an actor that is expected "
+                    "or alive; use another name, or kill that actor"
                 )
             record.handle = ActorHandle(name, None, record)
             self._names[name] = record
@@ -291,7 +293,8 @@ class RpcServer(BaseActorSystem[RpcRecord]):
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
         """Record that an actor exited, as its launcher reports.
 
-        ``fault`` is the exception of its factory. Messages that it sent before still count.
+        ``fault`` is the exception of its factory. Messages that it sent before still count. An
+        unknown lease id is ignored.
         """
         self._listener.died(lease_id, reason, fault)
 
@@ -299,7 +302,10 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         self.kill_all([handle])
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
-        """Kill actors concurrently, because a single one may take seconds to exit."""
+        """Kill actors concurrently, because a single one may take seconds to exit.
+
+        Raise ``DataStall`` if one has not exited after ``Timeouts.killed_elsewhere_s``.
+        """
         timeout_s = TIMEOUTS.killed_elsewhere_s
         records, deadline = [self._own(handle) for handle in handles], time.monotonic() + timeout_s
         for record in records:
@@ -366,7 +372,7 @@ class OpenConnection(Protocol):
 
 
 class RpcEndpoint:
-    """The actor's side: it executes calls of the server to which it was redirected last.
+    """The actor's end, which executes calls of the server to which it was redirected last.
 
     The actor also executes calls of its launcher, by another connection.
     """
@@ -390,9 +396,9 @@ class RpcEndpoint:
         self._connection: Connection | None = None
 
     def redirect(self, address: str, token: str, lease_id: int) -> None:
-        """Connect to this server, and disconnect from the former one.
+        """Disconnect from the former server, and connect to this one in a thread.
 
-        It returns at once, because the server may hang and be replaced by another.
+        Return at once, because the server may hang and be replaced by another.
         """
         with self._lock:
             self._redirects += 1
@@ -431,7 +437,7 @@ class RpcEndpoint:
     def _serve(self, connection: Connection) -> None:
         server = ActorServer(self._name, lambda *reply: self._reply(connection, *reply))
         server.build(lambda: self._actor)
-        # The caller is gone: a new redirect will follow.
+        # The caller is lost, so a new redirect will follow.
         with contextlib.suppress(ActorLost, FrameError):
             while self._connection is connection:
                 if (call := connection.recv(TIMEOUTS.idle_s)) is TIMEOUT:

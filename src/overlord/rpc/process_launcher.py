@@ -81,7 +81,7 @@ class CallSocket:
             try:
                 while not message.sent:
                     message.write(self._sock)
-            except OSError:  # the parent is gone
+            except OSError:  # the parent has exited
                 exit_now(1)
 
 
@@ -91,15 +91,18 @@ def encode_message(number: int, header: bytes, columns: list[np.ndarray]) -> Out
 
 
 def decode_message(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.ndarray]]:
-    """Return number, header and columns of a call or a reply."""
+    """Return number, header and columns of a call or a reply; raise ``FrameError`` if invalid."""
     header, columns = unpack(body)
     if len(header) < _NUMBER.size:
-        raise FrameError(f"expected a call number of {_NUMBER.size} bytes, got {len(header)} bytes")
+        raise FrameError(
+            f"expected a call number of {_NUMBER.size} bytes, got {len(header)} bytes",
+            remedy="run the same version of Overlord on both sides",
+        )
     return _NUMBER.unpack_from(header)[0], header[_NUMBER.size :], columns
 
 
 def allocate(nbytes: int) -> np.ndarray:
-    """Return new memory for one large message."""
+    """Return ``nbytes`` of new memory for one large message."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -110,7 +113,7 @@ def serve(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run the process of an actor.
+    """Run the process of an actor, until the parent exits or requests its exit.
 
     Factory and arguments are sent when the process starts. Later messages contain no code.
     """
@@ -143,7 +146,7 @@ def serve(
 def _adopt_environment(environ: Mapping[str, str]) -> None:
     """Replace the environment by the current one of the parent.
 
-    The environment of the fork server is older.
+    The environment that was inherited is that of the fork server, which is older.
     """
     for key in os.environ.keys() - environ.keys():
         del os.environ[key]
@@ -151,7 +154,7 @@ def _adopt_environment(environ: Mapping[str, str]) -> None:
 
 
 def _exit_with_parent(sock: socket.socket) -> None:
-    """Exit when the parent exits, whatever the main thread is doing."""
+    """Wait until the parent exits; then exit at once, whatever the main thread is doing."""
     poller, parent = select.poll(), multiprocessing.parent_process()
     poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
@@ -167,7 +170,7 @@ def _exit_with_parent(sock: socket.socket) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Flush the output and exit without waiting for threads of the actor."""
+    """Flush stdout and stderr, and exit without waiting for threads of the actor."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(code)
@@ -201,7 +204,10 @@ class ProcessRecord(ActorRecord):
         self.broken = ""  # why its replies cannot be read
 
     def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> bool:
-        """Send a call or queue it; return whether the I/O thread has to send the rest."""
+        """Send a call or queue it; return whether the I/O thread has to send the rest.
+
+        Raise ``DataStall`` if more than ``MAX_WAITING_BYTES`` would be queued.
+        """
         message = encode_message(number, header, columns)
         with self.send_lock:
             if self.closed:
@@ -223,7 +229,7 @@ class ProcessRecord(ActorRecord):
         before = self.send_buffer.taken
         try:
             return self.send_buffer.write(self.sock)
-        except OSError:  # it is gone; its sentinel reports the end of the process
+        except OSError:  # the process has exited; its sentinel reports that
             self.send_buffer.clear()
             return True
         finally:
@@ -281,7 +287,10 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         super().tell(handle, method, *args)
 
     def kill(self, handle: ActorHandle) -> None:
-        """Send SIGKILL; return when the process has exited and all its callbacks have run."""
+        """Send SIGKILL, and wait until the process has exited and all its callbacks have run.
+
+        Raise ``DataStall`` after ``Timeouts.killed_s``. In the I/O thread, return at once.
+        """
         self._check_process()
         record = self._own(handle)
         record.kill()
@@ -294,7 +303,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls and exit; kill the others at the deadline."""
+        """Let every actor finish its calls and exit; kill the others after ``timeout_s``."""
         if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
             return
         if threading.current_thread() is self._thread:
@@ -441,10 +450,7 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
             record.fault = value
 
     def _ended(self, record: ProcessRecord) -> None:
-        """Record that a process has exited.
-
-        Replies that it sent before still count.
-        """
+        """Record that a process has exited, after reading the replies that it sent before."""
         self._selector.unregister(record.process.sentinel)
         with self._start_lock:
             code = record.process.exitcode
@@ -501,16 +507,16 @@ def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
     ):
         try:
             ForkingPickler.dumps(value)
-        # PicklingError, AttributeError, TypeError, or an error of a user's class.
+        # PicklingError, AttributeError, TypeError, or any error of a user's class.
         except Exception:
             return f"{what} {value!r:.80}"
     return ""
 
 
 def _pidfd(pid: int | None) -> int:
-    """Return a pidfd of a process, or -1 if the system has none.
+    """Return a pidfd of a process, or -1 if the system has no pidfds.
 
-    A pid may be reused by another process.
+    A pid may be reused by another process; a pidfd never is.
     """
     try:
         return os.pidfd_open(pid or 0)

@@ -13,7 +13,7 @@ class Timeouts:
     killed_s: float = 5.0  # for a killed child process to exit; one that waits for a disk is slow
     killed_elsewhere_s: float = 8.0  # the same, if another process kills it
     connect_s: float = 5.0  # for the caller of an endpoint to accept the connection
-    reply_s: float = 30.0  # for the caller to accept a reply: far above its need while it lives
+    reply_s: float = 30.0  # for the caller to accept a reply: far above its need while it runs
     idle_s: float = 60.0  # between checks whether a silent connection is still wanted
     # between the end of a connection and the notice that the process died, in either order
     death_notice_s: float = 1.0

@@ -1,7 +1,8 @@
-"""CPU cores that sources need, and cores that their loader workers (``hosts``) have for them. Pure.
+"""CPU cores that sources need, and cores that their loader workers (``hosts``) have for them.
 
-A worker has two resources: its threads and one interpreter lock. A source uses both; it uses the
-lock only for its locked part (``loader_placement.py``).
+This module is pure. A worker has two resources: its threads and one interpreter lock. A source uses
+both; it uses the lock only for its locked part (``loader_placement.py``). The *room* of a worker
+for a source is the number of cores that the source can use there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 
 from overlord.scaling.loader_placement import usable_cores
 
-# least room for a source on a worker that reads it, however many other sources it reads: share of
-# the room that the source would have alone
+# least room of a worker for a source that it reads, as a share of its room without other sources
 LEAST_ROOM = 0.1
-# the same for a worker that does not read the source yet: with less, a move does not pay off
+# least such share at which a worker that does not read the source is considered: with less room, a
+# move does not pay off
 WORTH = 0.3
 CLOSE = 1e-9  # cores that count as zero
 
@@ -24,8 +25,9 @@ CLOSE = 1e-9  # cores that count as zero
 class Demand:
     """The CPU cores that one source needs, and the workers that read it or could read it.
 
-    ``now`` and ``later``: cores needed now and soon. ``locked``: its locked part. ``hosts``: the
-    workers that read it, in ``processes`` processes. ``able``: other workers that could read it.
+    ``now`` and ``later``: cores needed now and soon. ``locked``: the locked part of the source.
+    ``hosts``: the workers that read it; its code runs in ``processes`` processes. ``able``: other
+    workers that could read it.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Demand:
 
     @property
     def each(self) -> float:
-        """The cores that the source needs on each of its workers."""
+        """The cores that the source needs now on each of its workers; 0 if it has none."""
         return self.now / len(self.hosts) if self.hosts else 0.0
 
 
@@ -48,9 +50,9 @@ class Need:
 
     now: float
     later: float
-    rooms: tuple[float, ...]  # cores of each of its workers for this source, the least first
-    per_host: float  # cores of a worker that reads only this source
-    # (cores, number) of other workers that could read it, the most cores first
+    rooms: tuple[float, ...]  # room of each of its workers, in cores, the least first
+    per_host: float  # room of a worker that reads only this source
+    # (room, number) of other workers that could read it, the most room first
     beside: tuple[tuple[float, int], ...] = ()
 
     @property
@@ -60,13 +62,13 @@ class Need:
 
     @property
     def room(self) -> float:
-        """The cores that all workers of the source have for it."""
+        """The room of all workers of the source, in cores."""
         return math.fsum(self.rooms)
 
     def fewest(self, busy: float) -> int:
-        """Return the least number of workers whose utilization stays at most ``busy``.
+        """Return the least number n such that any n workers keep utilization at most ``busy``.
 
-        It suffices whichever of the other workers are removed.
+        If no number suffices, return the current number of workers.
         """
         return next(
             (n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])),
@@ -74,9 +76,9 @@ class Need:
         )
 
     def grant(self, target: float, free: int, most: int) -> Grant:
-        """Return the workers that lower the utilization of the source's workers to ``target``.
+        """Return the additional workers that lower utilization to ``target``, at most ``most``.
 
-        Up to ``free`` new workers come first, then existing ones with room, ``most`` in total.
+        New workers come first, up to ``free``, then existing workers with room.
         """
         missing = self.most / target - self.room
         new = min(free, most, max(1, math.ceil(missing / self.per_host - CLOSE)))
@@ -94,13 +96,13 @@ class Grant:
 
     new: int  # workers to start
     on: tuple[int, ...]  # existing workers to use
-    short: int  # workers that are still missing
+    short: int  # new workers that would be needed in addition, and are not available
 
 
 def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
     """Return the cores that every source needs and has, by name.
 
-    Every worker can use ``lanes`` cores, and may read several sources.
+    ``lanes``: cores that one worker can use for all its sources together.
     """
     threads, lock = dict[int, float](), dict[int, float]()
     for d in demands:
@@ -119,7 +121,7 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
         ),
         reverse=True,
     )
-    # fewer processes than workers: several workers share a lock
+    # with fewer processes than workers, several workers share a lock
     apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
 
     def room(h: int) -> float:
@@ -135,7 +137,8 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
 def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:
     """Return the CPU cores that ``hosts`` loader workers keep busy.
 
-    Each worker keeps 1 to ``lanes`` cores busy; its sources hold the lock on at most one of them.
+    Each worker counts as 1 to ``lanes`` cores, even without sources. Its sources hold the lock on
+    at most one of them.
     """
     free, held = dict[int, float](), dict[int, float]()
     for d in demands:

@@ -1,10 +1,10 @@
-"""Placement of loaders on loader workers (``hosts``). Pure, and without effect on the stream.
+"""Placement of loaders on loader workers (``hosts``), without effect on the stream.
 
-The number of workers follows the CPU cores, not the sources. A worker is a process, which costs
-memory and start-up time. A loader costs almost nothing, and reading and tokenizing release the
-interpreter lock. So light sources share workers, and the loaders of a heavy source are on different
-workers. User code is assumed to hold the lock: its sources share a worker only while one core
-suffices for them.
+This module is pure. The number of workers follows the CPU cores, not the sources. A worker is a
+process, which costs memory and start-up time. A loader costs almost nothing, and reading and
+tokenizing release the interpreter lock. So light sources share workers, and the loaders of a heavy
+source are on different workers. User code is assumed to hold the lock: sources with user code share
+a worker only while one core suffices for them.
 
 ``scaling.partition`` decides how many loaders each source has.
 """
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 # can use in one process. Before a source runs, the part is an assumption; afterwards it is
 # measured. Decision record 0022 has the reasons.
 
-# threads of a process that can be busy concurrently; more only wait for the lock
+# threads of a process that can be busy concurrently; more threads only wait for the lock
 THREADS = 8
-SECOND = 0.9  # share of a core that the second thread of a process adds, and each after it
+SECOND = 0.9  # part of a core that the second thread of a process, and each further one, adds
 # least work items in progress per process: with fewer, threads do not compete for the lock
 LEAST_IN_PROGRESS = 1.5
 # least busy cores per process: with fewer, threads wait for storage or other programs
@@ -41,9 +41,10 @@ def cores_of_threads(threads: float) -> float:
 
 
 def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed locked part of a source, from the CPU seconds of a sample.
+    """Return the assumed share of a source's CPU time that runs under the interpreter lock.
 
-    ``cost_s``: all CPU seconds. ``free_s``: those in code that is known to release the lock.
+    ``cost_s``: all CPU seconds of a sample. ``free_s``: those in code that is known to release the
+    lock.
     """
     return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
 
@@ -67,10 +68,10 @@ def usable_cores(lanes: float, locked: float) -> float:
     return lanes / (1 + locked * (lanes - 1))
 
 
-# Measured: 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each; 12 processes
-# started 25 times faster.
+# Measured: a source took 6 MB where 12 processes had 25 sources each, and 71 MB where each of 100
+# sources had its own process. The 12 processes started 25 times faster.
 SOURCES_PER_HOST = 25
-NAMED = 4  # sources that the text of a worker names
+NAMED = 4  # most sources that the text of a worker names
 CLOSE = 1e-9  # smaller differences, in cores, are rounding errors
 
 
@@ -79,12 +80,13 @@ class SourceLoad:
     """The expected work and memory of one source, before the job starts."""
 
     name: str
-    share: float  # of the mixture
-    # seconds of reading and transforming per step, in any unit that is the same for all sources
+    share: float  # share of the mixture
+    # work of reading and transforming, in any unit that is the same for all sources
     cost: float
     memory: int  # bytes of file state and buffers
     max_loaders: int = 1  # more loaders would have no work
-    state: int = 0  # file state in ``memory``; every worker with a loader of the source holds it
+    # bytes of file state, part of ``memory``; every worker with a loader of the source holds them
+    state: int = 0
     # number of shards if the source may be scaled later
     shares: int = 1
     # CPU seconds per sample in code that is known to release the interpreter lock; the rest is
@@ -108,7 +110,10 @@ class SourceLoad:
 
     @property
     def locked(self) -> float:
-        """The locked part: the share of its cost that is assumed to hold the interpreter lock."""
+        """The locked part: the share of the cost that is assumed to hold the interpreter lock.
+
+        The cost must be in CPU seconds per sample that the mixture draws.
+        """
         return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
@@ -122,7 +127,7 @@ class LoaderPlacement:
     loaders: tuple[int, ...]  # number of loaders, by source
     host_of: tuple[int, ...]  # number of the worker, by loader
     n_hosts: int  # number of workers
-    costs: tuple[float, ...]  # predicted, per worker, as shares of all work
+    costs: tuple[float, ...]  # predicted share of each worker in all work
     memory: tuple[int, ...]  # bytes per worker
     reasons: tuple[str, ...]  # one line per worker
     threads: int = 0  # threads of every worker; 0: an equal share of the CPU cores
@@ -135,7 +140,7 @@ class LoaderPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _LoaderGroup:
-    """Loaders that are placed together: one, or all of a source."""
+    """Loaders of a source that are placed on one worker: one loader, or all of the source."""
 
     source: int
     loaders: tuple[int, ...]
@@ -155,9 +160,10 @@ def place_loaders(
 ) -> LoaderPlacement:
     """Return the placement of ``counts[i]`` loaders of each source i, on ``cores`` CPU cores.
 
-    Light sources share workers, 25 per worker. If their code holds the interpreter lock, they get a
-    worker for every core of their locked work. Every group of a split source, or of a source with
-    more than a core's fair share of the work, adds a worker. There are at most ``cores`` workers.
+    Light sources share workers, about 25 per worker. If their code holds the interpreter lock, they
+    get a worker for every core of their locked work. Every loader of a split source, and every
+    source with more than a core's fair share of the work, adds a worker. There are at most
+    ``cores`` workers.
 
     ``sources_per_host`` bounds the sources of a worker, even if that takes more workers than cores.
     ``named``: sources whose number of loaders the user gave, for the reasons. ``together`` keeps
@@ -180,9 +186,9 @@ def place_loaders(
 def _groups(
     loads: Sequence[SourceLoad], counts: Sequence[int], together: bool
 ) -> list[_LoaderGroup]:
-    """Return the loader groups in the order of placement.
+    """Return the loader groups in the order of placement: split sources first, then by cost.
 
-    Groups of split sources come first, while every worker has room; then the heaviest come first.
+    The groups of split sources are placed first, while every worker has room for them.
     """
     made, first = list[_LoaderGroup](), 0
     for i, (load, n) in enumerate(zip(loads, counts, strict=True)):
@@ -221,9 +227,9 @@ def _worker_count(
 
 
 def _place_groups(groups: Sequence[_LoaderGroup], n_hosts: int, limit: int) -> list[int]:
-    """Return the worker of every group: the one with the least work when the group is placed.
+    """Return the worker of every group: that with the least work when the group is placed.
 
-    ``limit``: the greatest number of sources per worker.
+    Workers that have the source already, or ``limit`` sources, are used only if no other is left.
     """
     heap = [(0.0, 0, h) for h in range(n_hosts)]
     sources: list[set[int]] = [set() for _ in range(n_hosts)]
@@ -262,7 +268,7 @@ def _with_reasons(
         for loader in group.loaders:
             host_of[loader] = h
     why = [
-        "as asked" if load.name in named else f"{load.cost / total:.0%} of the work"
+        "as loaders= sets" if load.name in named else f"{load.cost / total:.0%} of the work"
         for load in loads
     ]
     costs = [math.fsum(g.cost for g in mine) / total for mine in on]
@@ -315,8 +321,8 @@ def assign_shards(
     """Return the worker of every shard, among ``hosts``, such that few shards move.
 
     ``where``: the current worker of each shard. Every worker gets at least one shard if there are
-    enough. ``crowded`` workers, which also read other sources, get half as many as the others.
-    Counts of equally crowded workers differ by one at most.
+    enough shards. ``crowded`` workers, which also read other sources, get half as many as the
+    others. Counts of equally crowded workers differ by one at most.
     """
     if not hosts:
         raise ValueError("assign_shards: expected at least one worker for the shards, got none")
@@ -336,10 +342,10 @@ def assign_shards(
 def _shards_by_worker(
     held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
 ) -> dict[int, int]:
-    """Return the number of shards of each worker.
+    """Return the number of shards, ``n`` in all, that each worker gets.
 
-    ``held``: current numbers. Of equal workers, those that hold the most get one more, so that
-    fewer shards move.
+    ``held``: current numbers. Of equally crowded workers, those that hold the most shards get the
+    larger number, so that fewer shards move.
     """
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
@@ -355,8 +361,9 @@ def workers_to_keep(
 ) -> list[int]:
     """Return the n workers of a source that continue to read it when it needs fewer.
 
-    Workers that read other sources come first, since they run anyway; ``others`` has their loaders
-    of other sources. Workers of the launched job (``first``) come next. The rest can be stopped.
+    Workers that read other sources are kept first, since they run anyway; ``others`` is the number
+    of their loaders of other sources. Workers for which ``first`` is true, those of the launch, are
+    kept next. The rest can be stopped.
     """
     return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
 

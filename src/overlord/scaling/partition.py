@@ -4,15 +4,15 @@ The inputs are the costs of sources and the available resources. The algorithm i
 Overlord paper (arXiv 2504.09844), section 5.1. Sources are sorted by cost and clustered. The level
 of a cluster is the ratio of its mean cost to that of the cheapest cluster. The cores that
 constructors and planner do not need are divided into equal blocks, and a source gets as many blocks
-as its level. Limits per source, per actor and of memory hold.
+as its level. The result respects limits per source, per actor and of memory.
 
 Terms: a *worker* of the paper is a loader here, which does one thing at a time on one core. An
 *actor* of a source is a loader worker (host) that has loaders of it. Several loaders on one worker
 are the paper's worker parallelism, several workers its data parallelism. Sources on different
 workers are its source parallelism. Decision record 0019 lists the differences from the paper.
 
-Configurations for fewer cores are tried, too, and the one with the best predicted rate is returned.
-So more resources never give a lower rate.
+Configurations for fewer cores are tried, too, and the one with the highest predicted rate is
+returned. So more resources never give a lower rate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def clusters_of(
 ) -> tuple[SourceCluster, ...]:
     """Return clusters of sources, from the most expensive to the cheapest (ties: by name).
 
-    A cluster has at most ``size`` sources, and its costs differ by a factor of at most two.
+    A cluster has at most ``size`` sources, whose costs differ by a factor of at most two.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], names[i]))
     groups: list[list[int]] = []
@@ -72,7 +72,7 @@ def clusters_of(
 def _unit(means: Sequence[float], mean: float) -> float:
     """Return the mean cost of the cheapest cluster, the unit of levels.
 
-    Clusters of almost no cost are ignored: they would make all other levels huge.
+    Clusters of almost no cost are ignored, since they would make all other levels huge.
     """
     return min((m for m in means if m > SMALLEST * mean), default=0.0)
 
@@ -85,8 +85,8 @@ def total_blocks(clusters: Sequence[SourceCluster]) -> float:
 HOST_BYTES = 28 * 2**20  # memory of a loader worker without open files
 # numbers of cores that are tried: all up to EVERY, multiples of 8 up to BY_EIGHT, then of 64
 EVERY, BY_EIGHT = 64, 512
-NAMED = 3  # sources that one text names
-CLOSE = 1e-9  # rates that differ by less are equal
+NAMED = 3  # most sources that one text names
+CLOSE = 1e-9  # rates with a smaller relative difference count as equal
 LOCK_BOUND = "a worker whose code holds the interpreter lock, so that one thread runs at a time"
 
 
@@ -96,21 +96,21 @@ LOCK_BOUND = "a worker whose code holds the interpreter lock, so that one thread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionLimits:
-    """Limits of a partition.
+    """Limits of a partition; None is no limit.
 
     ``batch`` and ``per_source`` bound the loaders of a source (the paper's w_src). ``per_actor``
     bounds the loaders of one source on one worker (w_actor). Sources in ``loaders`` get exactly the
     number that the user gave.
     """
 
-    batch: int | None = None  # samples of a step: more loaders would have none to read
+    batch: int | None = None  # samples of a step: more loaders of a source would have no work
     per_source: int | None = None
     per_actor: int | None = None
     loaders: Mapping[str, int] = field(default_factory=dict)
     sources_per_host: int | None = None
     together: bool = False  # all loaders of a source are on one worker
     cluster: int = CLUSTER  # greatest number of sources in a cluster
-    worth_s: float = 0.0  # seconds per step below which a source gets one loader
+    worth_s: float = 0.0  # CPU seconds per step below which a source gets one loader
 
     def __post_init__(self) -> None:
         numbers = {
@@ -173,8 +173,8 @@ class SourceAllocation:
     level: float
     cores: float  # cores of its blocks
     loaders: int
-    actors: int  # workers that have loaders of it
-    work: float  # share of all work
+    actors: int  # number of workers that have loaders of the source
+    work: float  # share of the source in all work
     reason: str
     cost: float  # CPU seconds for every sample that the mixture draws
     most: int  # greatest number of loaders, on any number of cores
@@ -190,7 +190,7 @@ class Partition:
     clusters: tuple[SourceCluster, ...]
     resources: Resources
     loading_cores: int
-    block: float  # cores of a loader of level 1
+    block: float  # cores of one block, which a source of level 1 gets
     rate: float  # drawn samples per second; 0 if the configuration does not fit into memory
     # CPU seconds for every drawn sample: loading, constructors, planner and transfer
     sample_s: float
@@ -203,7 +203,7 @@ class Partition:
         return self.resources.memory_bytes is None or self.memory <= self.resources.memory_bytes
 
     def tokens_per_s(self, tokens: float) -> float:
-        """Return the rate in tokens if a drawn sample has ``tokens`` tokens."""
+        """Return the rate in tokens per second if a drawn sample has ``tokens`` tokens."""
         return self.rate * tokens
 
     def shortfall(self, demand: float) -> str:
@@ -227,7 +227,7 @@ class Partition:
             else "more cores would not help"
         )
         missing = (
-            f"{1 - self.rate / demand:.1%} of the demand are not met; {more}; the bottleneck is "
+            f"{1 - self.rate / demand:.1%} of the demand is not met; {more}; the bottleneck is "
             f"{self.bound}"
         )
         return "; ".join([missing, *self._short_of_loaders(demand)])
@@ -257,8 +257,8 @@ def partition(
 ) -> Partition:
     """Return the best partition of these sources for the given resources.
 
-    ``cost`` of a load is in CPU seconds for every sample that the mixture draws. The order of the
-    sources does not matter: they are placed in the order of their names.
+    The ``cost`` of a load must be in CPU seconds per sample that the mixture draws from any source.
+    The order of the sources has no effect: they are placed in the order of their names.
     """
     if not loads:
         raise ValueError("partition: expected at least 1 source, got none")
@@ -294,9 +294,9 @@ class _Candidate:
 
 
 class _Search:
-    """A search over configurations for up to the available cores.
+    """Search for the best configuration, with up to the available cores.
 
-    The largest configurations come first; the search stops when no other can be better.
+    The largest configurations are tried first; the search stops when no other can be better.
     """
 
     def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: PartitionLimits):
@@ -327,8 +327,8 @@ class _Search:
     def _sizes(self) -> Iterator[tuple[int, int, float]]:
         """Yield (cores, workers, lower bound of the seconds per sample) to try.
 
-        There is a worker for each core. If memory is limited, half as many are tried, too, and so
-        on: loaders of a source that share a worker hold its files once.
+        There is a worker for each core. If memory is limited, half as many workers are tried, too,
+        and so on: loaders of a source that share a worker hold the state of its files once.
         """
         for cores in _tried_cores(self.cores):
             least, room = self._least(cores), cores
@@ -366,9 +366,10 @@ class _Search:
         return new if as_good and self._allowed(hosting) else best
 
     def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
-        """Yield numbers of loaders by source: by the level of its cluster, then by its own cost.
+        """Yield the number of loaders of every source in two ways.
 
-        The mean cost of a cluster may hide one source that limits the rate.
+        The first number follows from the level of the source's cluster, the second from its own
+        cost. The mean cost of a cluster may hide one source that limits the rate.
         """
         for wanted in (self._by_level, self._by_share):
             yield tuple(
@@ -424,7 +425,8 @@ class _Search:
     def _bottlenecks(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
         """Return the seconds per drawn sample of every possible bottleneck, by its description.
 
-        They are all cores together, the slowest source, the busiest worker, and a worker's lock.
+        The bottlenecks are all cores together, the slowest source, the busiest worker, and the
+        interpreter lock of a worker.
         """
         slowest = max(
             range(len(self.loads)),
@@ -445,7 +447,7 @@ class _Search:
         }
 
     def _locked(self, hosting: LoaderPlacement) -> float:
-        """Return the seconds per drawn sample for which the busiest worker's lock is held."""
+        """Return the most seconds per drawn sample for which the lock of a worker is held."""
         held: dict[int, float] = {}
         for load, n, on in zip(
             self.loads, hosting.loaders, _loaders_by_worker(hosting), strict=True
@@ -477,8 +479,8 @@ class _Search:
     def _better(self, best: _Candidate | None, new: _Candidate) -> _Candidate:
         """Return the better of two configurations.
 
-        One that fits into memory is better than one that does not. Of two that fit, the faster is
-        better; of two that do not, the one with less memory.
+        A configuration that fits into memory is better than one that does not. Of two that fit, the
+        faster is better; of two that do not, the one with less memory.
         """
         if best is None or self._fits(new) > self._fits(best):
             return new
@@ -567,7 +569,7 @@ def _loaders_by_worker(hosting: LoaderPlacement) -> list[dict[int, int]]:
 
 
 def _in_job_order(made: Partition, order: Sequence[int]) -> Partition:
-    """Return a partition of sources in name order as one in the order of the job.
+    """Return a partition whose sources are in the order of names, in the order of the job.
 
     ``order[k]`` is the number in the job of the k-th source by name.
     """

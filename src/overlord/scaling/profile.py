@@ -1,4 +1,7 @@
-"""Profiles of sources, with the measured cost of a sample, and the memory budget of a job. Pure."""
+"""Profiles of sources, with the measured cost of a sample, and the memory budget of a job.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from overlord.hashing import digest
 # measures the values; this module stores, checks and averages them.
 
 VERSION = 2
-# weight of the last measurement: an outlier fades after ten measurements, and a real change is half
-# visible after two
+# weight of the last measurement in the moving average: an outlier fades after ten measurements, and
+# a real change is half visible after two
 NEW = 0.3
 MOST = 2**62  # samples and bytes must fit 64-bit integers
 
 
 class BadProfile(ValueError):
-    """A stored value is not a valid profile; the text names the field and the value."""
+    """Raised for a stored value that is not a valid profile; the text names the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,13 @@ class SourceProfile:
     """
 
     name: str
-    fingerprint: str  # of its files and transforms: others have another cost
+    fingerprint: str  # of the files and transforms: a source with others has another cost
     samples: int  # number of measured samples
     read_s: float
     transform_s: float
     tokens: float  # mean tokens of a sample
     transfer_s: float = 0.0  # T: time to send a sample
-    buffer_bytes: int = 0  # M_b: an open window, and the samples made of it
+    buffer_bytes: int = 0  # M_b: an open window, and the samples that are made of it
     # CPU time of read_s + transform_s; the rest is waiting for storage, a core or the interpreter
     # lock; 0: not measured separately
     core_s: float = 0.0
@@ -60,16 +63,16 @@ class SourceProfile:
         ]
         for n in ("samples", "buffer_bytes", "file_bytes"):
             if not _is_int(v := getattr(self, n)) or not 0 <= v <= MOST:
-                found.append(f"{n}: expected a whole number of at least 0, got {v!r:.40}")
+                found.append(f"{n}: expected a whole number from 0 to 2**62, got {v!r:.40}")
         for n in ("read_s", "transform_s", "tokens", "transfer_s", "core_s"):
             if not _is_number(v := getattr(self, n)) or not 0 <= v < math.inf:
-                found.append(f"{n}: expected a number of at least 0, got {v!r:.40}")
+                found.append(f"{n}: expected a finite number of at least 0, got {v!r:.40}")
         if found:
             raise BadProfile(f"profile of source {self.name!r:.80}: {'; '.join(found)}")
 
     @property
     def sample_s(self) -> float:
-        """P: seconds to read and transform a sample."""
+        """P: wall-clock seconds to read and transform a sample."""
         return self.read_s + self.transform_s
 
     @property
@@ -128,9 +131,9 @@ class JobProfile:
         return JobProfile(machine=machine, sources={p.name: p for p in profiles})
 
     def merge(self, new: JobProfile, weight: float = NEW) -> JobProfile:
-        """Return this profile updated by a newer one.
+        """Return this profile updated by a newer one, whose sources are averaged in.
 
-        Measurements of another machine are replaced, not averaged.
+        If ``new`` is from another machine, its sources replace those of the same names.
         """
         if new.machine != self.machine:
             return replace(new, sources={**self.sources, **new.sources})
@@ -141,7 +144,10 @@ class JobProfile:
         return replace(self, sources={**self.sources, **both})
 
     def known(self, fingerprints: Mapping[str, str]) -> JobProfile:
-        """Return the profiles whose fingerprint is current; ``fingerprints`` is by source."""
+        """Return the profiles with measurements whose fingerprint is current.
+
+        ``fingerprints``: the current fingerprint by source.
+        """
         fits = {
             n: p
             for n, p in self.sources.items()
@@ -171,7 +177,7 @@ class JobProfile:
 
     @staticmethod
     def from_plain(value: Any) -> JobProfile:
-        """Return the profile of plain JSON. Raise ``BadProfile`` for every invalid value."""
+        """Return the profile in a value of plain JSON. Raises BadProfile if it is invalid."""
         if not isinstance(value, Mapping):
             raise BadProfile(f"profile: expected a JSON object, got {type(value).__name__}")
         if value.get("version") != VERSION:
@@ -185,7 +191,8 @@ class JobProfile:
             )
         if value.get("sum") != _sum(body):
             raise BadProfile(
-                "profile: the checksum does not match: the file was truncated or edited"
+                "profile: expected the checksum of its values, got another one: the file was "
+                "truncated or edited"
             )
         return JobProfile.of((_source_from_plain(v) for v in body["sources"]), body["machine"])
 
@@ -216,7 +223,7 @@ def _sum(body: Mapping[str, Any]) -> str:
     try:
         return digest(json.dumps(body, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise BadProfile(f"profile: a value is not JSON: {error}") from None
+        raise BadProfile(f"profile: expected values of plain JSON, got: {error}") from None
 
 
 def _between(a: float, b: float, weight: float) -> float:
@@ -238,7 +245,7 @@ PROFILE = "profile.json"  # name of the profile's file in a journal
 # The memory budget of a machine, divided among the buffers of loading.
 #
 # Processes and the open window of every loader need memory whatever the budget is. An estimate of
-# it is subtracted first. The rest bounds samples, files and steps that are held ahead of the draw.
+# this memory is subtracted first. The rest bounds samples, files and steps held ahead of the draw.
 # The budget never limits the draw itself: a small budget makes a job slower and changes no step.
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -248,9 +255,9 @@ WORKER_BYTES = 110 * 2**20
 BUILDER_BYTES = 60 * 2**20  # a constructor worker
 # open files and the open window of a loader: 3 to 5 MB for text, more for images
 WINDOW_BYTES = 8 * 2**20
-# shares of the rest: samples held ready, files being read, payload and built steps
+# shares of the rest after that: samples held ready, files being read, payload and built steps
 READY, OPEN, BUILT = (0.4, 0.2, 0.4)
-LEAST = 16 * 2**20  # smallest rest: with less, every step would wait for loaders
+LEAST = 16 * 2**20  # least bytes of that rest: with less, every step would wait for loaders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +274,7 @@ class Budget:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory of one worker."""
+        """Bytes of shared memory of one worker."""
         return self.shared_bytes // max(1, self.hosts)
 
     def __str__(self) -> str:
@@ -286,7 +293,7 @@ class Budget:
 def parse_bytes(value: int | str) -> int:
     """Return the number of bytes of a size such as ``"64GB"``, ``"512 MiB"`` or ``2**30``.
 
-    Units are powers of 1024, with or without an i.
+    Units are powers of 1024, with or without an i. Raises ValueError.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         found = value
@@ -322,7 +329,7 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
         )
         raise ValueError(
             f"expected at least {format_bytes(processes + windows + LEAST)}, got "
-            f"{format_bytes(total)}: {hosts}{loaders} loaders with a window each "
+            f"{format_bytes(total)}: {hosts}the windows of {loaders} loaders take "
             f"{format_bytes(windows)}, and reading ahead takes at least {format_bytes(LEAST)}"
         )
     return Budget(
@@ -337,7 +344,7 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return human-readable bytes, rounded up so that the named amount is enough."""
+    """Return human-readable bytes; MB and GB are rounded up so that the amount is enough."""
     for unit, size in (("GB", 2**30), ("MB", 2**20)):
         if nbytes >= size:
             return f"{math.ceil(10 * nbytes / size) / 10:g} {unit}"

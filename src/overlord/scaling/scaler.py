@@ -1,10 +1,10 @@
-"""Autoscaling: decide how many loader workers (hosts) read each source. Pure.
+"""Autoscaling: the number of loader workers (hosts) that read each source.
 
-The method is that of the Overlord paper (arXiv 2504.09844), section 5.2. Trainers would take some
-number of steps per second if they never waited. The need of a source is that number, times its
-samples in a step, times the measured cost of a sample. The result is CPU seconds per second, which
-is cores. It is compared with the cores that its workers can use (``scaling/core_demand.py``).
-Scaling changes neither the draw nor the stream.
+The module is pure. The method is that of the Overlord paper (arXiv 2504.09844), section 5.2.
+Trainers would take some number of steps per second if they never waited. The need of a source is
+that number, times its samples in a step, times the measured cost of a sample. The result is CPU
+seconds per second, which is cores. It is compared with the cores that its workers can use
+(``scaling/core_demand.py``). Scaling changes neither the draw nor the stream.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from dataclasses import dataclass
 from overlord.scaling.core_demand import Demand, Need, cores_used, needs_of
 from overlord.scaling.loader_placement import locked_part, measured_part
 
-# slow reads are a long tail if they take this many times the usual time
+# slow reads are a long tail if they take more than this many times the usual time
 LEAST_TAIL = 4.0
-# with ``fixed``: share of time that trainers wait before a source is reported
+# with ``fixed``: share of time that trainers wait above which a source is reported
 WAITED = 0.02
-# greatest number of steps that one source is read ahead; the buffer budget bounds bytes
+# greatest number of steps that one source is read ahead, unless the job reads further ahead; the
+# buffer budget bounds bytes
 MOST_AHEAD = 32
-LOCKED = 0.5  # locked part of a source above which threads do not help
-# share of a core that may be missing when one more worker is started
+LOCKED = 0.5  # locked part of a source above which more threads do not help
+# part of a core that may be missing when one more worker is started
 SPARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLimits:
-    """Resources, thresholds and delays of scaling."""
+    """Resources, thresholds and delays of scaling; all times are in seconds."""
 
     cores: int  # CPU cores of all loader workers; also the greatest number of workers
     # cores that the threads of one worker can use if their code releases the interpreter lock
     lanes: float = 1.0
-    # memory of all loader workers; a new worker is assumed to hold as much as one does now
+    # memory of all loader workers; a new worker is assumed to hold as much as one does now; None:
+    # no bound
     memory_bytes: int | None = None
     interval_s: float = 1.0  # between two observations
     window: int = 4  # observations that are averaged
     # consecutive observations that must agree before a source gets more workers
     patience: int = 2
-    # the same before it gets fewer: a missing worker costs more than an idle one
+    # consecutive observations that must agree before a source gets fewer workers; more, since a
+    # missing worker costs more than an idle one
     idle_patience: int = 6
-    # seconds after a change before the same source is changed again: its averages are outdated
+    # time after a change before the same source is changed again, since its averages are outdated
     cool_down_s: float = 5.0
-    # seconds to look ahead in the schedule: about the time until a new worker has taken over
+    # time to look ahead in the schedule: about the time until a new worker has taken over
     foresight_s: float = 10.0
     target: float = 0.7  # target utilization of the workers of a source
     high: float = 0.85  # utilization above which a source gets more workers
@@ -61,7 +64,7 @@ class ScalingLimits:
             "idle_patience": self.idle_patience,
         }
         wrong = [
-            f"{name}: expected at least 1, got {value!r}"
+            f"{name}: expected a whole number of at least 1, got {value!r}"
             for name, value in whole.items()
             if not isinstance(value, int) or value < 1
         ]
@@ -72,7 +75,7 @@ class ScalingLimits:
             "lanes": self.lanes,
         }
         wrong += [
-            f"{name}: expected a number above 0, got {value!r}"
+            f"{name}: expected a finite number above 0, got {value!r}"
             for name, value in times.items()
             if not 0 < value < math.inf
         ]
@@ -91,12 +94,12 @@ class SourceSample:
 
     name: str
     share: float  # current share of the mixture
-    # the largest known share within ``foresight_s``; the current one if nothing is known
+    # the largest scheduled share within ``foresight_s``; the current one if none is known
     ahead: float
     drawn: float  # samples in planned steps
     read: float  # samples that its loaders read
     busy_s: float  # CPU seconds of its loaders, over all cores
-    took_s: float = 0.0  # wall-clock seconds of its loaders, with waiting for storage and threads
+    took_s: float = 0.0  # wall-clock seconds of its loaders, waiting for storage included
     waited_for: bool = False  # the next step waits for its samples
     hosts: tuple[int, ...]  # workers that read it
     most: int = 1  # greatest number of workers that can read it
@@ -125,7 +128,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Read a source in another number of loader workers."""
+    """Decision to read a source in another number of loader workers."""
 
     source: str
     hosts: int  # new number of workers
@@ -143,8 +146,8 @@ class CannotKeepUp:
     """Report that trainers wait, or will wait, for a source that cannot get more workers."""
 
     source: str
-    hosts: int  # number of workers or loaders that it has
-    wanted: int  # number that it would need
+    hosts: int  # number of workers or loaders that the source has
+    wanted: int  # number of workers or loaders that it would need
     reason: str
     what: str = "loader workers"  # unit of both numbers
 
@@ -157,7 +160,7 @@ class CannotKeepUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAhead:
-    """Read a source ``steps`` steps ahead of the draw."""
+    """Decision to read a source ``steps`` steps ahead of the draw."""
 
     source: str
     steps: int
@@ -174,7 +177,7 @@ Decision = Scale | CannotKeepUp | ReadAhead
 class _SourceEstimate:
     """Estimates of a source from its last samples, and counts for decisions on it."""
 
-    samples: deque[tuple[SourceSample, Observation]]  # as many as the pace is computed from
+    samples: deque[tuple[SourceSample, Observation]]  # those from which the pace is computed
     share: float = 0.0  # moving average of its share of the mixture
     cost_s: float = 0.0  # CPU seconds of a sample; 0: none was read yet
     took_s: float = 0.0  # wall-clock seconds of a sample, with waiting
@@ -189,10 +192,10 @@ class _SourceEstimate:
 
 
 class Scaler:
-    """Decide on the workers and the read-ahead of sources, from one observation after another.
+    """State machine that decides on the workers and the read-ahead of sources.
 
-    ``fixed``: loaders cannot be moved, and each has a core of its own. Then the scaler only sets
-    read-ahead, and reports sources that cannot keep up.
+    Its events are observations. ``fixed``: loaders cannot be moved, and each has a core of its own.
+    Then the scaler only sets read-ahead, and reports sources that cannot keep up.
     """
 
     def __init__(self, limits: ScalingLimits, read_ahead: int = 2, *, fixed: bool = False):
@@ -208,7 +211,10 @@ class Scaler:
         self.rate = 0.0  # steps per second that trainers take
 
     def handle(self, observed: Observation, now: float) -> list[Decision]:
-        """Return decisions after one observation: at most one ``Scale``, the most urgent."""
+        """Return the decisions after one observation at ``now`` (seconds of a monotonic clock).
+
+        There is at most one ``Scale``, the most urgent.
+        """
         self._paces.append(observed)
         for seen in observed.sources:
             self._learn(seen, observed)
@@ -247,7 +253,7 @@ class Scaler:
     # estimates
 
     def _learn(self, seen: SourceSample, observed: Observation) -> None:
-        """Update the estimates of one source."""
+        """Update the estimates of one source by its sample of an observation."""
         known = self._known.get(seen.name)
         if known is None:
             known = self._known[seen.name] = _SourceEstimate(
@@ -292,13 +298,13 @@ class Scaler:
     # needs
 
     def _demands(self, observed: Observation) -> list[Demand]:
-        """Return the cores that every source needs."""
+        """Return the cores that every source needs now and soon; sum up those needed now."""
         planned = math.fsum(o.planned for o in self._paces)
         drawn = math.fsum(s.drawn for o in self._paces for s in o.sources)
         per_step, found = drawn / planned if planned else 0.0, []
         for s in observed.sources:
             known = self._known[s.name]
-            # The average counts, too: the weights of mixtures that learn go up and down.
+            # The average share counts, too, since the weights of an adaptive mixture fluctuate.
             shares = max(s.share, known.share), s.ahead
             now, later = (
                 self.pace * self._samples_per_step(s, share, per_step) * known.cost_s
@@ -321,8 +327,9 @@ class Scaler:
     def _samples_per_step(self, seen: SourceSample, share: float, per_step: float) -> float:
         """Return the samples of a source in a step, at a share of the mixture.
 
-        The recently drawn samples determine it, since shares of batches in tokens count tokens.
-        ``per_step``: samples of all sources in a step, used if none of this source were drawn.
+        The estimate uses recently drawn samples, since with batches in tokens a share counts
+        tokens. ``per_step``: samples of all sources in a step, used if none of this source were
+        drawn.
         """
         samples = self._known[seen.name].samples
         drawn, meant = (
@@ -348,7 +355,7 @@ class Scaler:
         return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, need, observed)
 
     def _is_busy(self, seen: SourceSample, need: Need, observed: Observation) -> bool:
-        """Return whether the workers of a source are at least half busy.
+        """Return whether the workers of a source are more than half busy.
 
         Measurement overrides prediction: a source with idle workers needs no more of them.
         """
@@ -359,15 +366,15 @@ class Scaler:
     def _ups(
         self, observed: Observation, needs: dict[str, Need], now: float
     ) -> tuple[list[Scale], list[CannotKeepUp]]:
-        """Return a decision to use more workers, if any, and the sources that cannot keep up."""
+        """Return at most one decision to use more workers, and the sources that cannot keep up."""
         ups, short, crowded = list[Scale](), list[CannotKeepUp](), set[int]()
         ready = [
             s
             for s in observed.sources
             if self._known[s.name].above >= self.limits.patience and self._has_cooled_down(s, now)
         ]
-        # The heaviest source comes first. Of sources that share a worker only it moves; the others
-        # then have room.
+        # The heaviest source comes first. Of sources that share a worker only the heaviest gets
+        # other workers; the others then have room.
         for s in sorted(ready, key=lambda s: (-needs[s.name].most, s.name)):
             if crowded & set(s.hosts):
                 continue
@@ -425,9 +432,9 @@ class Scaler:
         )
 
     def _is_new_shortage(self, source: str, wanted: int) -> bool:
-        """Record a shortage, and return whether it is to be reported.
+        """Return whether to report that a source needs ``wanted`` workers, and record the report.
 
-        A shortage is reported once, and again when it changes by a factor of two.
+        A shortage is reported once, and again when it changes by a factor of two or more.
         """
         known = self._known[source]
         if known.short and known.short / 2 < wanted < known.short * 2:
@@ -438,7 +445,7 @@ class Scaler:
     def _waits_for_storage(self, seen: SourceSample, need: Need) -> bool:
         """Return whether trainers wait for a source although its workers have free cores.
 
-        Its loaders then wait for something other than a core.
+        The loaders of the source then wait for something other than a core.
         """
         known = self._known[seen.name]
         return (
@@ -449,7 +456,10 @@ class Scaler:
         )
 
     def _storage_is_slow(self, seen: SourceSample, need: Need) -> bool:
-        """Return whether to report that a source waits for storage and lacks loaders for it."""
+        """Return whether to report that a source waits for storage and has too few loaders.
+
+        The report is recorded.
+        """
         known = self._known[seen.name]
         if (
             known.waited_for < self.limits.idle_patience
@@ -476,7 +486,7 @@ class Scaler:
         free = min(
             self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE)
         )
-        # no worker is started before the memory of one is known
+        # no worker is started before the memory of one was measured
         if self.limits.memory_bytes is not None:
             free = min(
                 free,
@@ -489,9 +499,9 @@ class Scaler:
     def _downs(
         self, observed: Observation, needs: dict[str, Need], now: float, pressed: bool
     ) -> list[Scale]:
-        """Return a decision to use fewer workers, if any.
+        """Return at most one decision to use fewer workers for a source.
 
-        ``pressed``: another source lacks workers, so unneeded ones are released sooner.
+        ``pressed``: another source lacks workers, so unneeded workers are released sooner.
         """
         patience = self.limits.patience if pressed else self.limits.idle_patience
         downs = []
@@ -514,11 +524,11 @@ class Scaler:
         return any(known.short for known in self._known.values())
 
     def _has_cooled_down(self, seen: SourceSample, now: float) -> bool:
-        """Return whether the last change of a source is long enough ago."""
+        """Return whether the last change of a source was at least ``cool_down_s`` ago."""
         return now - self._known[seen.name].changed >= self.limits.cool_down_s
 
     def _noted(self, scale: Scale, now: float) -> Scale:
-        """Record a decision as made at ``now``, and return it."""
+        """Record that a decision was made at ``now``, and return the decision."""
         known = self._known[scale.source]
         known.above, known.below, known.changed = 0, 0, now
         return scale
@@ -526,20 +536,20 @@ class Scaler:
     # texts
 
     def _rate(self, seen: SourceSample, need: float) -> str:
-        """Describe the samples per second and the cost of one, for a need in cores."""
+        """Describe a need in cores as samples per second and CPU time of each."""
         cost = self._known[seen.name].cost_s
-        return f"{need / cost if cost else 0.0:.3g} samples a second of {cost * 1e3:.3g} ms"
+        return f"{need / cost if cost else 0.0:.3g} samples per second of {cost * 1e3:.3g} ms each"
 
     def _reason_for_more(self, seen: SourceSample, need: Need) -> str:
         """Describe why a source gets more workers."""
-        room = f"its workers have room for {need.room:.2g}"
+        room = f"its workers have room for {need.room:.2g} cores"
         if need.later > need.now:
             return (
                 f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: "
                 f"{self._rate(seen, need.later)}; {room}"
             )
         waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
-        return f"{self._rate(seen, need.now)} take {need.now:.2g} workers, {room}{waits}"
+        return f"{self._rate(seen, need.now)} take {need.now:.2g} cores, {room}{waits}"
 
     def _reason_for_no_more(self, seen: SourceSample, need: Need, hosts: int) -> str:
         """Describe why a source gets no more workers."""
@@ -550,15 +560,15 @@ class Scaler:
             )
         else:
             why = (
-                f"all {self.limits.cores} loader workers that cores and memory allow are in use "
-                "(hosts=)"
+                f"the {self.limits.cores} cores for loading and the memory allow no more loader "
+                "workers (hosts=)"
             )
         return f"{self._rate(seen, need.most)}; {why}"
 
     # read-ahead
 
     def _read_aheads(self, observed: Observation) -> list[ReadAhead]:
-        """Return the sources whose read-ahead changes.
+        """Return the decisions to change the read-ahead of sources.
 
         A source with a long tail of slow reads is read further ahead, by the steps that trainers
         take during one slow read.
@@ -577,7 +587,10 @@ class Scaler:
 
 
 def current_shortages(decisions: Sequence[Decision]) -> list[CannotKeepUp]:
-    """Return the reports of sources that cannot keep up and were not scaled since."""
+    """Return the last report of each source that cannot keep up and was not scaled since.
+
+    ``decisions`` are in the order in which they were made.
+    """
     last: dict[str, Decision] = {}
     for decision in decisions:
         if not isinstance(decision, ReadAhead):

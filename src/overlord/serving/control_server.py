@@ -1,7 +1,7 @@
 """The control server of a session: it answers the requests of clients in other processes.
 
-One server thread reads all connections and must not block. ``N_THREADS`` others answer requests.
-One more thread answers why a client waits, even while all others are busy.
+One server thread reads all connections and must not block. ``N_THREADS`` other threads answer
+requests. One more thread answers why a client waits, even while all others are busy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from overlord.transport.shared_memory import SharedMemoryPool
 log = logging.getLogger("overlord")
 
 N_THREADS = 4  # threads that answer requests
-CLOSE_S = 0.5  # for errors to be sent before all connections are closed
+CLOSE_S = 0.5  # seconds for errors to be sent before all connections are closed
 
 
 class ControlServer:
-    """Answers control connections. Data connections go to ``publisher``, if there is one."""
+    """The server of control connections. Data connections go to ``publisher``, if there is one."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ControlServer:
         self._api, self._publisher = api, publisher
         self.session_id = secrets.token_hex(8)  # a client must reconnect to the same session
         self._ranks: dict[ServerConnection, int] = {}  # of control connections
-        # connections of ranks that take no steps here: another rank fetches theirs
+        # connections of ranks that take no steps here: another rank fetches their steps
         self._broadcast: set[ServerConnection] = set()
         self._lock = threading.Lock()
         self._threads, self._why_thread = ThreadQueue(N_THREADS, "control"), ThreadQueue(1, "why")
@@ -92,7 +92,8 @@ class ControlServer:
                 del self._ranks[other]
         for other in former:
             words = (
-                f"rank {rank}: another client of this rank connected, and this one was disconnected"
+                f"rank {rank}: another client of this rank connected, and this one was "
+                "disconnected; run one client per rank"
             )
             log.warning("control connection replaced: %s", words)
             _close_with(other, OverlordError(words))
@@ -138,8 +139,8 @@ class ControlServer:
             reply["error"] = error
         try:
             link.send(reply)
-        except (ActorLost, DataStall) as fault:  # the client repeats it when it reconnects
-            log.debug("rank %d did not receive the answer to %r: %s", rank, request["ask"], fault)
+        except (ActorLost, DataStall) as fault:  # the client repeats its request later
+            log.debug("rank %d: answer to %r not sent: %s", rank, request["ask"], fault)
 
     def close(self, error: Exception) -> None:
         """Send ``error`` to every connected client, then close."""
@@ -169,23 +170,26 @@ class RemoteClient:
         self.steps = 0
         self.waited_s = 0.0
         self.peer = ""  # process or address, as its connection states
-        self.there = False  # it is connected
+        self.there = False  # whether the client is connected
         self._since = time.monotonic()  # when it connected, disconnected or was first expected
 
     def set_connected(self, *, connected: bool, peer: str = "") -> None:
         self.there, self.peer, self._since = connected, peer or self.peer, time.monotonic()
 
     def count_step(self, *, new: bool, waited_s: float) -> None:
-        """Count a step, and keep the time that the trainer has waited for steps."""
+        """Count a step that is new, and record the seconds that the trainer has waited so far."""
         self.steps, self.waited_s = self.steps + new, waited_s
 
     def move_to(self, queue: StepQueue, position: State) -> None:
-        """Continue in a new generation."""
+        """Use the queue and the start position of a new generation."""
         self.queue, self.position = queue, position
 
     @property
     def whereabouts(self) -> tuple[int | None, str]:
-        """The process id of a connected client of this machine, and the state of its connection."""
+        """The process id of the client, and the state of its connection as text.
+
+        The process id is None unless the client is connected and on this machine.
+        """
         kind, _, number = self.peer.partition(" ")
         state = "connected" if self.there else "disconnected" if self.peer else "not connected yet"
         local = kind == "process" and self.there and number.isdecimal()
@@ -193,7 +197,7 @@ class RemoteClient:
 
     @property
     def absent(self) -> str:
-        """Why the client takes no steps; empty while it is connected."""
+        """The reason why the client takes no steps; empty while it is connected."""
         if self.there:
             return ""
         for_s = time.monotonic() - self._since
@@ -211,10 +215,16 @@ class WorkerServedQueue:
         self.rank, self.generation = rank, generation
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None:
-        raise OverlordError(f"rank {self.rank}: its steps are served by a constructor worker")
+        raise OverlordError(
+            f"rank {self.rank}: expected a rank that this process serves, got one that a "
+            "constructor worker serves; this is a bug in Overlord: report it"
+        )
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        raise OverlordError(f"rank {self.rank}: its steps are served by a constructor worker")
+        raise OverlordError(
+            f"rank {self.rank}: expected a client of this process, got one that a constructor "
+            "worker serves; this is a bug in Overlord: report it"
+        )
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Do nothing: the client receives the end from the control server."""

@@ -38,7 +38,10 @@ class SessionApi(Protocol):
         """Begin to plan, and return the position at which the rank starts."""
 
     def where(self, rank: int, generation: Any) -> dict[str, Any]:
-        """Return the position of the rank and the address of its constructor."""
+        """Return the position of the rank, with the address of its constructor.
+
+        Raise ``DataStall`` while that constructor is restarted.
+        """
 
     def why(self, rank: int) -> str:
         """Describe what the rank waits for."""
@@ -65,9 +68,10 @@ class SessionApi(Protocol):
 
 
 def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: bool = False) -> Any:
-    """Answer a request. ``broadcast``: of a rank whose steps another rank fetches.
+    """Execute the request of a client and return the result; raise if it is refused.
 
-    Such a rank has no queue, so the request is checked against the current generation.
+    ``broadcast``: the request is of a rank whose steps another rank fetches. Such a rank may send
+    only ``BROADCAST_CALLS``. It has no queue, so its generation is compared with the current one.
     """
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: api.start(rank),
@@ -98,7 +102,7 @@ def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: b
 
 
 def position(state: State, generation: int, constructor: tuple[str, str]) -> dict[str, Any]:
-    """Return the message that tells a client its state, generation and constructor address."""
+    """Return the message with a client's state, generation, constructor address and token."""
     return {
         "state": encoded(state),
         "generation": generation,

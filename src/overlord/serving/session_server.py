@@ -17,7 +17,7 @@ from overlord.transport.shared_memory import SharedMemoryPool
 class ServedAddress(str):
     """An address with its token.
 
-    As text it is the address. Printed it is two lines for the environment of the trainers.
+    As text it is the address. ``print`` shows two lines for the environment of the trainers.
     """
 
     token: str
@@ -44,7 +44,7 @@ class ServedAddress(str):
 
 
 class SessionServer:
-    """Accepts connections of clients, and publishes steps that are built in this process.
+    """The server for clients in other processes; it publishes steps that are built here.
 
     ``publishes``: constructors run in this process. Else clients connect to constructor workers.
     """
@@ -79,13 +79,19 @@ class SessionServer:
         self.served = ServedAddress(self._control.address, token)
 
     def buffers(self) -> SharedBufferPool | None:
-        """Return memory that clients map, for steps that are built in this process."""
+        """Return memory that clients map, for steps that are built in this process.
+
+        None: steps are built in constructor workers.
+        """
         return None if self._pool is None else SharedBufferPool(self._pool)
 
     def existing_address(
         self, host: str, port: int, token: str | None, ranks: Iterable[int] | None
     ) -> ServedAddress:
-        """Return the address for a second ``serve()``; raise if its arguments differ."""
+        """Return the address for a later ``serve()``; raise ``JobError`` if its arguments differ.
+
+        Default values are accepted, whatever the first call had.
+        """
         asked = {
             "host": host,
             "port": port,
@@ -125,6 +131,8 @@ class SessionServer:
                 self.publisher.move_connection(rank, start)
 
     def close(self) -> None:
-        self._control.close(OverlordError("the session is closed"))
+        self._control.close(
+            OverlordError("the session is closed; launch the job again to continue")
+        )
         if self._pool is not None:
             self._pool.close()

@@ -146,7 +146,10 @@ class PublishedQueue:
                 self._send({"resumed": True})
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
-        raise OverlordError(f"rank {self.rank}: its steps are served to another process")
+        raise OverlordError(
+            f"rank {self.rank}: expected a client of this process, got one of another process; "
+            "this is a bug in Overlord: report it"
+        )
 
     def _send(self, value: Any) -> None:
         """Send without blocking; drop a connection that is full. The caller holds the lock."""
@@ -155,7 +158,7 @@ class PublishedQueue:
         try:
             self._link.send(value, timeout_s=0.0)
         except ActorLost as lost:  # the server still reads acks before the end of the connection
-            log.debug("rank %d: %s", self.rank, lost)
+            log.debug("rank %d: message not sent: %s", self.rank, lost)
         except DataStall as stall:
             log.debug("rank %d: connection dropped: %s", self.rank, stall)
             link, self._link = self._link, None
@@ -167,7 +170,10 @@ class PublishedQueue:
     # messages of the client
 
     def connect(self, link: Connection, next_step: int) -> None:
-        """Send all steps from ``next_step`` on to ``link``. The caller holds the lock."""
+        """Send all steps from ``next_step`` on to ``link``, which replaces a former connection.
+
+        Raise if ``next_step`` is not kept any more. The caller holds the lock.
+        """
         if next_step <= self._taken:
             raise OverlordError(
                 f"rank {self.rank}: expected a request for step {self._taken + 1} or later, got "
@@ -181,7 +187,7 @@ class PublishedQueue:
         if former is not None:
             words = (
                 f"rank {self.rank}: another client of this rank connected, and this one was "
-                "disconnected"
+                "disconnected; run one client per rank"
             )
             self._delivery.dismiss(former, EndOfStream(OverlordError(words)))
         self.send_from(next_step)
@@ -197,10 +203,11 @@ class PublishedQueue:
     def handle_ack(
         self, link: Connection, step: int, waited_s: float, generation: int | None = None
     ) -> int | None:
-        """Free the steps up to an acked one; return it if the ack is new.
+        """Free the steps up to an acked one; return the acked step, or None if the ack is ignored.
 
-        An ack of a step that was never sent is ignored, unless the client received it from an
-        earlier process. So is one of another generation. The caller holds the lock.
+        An ack is ignored if it is not new, of another generation or connection, or of a step that
+        was never sent. If the client received that step from an earlier process, the ack counts up
+        to the last step built here. The caller holds the lock.
         """
         if generation not in (None, self.generation) or link is not self._link:
             return None
@@ -382,7 +389,7 @@ class StepPublisher:
                 self._forget_unkept(id(bucket))
 
     def _forget_unkept(self, bucket: int) -> None:
-        """Forget a bucket, given by its identity, that no queue keeps."""
+        """Remove the message of a bucket, given by its identity, if no queue keeps it."""
         if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
             del self._made[bucket]
 
@@ -472,5 +479,8 @@ def _listed(ranks: list[int]) -> str:
 def _whole(hello: dict[str, Any], name: str) -> int:
     value = hello.get(name, 0)
     if type(value) is not int:
-        raise OverlordError(f"hello, {name}: expected a whole number, got {value!r:.60}")
+        raise OverlordError(
+            f"step publisher: expected a whole number as {name!r} of a hello, got {value!r:.60}; "
+            "run the same version in all processes"
+        )
     return value

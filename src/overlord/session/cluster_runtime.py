@@ -1,8 +1,8 @@
 """The runtime of a session whose coordinator has its own process.
 
-The launching process starts processes and sends requests; it plans nothing. All methods except
-``prepare_source``, ``address_for`` and ``close`` run on the event loop of the session. They block
-the loop until the coordinator answers, since other calls on it need the coordinator too.
+The launching process starts processes and sends requests; it plans nothing. Methods run on the
+event loop of the session, except ``address_for`` and those that ``Runtime`` excepts. They block the
+loop until the coordinator answers, since other calls on the loop need the coordinator too.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
-REPORT_S = 600.0  # for a report: no caller waits for it, and later calls need the coordinator too
-REASON_S = 0.8  # for the reason of a wait: a client waits one second for it
-ADDRESS_S = 0.8  # for the address of a constructor: a client waits one second, and asks again
-TAKEN_S = 2.0  # for a constructor worker to return the last step of a rank
+# seconds for the answer to a report: no caller waits, and later calls need the coordinator too
+REPORT_S = 600.0
+REASON_S = 0.8  # seconds for the reason of a wait: a client waits one second for it
+ADDRESS_S = 0.8  # seconds for a constructor's address: a client waits one, and asks again
+TAKEN_S = 2.0  # seconds for a constructor worker to return the last step of a rank
 
 
 class RemotePlans:
@@ -58,7 +59,7 @@ class RemotePlans:
         self._launcher = launcher
 
     def of(self, step: int) -> list[PlannedStep]:
-        """Return the kept plans of one step; all plans at once may be large."""
+        """Return the kept plans of one step, without fetching all plans, which may be large."""
         stages: list[PlannedStep] = self._launcher.ask("stages", step)
         return stages
 
@@ -101,11 +102,14 @@ class CoordinatorClient:
 
     @property
     def ledger(self) -> CoordinatorClient:
-        """This object, which has ``bad_rows``."""
+        """This object, since it has the method ``bad_rows`` of a ledger."""
         return self
 
     def bad_rows(self) -> list[Quarantined]:
-        """Return the quarantined rows of this coordinator and of earlier ones."""
+        """Return the bad rows that this coordinator and earlier ones have listed.
+
+        If no coordinator runs any more, return those that were recorded here.
+        """
         try:
             rows: list[Quarantined] = self._launcher.ask("bad_rows")
         except ActorLost:  # the coordinator is not restarted
@@ -193,7 +197,7 @@ class ClusterRuntime:
 
     @property
     def absent(self) -> str:
-        """Why the coordinator cannot be called; empty if it can."""
+        """The reason why the coordinator cannot be called now; empty if it can be called."""
         return self._launcher.absent
 
     @property
@@ -234,10 +238,13 @@ class ClusterRuntime:
             case JobFailed(error=error):
                 self._end_all(error)
             case _:
-                raise TypeError(f"expected an event of the coordinator, got {event!r:.80}")
+                raise TypeError(
+                    f"session: expected an event of the coordinator, got {event!r:.80}; "
+                    "this is a bug in Overlord: report it"
+                )
 
     def _end_all(self, error: Exception) -> None:
-        """End the job: the coordinator is lost and is not restarted.
+        """End the job with the error of a coordinator that is given up, or of the event loop.
 
         Constructor workers send the error to their clients, after the complete steps. A worker that
         does not acknowledge is killed: no coordinator is left to detect that it hangs.
@@ -264,7 +271,7 @@ class ClusterRuntime:
         self._kill_timer.start()
 
     def write_beginning(self, beginning: JournalStart) -> None:
-        """Release the journal, and let the coordinator open it."""
+        """Close the journal of this process, and let the coordinator open it."""
         beginning.journal.close()
         self._launcher.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
 
@@ -276,19 +283,19 @@ class ClusterRuntime:
 
     def detach(self, rank: int) -> None:
         if rank in self._launcher.attached:
-            self._launcher.attached.discard(rank)  # a restarted coordinator reads it
+            self._launcher.attached.discard(rank)  # a restarted coordinator gets the others
             with contextlib.suppress(ActorLost, DataStall):
                 self._launcher.ask("detach", rank)
 
     def stop(self) -> None:
-        """Forget the attached ranks: all processes have ended."""
+        """Clear the list of attached ranks; all processes have ended already."""
         self._launcher.attached.clear()
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Send acks of clients in this process.
+        """Send acks of clients in this process to the coordinator.
 
-        Constructor workers send them too; one that died may not have sent its last ones. The last
-        ack is also needed when the job ends before the workers send it.
+        Constructor workers send them too, but a worker that died may not have sent its last ones.
+        The last ack is also needed when the job ends before the workers send it.
         """
         if self._launcher.attached <= set(ranks):
             self._launcher.acked = max(step, self._launcher.acked)
@@ -308,7 +315,8 @@ class ClusterRuntime:
     def address_for(self, rank: int) -> tuple[str, str]:
         """Return address and token of a rank's constructor worker. Runs on: any thread.
 
-        The constructor worker itself is called, not the coordinator.
+        The worker itself is called, not the coordinator. Raise ``DataStall`` if it does not answer
+        in time or is being restarted, and the error of the job if that has ended.
         """
         return self._address_for(rank, ADDRESS_S), self._launcher.workers.token
 
@@ -324,7 +332,7 @@ class ClusterRuntime:
         self._listening, self._launcher.watched = (host, token), True
         self._launcher.ask("watch")
         for rank in self._bucket_of:
-            # a worker that is restarted now is asked when a client connects
+            # a worker that is restarted now is called when a client connects
             with contextlib.suppress(DataStall):
                 self._outside_for(rank, START_S)
 
@@ -339,9 +347,9 @@ class ClusterRuntime:
         return self._outside[worker]
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a rank took, from its constructor worker.
+        """Return the last step that a rank took, from its constructor worker; -1 before the first.
 
-        None: the worker is being replaced, and its unsent acks are lost. Raise ``DataStall`` for a
+        None: the worker is not alive, and its unsent acks are lost. Raise ``DataStall`` for a
         worker that is alive and does not answer.
         """
         worker, control = (
@@ -366,7 +374,10 @@ class ClusterRuntime:
         return worker
 
     def _error_of(self, name: str) -> Exception:
-        """Return the error for a request to a constructor worker that is not alive."""
+        """Return the error for a request to a constructor worker that does not answer.
+
+        It is the error of the job if that has ended with a loss, else ``DataStall``.
+        """
         finish = self.planner.finished
         if finish is not None and (
             isinstance(finish.error, ActorLost)
@@ -378,7 +389,8 @@ class ClusterRuntime:
     def _call_once(self, worker: Any, wait_s: float, method: str, *args: Any) -> str:
         """Call a worker once for all callers, and return its answer.
 
-        A starting worker may answer after ``wait_s``; the next caller receives that answer.
+        A starting worker may answer after ``wait_s``. Then this call raises ``DataStall``, and the
+        next caller receives the answer.
         """
         control = self._launcher.control
         with self._calls_lock:
@@ -393,14 +405,14 @@ class ClusterRuntime:
     # events
 
     def event(self, event: Any) -> None:
-        """Apply an event; it is durable in the coordinator's journal on return."""
+        """Apply an event; except a report, it is durable in the coordinator's journal on return."""
         if isinstance(event, Report):
             self.report(event)
         else:
             self._outbox.send(event, lambda: self._send(event), lambda: self._applied_late(event))
 
     def settle(self) -> None:
-        """Find out which events that timed out were applied, before the next event is sent.
+        """Determine which events that timed out were applied, before the next event is sent.
 
         The coordinator executes requests in order, so the others will not be applied later.
         """
@@ -417,10 +429,11 @@ class ClusterRuntime:
         )
 
     def report(self, report: Report) -> bool | None:
-        """Send a report; return whether it arrived before the plan that uses it.
+        """Send a report; return whether a later plan uses it, or None if that is unknown.
 
-        None: the coordinator is not restarted. The report is kept before the answer arrives: a
-        coordinator may accept it, die, and be restarted before the answer arrives.
+        It is unknown if the coordinator is lost for good or does not answer within REPORT_S, and
+        after the session is closed or rewound. The report is kept before it is sent, for a
+        coordinator that is restarted before it answers.
         """
         key, before = (report.step, report.rank), self._launcher.reports
         self._keep(report)
@@ -435,7 +448,7 @@ class ClusterRuntime:
                 raise
             if not self._closed:  # otherwise the session was rewound or closed
                 log.warning(
-                    "report of rank %d on step %d lost with the coordinator: %s",
+                    "report of rank %d on step %d not confirmed by the coordinator: %s",
                     report.rank,
                     report.step,
                     fault,
@@ -459,7 +472,7 @@ class ClusterRuntime:
         self._launcher.reports = kept | {(report.step, report.rank): report}
 
     def prepare_source(self, prepared: PreparedJob) -> int:
-        """Start a loader worker for an added source; return its number."""
+        """Start a loader worker for an added source, wait for it, and return its number."""
         return self._launcher.workers.prepare(prepared, self._constructor_addresses)
 
     def _constructor_addresses(self) -> dict[int, str]:
@@ -540,7 +553,7 @@ class ClusterRuntime:
         }
 
     def kill(self, name: str) -> None:
-        """Kill a process as a crash would, for drills."""
+        """Kill a process of the job by name, as a crash would, for drills."""
         every = {COORDINATOR_NAME: self._launcher.coordinator, **self._launcher.workers.handles}
         if (handle := every.get(name)) is None:
             raise JobError(

@@ -50,7 +50,7 @@ class _Pending:
 
 
 class EventOutbox:
-    """Tracks events until the coordinator has applied them. Runs on: any thread."""
+    """The sent events that the coordinator has not applied yet. Runs on: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,8 @@ class EventOutbox:
     def send(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
         """Send an event with ``ask``, which returns once a coordinator has applied it.
 
-        ``late`` is called if the event is applied after ``ask`` has timed out.
+        ``late`` is called if the event is applied after ``ask`` has timed out. The ``DataStall`` of
+        ``ask`` is raised, unless the event was confirmed meanwhile.
         """
         pending = _Pending(event, late)
         with self._lock:
@@ -94,7 +95,7 @@ class EventOutbox:
                 self._unconfirmed.append(event)
 
     def confirmed(self, event: Any) -> None:
-        """Handle the confirmation of an applied event, which follows the answer."""
+        """Record the coordinator's confirmation that it has applied an event."""
         with self._lock:
             if event in self._unconfirmed:
                 self._unconfirmed.remove(event)
@@ -105,7 +106,11 @@ class EventOutbox:
         late()
 
     def found(self, events: Sequence[Any]) -> None:
-        """Handle the events in the journal of a coordinator that died before it confirmed them."""
+        """Mark the open events that are among ``events`` as applied.
+
+        ``events`` are those of the coordinator's journal: its predecessor may have died before it
+        confirmed them.
+        """
         for pending in list(self._open):
             with self._lock:
                 new = (
@@ -117,7 +122,7 @@ class EventOutbox:
             late()
 
     def settle(self, events: Sequence[Any]) -> None:
-        """Settle events that timed out, given all events that were applied since.
+        """Settle events that timed out; ``events`` are all events that were applied.
 
         An event that is not among these was not applied, and will not be.
         """
@@ -162,7 +167,7 @@ class EventTarget(Protocol):
 
 
 class UserEvents:
-    """Sends events and reports to the planner, and keeps those that saved states may lack.
+    """Events and reports on their way to the planner; those that saved states may lack are kept.
 
     All events are applied on the event loop, between two steps.
     """
@@ -197,10 +202,10 @@ class UserEvents:
         return int(self._target.loop.call(lambda: self._at(step, send), "the planner"))
 
     def _at(self, step: int | None, send: Callable[[int], None]) -> int:
-        """Send an event for ``step``, or for the first step that is not planned yet.
+        """Send an event for ``step``, or for the first step that is not planned yet; return it.
 
-        A coordinator in another process may plan more steps before it receives the event. Runs on:
-        event loop.
+        A coordinator in another process may plan more steps before it receives the event. Then a
+        later step is tried, unless ``step`` is given. Runs on: event loop.
         """
         while True:
             self._runtime.settle()
@@ -296,7 +301,7 @@ class UserEvents:
         target.adding = more
         try:
             self._runtime.add_source(new, worker, more.budget_bytes, added)
-        # the planner has the source and the journal has not: no step may be planned with it
+        # the planner has the source and the journal lacks it: no step may be planned with it
         except JournalError as error:
             self._runtime.event(EndOfJob(self._runtime.planner.next_step, error))
             raise
@@ -315,7 +320,9 @@ class UserEvents:
         with target.lock:
             known = target.generation.queues.get(rank)
             if known is None and rank not in target.broadcast_ranks:
-                raise OverlordError(f"report: the client of rank {rank} is closed")
+                raise OverlordError(
+                    f"report: the client of rank {rank} is closed; report before close()"
+                )
             if known is not None and known is not queue:
                 return  # another rank rewound the session: the step is of an older generation
             warn, self._warned = not self._warned, True
@@ -374,8 +381,8 @@ class UserEvents:
 
 
 def whole_numbers(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
-    """Return steps as integers; raise ``PlanError`` that names the method ``what``."""
+    """Return numbers as integers; raise a ``PlanError`` that names the method ``what``."""
     try:
         return tuple(operator.index(step) for step in steps)
     except TypeError:
-        raise PlanError(f"{what}: expected steps as whole numbers, got {steps!r}") from None
+        raise PlanError(f"{what}: expected whole numbers, got {steps!r}") from None

@@ -22,7 +22,7 @@ class Generation:
     """A runtime at a start state, and the progress of every rank since then.
 
     A session swaps generations as one reference, under its lock. Rank-wise fields are guarded by
-    the same lock. Only ``prepared`` is replaced within a generation: by a source that is added.
+    the same lock. An added source replaces ``prepared``.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Generation:
     joined: set[int] = field(default_factory=set)  # ranks whose clients loaded ``start``
     acked: dict[int, int] = field(default_factory=dict)  # rank -> last step it took
     acked_by_all: int = -1  # last step that all ranks took, as sent to the runtime
-    last_state: State | None = None  # position of the last client when it closed
+    last_state: State | None = None  # position of the client that closed last; None: one is open
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Generation:
             self.joined.add(rank)
 
     def remove(self, rank: int) -> None:
-        """Forget a rank whose client is closed."""
+        """Remove the queue and the progress of a rank whose client is closed."""
         self.queues.pop(rank, None)
         self.joined.discard(rank)
         self.acked.pop(rank, None)
@@ -77,7 +77,10 @@ def mark_of(prepared: PreparedJob, state: StreamState) -> str:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the fields in which two exported states differ; only the step if that differs."""
+    """Return the values of the fields in which two exported states differ, as text.
+
+    Reports are not compared. If the steps differ, only these are returned.
+    """
     names = [n for n in sorted({*one, *other} - {"reports"}) if one.get(n) != other.get(n)]
     return {
         n: (f"{one.get(n)!s:.80}", f"{other.get(n)!s:.80}")

@@ -1,6 +1,6 @@
 """Read-only queries of a running job: plans, explanations, quarantined rows, metrics.
 
-All queries run on the event loop, so each answer describes a single moment.
+Except for ``profile``, the job is read in calls on its event loop: such an answer is of one moment.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ def quarantine(running: RunningJob) -> list[dict[str, Any]]:
 def profile(running: RunningJob) -> JobProfile:
     if running.refresher is None:
         raise JobError(
-            ["expected partition='auto', which measures sources, got another; launch with it"],
+            [
+                "expected partition='auto', which measures sources, got "
+                f"{running.options.partition!r}; launch with partition='auto'"
+            ],
             "profile",
         )
     return running.refresher.refresh()

@@ -69,16 +69,18 @@ def launch(
     allow: parts of the fingerprint in which a resumed state may differ from the job.
 
     prefetch: steps that are planned ahead of the slowest rank.
-    build_ahead: steps of that window that are built. Default: all in one process, 2 in several.
+    build_ahead: steps of the prefetch window that are built. Default: all in one process, 2 in
+        several.
     read_ahead: steps' worth of samples that are held ready beyond the draw. Default: 2 in one
         process, 8 in several.
     loaders: loaders per source, as in {"web": 3}; 1 for sources that are not named.
-    workers: threads that read, transform and build. Default: one for each core, from 2 to 8.
+    workers: threads that read, transform and build. Default: one for each core; in one process at
+        least 2 and at most 8.
     memory: memory for loading on this machine, as in "64GB" or bytes; or MemoryLimits(...).
     cache_dir: directory of indexes and profiles. Default: OVERLORD_CACHE, or the user's cache.
 
     stall_warn_s: seconds that a client waits for a step until the reason is logged.
-    stall_limit_s: seconds until it raises DataStall. NCCL ends a job after 600.
+    stall_limit_s: seconds that a client waits until it raises DataStall. NCCL ends a job after 600.
     on_stall: called with (reason, seconds) instead of the logged warning.
     progress: called with (sources indexed, total) while files are indexed.
     broadcast: False makes every rank fetch its own steps, whatever the plan's broadcasts are.
@@ -163,7 +165,7 @@ def _start(
 
 
 def _runtime_problems(runtime: str, given: Options) -> list[str]:
-    """Return the options that this runtime does not have."""
+    """Return the problems of options that this runtime does not support, as texts."""
     found = []
     if given.address is not None and runtime != "ray":
         found.append(f"address: {given.address!r} is for runtime='ray'; leave it out")
@@ -174,13 +176,13 @@ def _runtime_problems(runtime: str, given: Options) -> list[str]:
         )
     if given.reserve is True and (runtime != "ray" or given.address is None):
         found.append(
-            "reserve: True is for runtime='ray' with the address of a cluster; one "
-            "machine cannot get more: leave it out"
+            "reserve: True is for runtime='ray' with the address of a cluster; one machine cannot "
+            "add nodes: leave it out"
         )
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         found.append(
             f"shadows: {given.shadows!r} is for runtime='process'; all loaders of one process are "
-            "lost together"
+            "lost together: leave it out"
         )
     return found
 

@@ -105,7 +105,7 @@ class LocalRuntime:
         )
         if options.memory is not None and options.ring_bytes is not None:
             self.building.slabs = BufferPool(options.ring_bytes)
-        self._taken = -1  # the last step that a client took
+        self._taken = -1  # the highest step that ``consumed`` received
         self._observer: LoadObserver | None = None
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
@@ -130,17 +130,21 @@ class LocalRuntime:
         """Do nothing: an event has taken effect when ``event`` returns."""
 
     def event(self, event: Any) -> None:
-        """Apply an event and write it to the journal: it is durable on return."""
+        """Apply an event and write it to the journal: it is durable on return.
+
+        A report is written with the next plan. If an event cannot be written, the job ends and
+        ``JournalError`` is raised.
+        """
         self.run(self.gate.record(event))
 
     def report(self, report: Report) -> bool:
-        """Apply a report; return whether it arrived before the plan that uses it."""
+        """Apply a report; return whether a later plan uses it. A late report is dropped."""
         used = self.planner.in_time(report)
         self.event(report)
         return used
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
-        """Attach the clients of these ranks at once: no step is kept for later ones."""
+        """Attach the clients of these ranks in one call, before a step is delivered to any."""
         self.commands.queue.extend(self.building.attach(mailboxes))
         self.run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
@@ -172,7 +176,7 @@ class LocalRuntime:
         return prepared.loaders_for(len(prepared.job.sources) - 1, Cursor())
 
     def drop_prepared(self, prepared: object) -> None:
-        """Do nothing: prepared loaders hold nothing, and the job owns transform workers."""
+        """Do nothing: prepared loaders hold no resources, and the job owns transform workers."""
 
     def add_source(
         self,
@@ -217,7 +221,8 @@ class LocalRuntime:
                 self.commands.queue.extend(self.building.finish(finish))
             case unknown:
                 raise TypeError(
-                    f"local runtime: expected a known command, got {type(unknown).__name__}"
+                    f"local runtime: expected a known command, got {type(unknown).__name__}; "
+                    "this is a bug in Overlord: report it"
                 )
 
     def _stage(self, stage: PlannedStep) -> None:
@@ -252,7 +257,7 @@ class LocalRuntime:
             )
 
     def _with_images(self, staged: StepDocuments, found: Scattered | None) -> StepDocuments:
-        """Return the documents with their images, and the rank that encodes each image."""
+        """Return the documents with their images, and with the images that each rank encodes."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
             Encodings(stage.plan, self._batch, self._multiple),
@@ -287,7 +292,8 @@ class LocalRuntime:
     def observe_load(self, options: Options, waited_s: float, now: float) -> None:
         """Pass the load of loaders and trainers to the scaler, and execute its decisions.
 
-        ``waited_s`` is the mean of the seconds that trainers have waited so far.
+        ``waited_s`` is the mean of the seconds that trainers have waited so far. Do nothing if the
+        launch option ``watch_s`` is 0.
         """
         if self._observer is None:
             scaler = observing_scaler(options, self.planner.spec.read_ahead)
@@ -328,7 +334,10 @@ class LocalRuntime:
         return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
 
     def free_s(self, source: int) -> float:
-        """Return 0 if only user code of the source can be slow, else infinity."""
+        """Return 0 if the source has user code and no tokenizer or image transform, else infinity.
+
+        Tokenizers and image transforms cost most, and release the interpreter lock.
+        """
         hosted = self.loading.slots.get(self.loaders_of(source)[0])
         transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
         own, heavy = (

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-POLL_S = 0.1  # between polls of the store, whose own wait cannot be interrupted
-READ_ERROR_S = 10.0  # for all ranks to read an error before the owner of the store exits
-WARN_S = 30.0  # between warnings with the reason of a wait, as in a client
+POLL_S = 0.1  # seconds between polls of the store, whose own wait cannot be interrupted
+READ_ERROR_S = 10.0  # seconds for all ranks to read an error before the owner of the store exits
+WARN_S = 30.0  # seconds between warnings with the reason of a wait, as in a client
 MOST_LISTED = 16  # ranks that an error lists
 # launch options that the client of each rank uses
 STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
@@ -60,9 +60,9 @@ def join(
     launches the job for itself; its mesh has one rank, else the call is refused.
 
     The client of rank 0 has the session as ``client.session``. Its ``close`` ends the session after
-    all other ranks have closed, or after ``leave_s``. ``timeout_s``: for rank 0 to launch. A rank
-    with another job than rank 0 is refused. Between nodes the session binds to the address of
-    ``MASTER_ADDR``, or ``OVERLORD_HOST``.
+    all other ranks have closed, or after ``leave_s`` seconds. ``timeout_s``: seconds for rank 0 to
+    launch. A rank with another job than rank 0 is refused. Between nodes the session binds to the
+    address of ``OVERLORD_HOST``, else of ``MASTER_ADDR``.
     """
     if not isinstance(job, Job):
         raise JobError([f"expected a Job, got {type(job).__name__}"], "join")
@@ -134,7 +134,8 @@ def _owning(
 ) -> Client:
     """Let the client end the session when it closes, after all other ranks have closed.
 
-    A store that rank 0 owns is kept open until then.
+    Other ranks have ``leave_s`` seconds to close. ``store`` is kept open until then, since rank 0
+    may own it.
     """
     client.session = session
 
@@ -184,7 +185,7 @@ class _Board:
         return found
 
     def wait_for_all(self, problem: str = "") -> None:
-        """Wait for all ranks, before a collective that could not name a missing one.
+        """Wait for all ranks, before a collective operation that could not name a missing one.
 
         ``problem``: why this rank cannot continue; then all ranks raise an error.
         """
@@ -217,7 +218,7 @@ class _Board:
             raise JobError([self._store.get(wrong).decode()], "join")
 
     def is_one_node(self) -> bool:
-        """Return whether all ranks share a machine, by LOCAL_WORLD_SIZE or by the nodes' names."""
+        """Return whether all ranks share a machine, by LOCAL_WORLD_SIZE, else by ``_node``."""
         if size := os.environ.get("LOCAL_WORLD_SIZE"):
             if not size.isdecimal():
                 raise JobError(
@@ -249,7 +250,7 @@ class _Board:
             self._set(f"{self._key}/{name}/{n}", value)
 
     def note(self, name: str, n: int) -> dict[str, Any] | None:
-        """Return note ``n`` of this name, or None."""
+        """Return note ``n`` of this name; None if there is none, or if the store has failed."""
         with contextlib.suppress(Exception):
             if self._store.check([f"{self._key}/{name}/{n}"]):
                 return self._get(f"{self._key}/{name}/{n}")
@@ -291,7 +292,7 @@ class _Board:
             log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, reason)
 
     def left(self) -> None:
-        """Count this rank, which has no connection, as closed."""
+        """Record in the store that this rank, which has no connection, has closed."""
         with contextlib.suppress(Exception):  # without the store no rank waits
             self._store.add(f"{self._key}/left", 1)
 
@@ -321,7 +322,7 @@ def ranks(some: Sequence[int]) -> str:
 
 
 def _store(rank: int, world: int, timeout_s: float) -> Any:
-    """Return the store of the process group, or torchrun's own, by ``env://``."""
+    """Return the store of the process group, else the one at MASTER_ADDR and MASTER_PORT."""
     try:
         import torch.distributed as dist
     except ImportError as fault:
@@ -359,7 +360,11 @@ def _node() -> str:
 
 
 def serving_host(board: _Board) -> str:
-    """Return the interface at which rank 0 serves: the loopback one if all ranks are on a node."""
+    """Return the address at which rank 0 serves.
+
+    It is OVERLORD_HOST if set, loopback if all ranks are on one node, else one that other nodes can
+    reach.
+    """
     if host := os.environ.get("OVERLORD_HOST"):
         return host
     if board.is_one_node():

@@ -16,8 +16,8 @@ from overlord.session.generation import decoded, mark_of
 from overlord.session.rewind import begin_generation
 from overlord.session.running_job import RunningJob
 
-POLL_S = 0.01
-WARN_S, WARN_AGAIN_S = 2.0, 10.0  # until the first warning of a wait, and between later ones
+POLL_S = 0.01  # seconds between polls of the positions of ranks
+WARN_S, WARN_AGAIN_S = 2.0, 10.0  # seconds until the first warning of a wait, and between others
 REMEDY = (
     "all ranks must be at the same step: let the slower ones take their steps, "
     "in other threads or processes"
@@ -27,14 +27,14 @@ log = logging.getLogger("overlord")
 
 
 def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout_s: float) -> int:
-    """Begin a generation on mesh ``place`` at the first step that no rank took; return it."""
+    """Begin a generation on mesh ``place`` at the first step that no rank took; return the step."""
     if not isinstance(place, ClientPlaceTree):
         raise JobError([f"place: expected a ClientPlaceTree, got {place!r:.80}"], "reshard")
     running.generation.prepared.placed(place)  # raises for a wrong mesh, before any wait
     if at is None and any(isinstance(c, RemoteClient) for c in list(running.clients.values())):
         problem = (
-            "at: expected the first step of the new mesh, got None; ranks in other processes may "
-            "have taken steps that are not known here yet"
+            "at: expected the first step of the new mesh, got None; pass it: ranks in other "
+            "processes may have taken steps that are not recorded here yet"
         )
         raise JobError([problem], "reshard")
     with running.switching, paused_at_one_step(running, at, timeout_s) as state:
@@ -42,7 +42,7 @@ def reshard(running: RunningJob, place: ClientPlaceTree, at: int | None, timeout
         # too, so that a state that is loaded later continues on this mesh.
         prepared = running.generation.prepared.placed(place)
         every = [p.placed(place) for p in running.prepared_jobs]
-        running.begun = False  # new ranks may open clients until a step is asked for
+        running.begun = False  # new ranks may open clients until a step is requested
         begin_generation(running, prepared, state, mark_of(prepared, state), together=True)
         running.prepared_jobs = every
         for client in running.clients.values():
@@ -61,7 +61,8 @@ def paused_at_one_step(
 ) -> Iterator[StreamState]:
     """Wait until all ranks are at one step; yield the state there.
 
-    Clients of this process take no further step inside the context.
+    ``at``: that step; None: the step of the fastest rank. Clients of this process take no further
+    step inside the context. Raise ``DataStall`` after ``timeout_s``.
     """
     start, warn_at = time.monotonic(), WARN_S
     while True:
@@ -101,7 +102,10 @@ def _common_state(running: RunningJob, clients: Mapping[int, Client | RemoteClie
 
 
 def _awaited(steps: Mapping[int, int], at: int | None) -> str:
-    """Describe the ranks that have not reached step ``at``; empty when all ranks are there."""
+    """Describe the ranks that have not reached the wanted step; empty when all ranks are there.
+
+    The wanted step is ``at``, or that of the fastest rank. Raise ``PlanError`` for a rank beyond.
+    """
     if not steps:
         return ""
     wanted = max(steps.values()) if at is None else at
@@ -110,7 +114,7 @@ def _awaited(steps: Mapping[int, int], at: int | None) -> str:
             f"expected all ranks before step {wanted}, got rank {past[0]} after step "
             f"{steps[past[0]] - 1}",
             wanted,
-            "all ranks must stop before the step",
+            "pass a step that no rank has taken as at=",
         )
     slower = [rank for rank, step in steps.items() if step < wanted]
     if not slower:

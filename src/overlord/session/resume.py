@@ -32,7 +32,10 @@ def launch_with_journal(
     allow: Sequence[str],
     options: Options,
 ) -> Session:
-    """Start a job with a journal. The journal is locked before files are indexed."""
+    """Start a job with a journal, and return its session.
+
+    Other writers of the journal are fenced off before files are indexed.
+    """
     assert job.journal is not None
     if resume is None:
         journal, found = JobJournal.fresh(job.journal, job.name), Recovered()
@@ -52,7 +55,7 @@ def launch_with_journal(
     if resume == "auto" and beginning.resumed is None:
         beginning = replace(beginning, resumed=ResumePoint(0, found.why))
     if (resumed := beginning.resumed) is not None:
-        log.info("job %r resumes at step %d: %s", job.name, resumed.step, resumed.why)
+        log.info("job %r resumed at step %d: %s", job.name, resumed.step, resumed.why)
     return Session(job, prepared, state, runtime, beginning)
 
 
@@ -76,9 +79,10 @@ Begun = tuple[PreparedJob, StreamState | None, JournalStart]
 def _by_journal(
     prepared: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
-    """Resume after the last step that all ranks took.
+    """Resume after the last step that all ranks took, or start if the journal is empty.
 
-    Later steps in the journal are replanned, and compared with the recorded plans.
+    Later steps in the journal are replanned, and compared with the recorded plans. If ``allow``
+    permits another job, they are planned anew.
     """
     if found.empty:
         return prepared, None, JournalStart(journal)
@@ -126,7 +130,10 @@ def _by_state(
 
 
 def _same_job(then: Mapping[str, str], prepared: PreparedJob, allow: Sequence[str]) -> None:
-    """Refuse the journal of another job. Sources may have been added since the state was saved."""
+    """Raise ``StateMismatch`` if the journal, of fingerprint ``then``, is of another job.
+
+    Sources may have been added since the state was saved.
+    """
     now = prepared.fingerprint
     parts = [
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)

@@ -28,9 +28,10 @@ JOURNAL_S = 600.0
 def restore(
     running: RunningJob, saved: Mapping[str, Any], allow: tuple[str, ...]
 ) -> tuple[PreparedJob, StreamState]:
-    """Return a saved state, and the prepared job with the sources of that state.
+    """Return the prepared job with the sources of a saved state, and the decoded state.
 
-    The state may be older than sources that were added since.
+    Sources may have been added since the state was saved. Raise ``StateMismatch`` if no prepared
+    job fits the state.
     """
     names = saved.get("cursors") if isinstance(saved, Mapping) else None
     known = set(names) if isinstance(names, Mapping) else set()
@@ -73,7 +74,9 @@ def rewind_rank(
     with running.switching:
         now = running.generation
         if rank not in now.queues:
-            raise OverlordError(f"load_state_dict: the client of rank {rank} is closed")
+            raise OverlordError(
+                f"load_state_dict: the client of rank {rank} is closed; load before close()"
+            )
         if rank in now.joined:
             # otherwise the whole session is at this state already
             if mark != now.mark or (now.acked and not retry) or now.failed_for_good:
@@ -133,9 +136,9 @@ def begin_generation(
         begun = running.begun
     if together:
         _end_local(running, queues, removed)
-    if running.closed:  # by another thread: it has closed the old generation only
+    if running.closed:  # by another thread, which has closed only the old generation
         run_all(running.steps_to_close())
-        raise OverlordError("the session is closed")
+        raise OverlordError("the session is closed; launch the job again to continue")
     if begun:
         running.loop.call(lambda: running.attach(new), "clients to be attached")
 
@@ -143,7 +146,7 @@ def begin_generation(
 def _started(
     running: RunningJob, prepared: PreparedJob, state: StreamState, mark: str
 ) -> Generation:
-    """Start the runtime of the next generation. On failure all clients receive the error."""
+    """Return the next generation with a started runtime; on failure all clients get the error."""
     old, runtime = running.generation, None
     number = old.number + 1
     try:
@@ -184,7 +187,7 @@ def _new_runtime(
 def _end_local(
     running: RunningJob, old_queues: Mapping[int, StepQueue], removed: Mapping[int, Any]
 ) -> None:
-    """End the old queues of clients in this process; connected clients keep their connection."""
+    """End the old queues of clients in this process; other clients keep their connections."""
     for rank, queue in old_queues.items():
         client = running.clients.get(rank) or removed.get(rank)
         if isinstance(client, Client):

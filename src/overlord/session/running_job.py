@@ -76,10 +76,10 @@ class RunningJob:
         self.kind, self.options = kind, prepared.options
         # one more for each added source: a saved state may be older than the source
         self.prepared_jobs = [prepared]
-        self.adding: PreparedJob | None = None  # with the source that is being added
+        self.adding: PreparedJob | None = None  # with the source that was or is being added last
         self.clients: dict[int, Client | RemoteClient] = {}
         self.closed = self.begun = False
-        self.remote_ranks: RemoteRanks | None = None  # of a session that serves
+        self.remote_ranks: RemoteRanks | None = None  # None: ``serve`` was not called
         self.broadcast_ranks: frozenset[int] = frozenset()  # ranks whose steps other ranks fetch
         self.lock = threading.RLock()
         self.switching = threading.Lock()  # held while one generation replaces another
@@ -144,12 +144,13 @@ class RunningJob:
 
     def refuse_closed(self) -> None:
         if self.closed:
-            raise OverlordError("the session is closed")
+            raise OverlordError("the session is closed; launch the job again to continue")
 
     def prepared_for(self, n: int, known: PreparedJob | None = None) -> PreparedJob:
-        """Return the prepared job with ``n`` sources.
+        """Return the prepared job for ``n`` sources: ``known``, or the one that is being added.
 
         A coordinator in another process may have added a source before its answer arrives here.
+        ``known``: the current job by default.
         """
         known, adding = known or self.generation.prepared, self.adding
         late = adding is not None and len(known.job.names) < n == len(adding.job.names)
@@ -206,7 +207,11 @@ class RunningJob:
         return generation.runtime.inbox(rank, generation.start.step)
 
     def begin(self) -> None:
-        """Start to plan at the first request for a step, for all clients that are open now."""
+        """Start to plan for all clients that are open now.
+
+        Clients call this at their first request for a step. Only the first call has an effect, and
+        the first one after a reshard.
+        """
         with self.lock:
             if self.begun or self.closed:
                 return
@@ -251,7 +256,7 @@ class RunningJob:
             self.loop.post(lambda: runtime.consumed(ranks, slowest))
 
     def slowest_step(self) -> int:
-        """Return the lowest step among the positions of all clients."""
+        """Return the lowest next step of all clients; without clients the generation's first."""
         steps = (client.position.step for client in list(self.clients.values()))
         return min(steps, default=self.generation.start.step)
 
@@ -321,7 +326,10 @@ class RunningJob:
         return self._exported(slowest, prepared, events)
 
     def export(self, rank: int, queue: StepQueue, state: State) -> dict[str, Any]:
-        """Export the state of a client, with the events of the client's own generation only."""
+        """Export the state of a client, with the events of its own generation.
+
+        Raise ``OverlordError`` if another generation has replaced that of the client.
+        """
         with self.lock:
             if self.generation.queues.get(rank, queue) is not queue:
                 raise OverlordError(f"rank {rank}: {MOVED}")
@@ -372,7 +380,7 @@ class RunningJob:
 
         def end_queues() -> None:  # before the constructors exit: otherwise clients would reconnect
             for queue in list(self.generation.queues.values()):
-                queue.end(OverlordError("the session is closed"))
+                queue.end(OverlordError("the session is closed; launch the job again to continue"))
 
         return [
             end_queues,

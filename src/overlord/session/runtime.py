@@ -50,7 +50,7 @@ class Runtime(Protocol):
     on_stage: list[Callable[[Any], None]]  # called with every planned step
     on_lost: list[Callable[[SourceLost], None]]  # called with every source whose storage failed
     on_late: list[Callable[[Any], None]]  # called with events that were applied after a timeout
-    on_taken: Callable[[int, int], None]  # called with (rank, step) by constructor workers
+    on_taken: Callable[[int, int], None]  # called with (rank, step) that a worker reports as taken
     journal: NullJournal  # of this process: plans are written before any of them is executed
 
     @property
@@ -59,7 +59,7 @@ class Runtime(Protocol):
     def plans(self) -> RecentPlans | RemotePlans: ...
     @property
     def absent(self) -> str:
-        """Why the planner cannot be called; empty if it can."""
+        """The reason why the planner cannot be called now; empty if it can be called."""
 
     @property
     def actor_system(self) -> ActorSystem | None:
@@ -75,16 +75,23 @@ class Runtime(Protocol):
 
     # clients in other processes
     def use_buffers(self, buffers: Any) -> None:
-        """Build steps in memory that clients map, if constructors run in this process."""
+        """Build steps in ``buffers``, which clients map, if constructors run in this process."""
 
     def listen(self, host: str, token: str) -> None:
         """Let constructor workers accept clients; without such workers do nothing."""
 
     def outside(self, rank: int) -> tuple[str, str] | None:
-        """Return address and token of the constructor worker of a rank; None without workers."""
+        """Return address and token of the constructor worker of a rank; None without workers.
+
+        An empty token stands for the one that the client connected with. Raise ``DataStall`` while
+        the worker is restarted.
+        """
 
     def taken_by(self, rank: int) -> int | None:
-        """Return the last step of a rank, from its constructor worker; None if unknown."""
+        """Return the last step that a rank took, from its constructor worker; -1 before the first.
+
+        None: there is no such worker, or it is lost. Raise ``DataStall`` if it does not answer.
+        """
 
     # events
     def settle(self) -> None: ...
@@ -114,7 +121,7 @@ def start_runtime(
     loop: EventLoop,
     generation: int = 0,
 ) -> Runtime:
-    """Start a runtime at a state; its commands run on ``loop``."""
+    """Start a runtime at a state, or at the start of the stream; its commands run on ``loop``."""
     if runtime != "local":
         return _cluster_runtime(
             *start_actor_system(runtime, prepared), prepared, state, loop, generation
@@ -245,7 +252,8 @@ def with_memory_bounds(runtime: str, job: Job, options: Options) -> Options:
 def hold_cluster(runtime: str, address: str | None) -> Callable[[], None]:
     """Hold the Ray cluster of a session until the returned function is called.
 
-    A cluster takes seconds to start, so all runtimes of a session share it.
+    A cluster takes seconds to start, so all runtimes of a session share it. Other runtimes than
+    "ray" need none: then the function does nothing.
     """
     if runtime != "ray":
         return lambda: None
@@ -269,6 +277,6 @@ def end_processes(runtime: Runtime) -> None:
 
 
 def counted(runtime: Runtime) -> Planner | Counted:
-    """Return the counts of the planner at one moment."""
+    """Return the counts of a remote planner at one moment, or a local planner, which has them."""
     planner = runtime.planner
     return planner if isinstance(planner, Planner) else planner.counted()

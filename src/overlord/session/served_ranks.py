@@ -22,13 +22,13 @@ from overlord.session.runtime import Runtime
 
 log = logging.getLogger("overlord")
 
-POLL_S = 0.05
+POLL_S = 0.05  # seconds between checks for clients that have closed
 
 
 def serve(
     running: RunningJob, host: str, port: int, token: str | None, ranks: Iterable[int] | None
 ) -> ServedAddress:
-    """Start the server of a session, or return the address of the one that runs."""
+    """Start the server of a session, unless it runs already; return its address."""
     running.refuse_closed()
     with running.switching:  # one call at a time; the lock is held for moments only
         with running.lock:
@@ -55,7 +55,10 @@ def serve(
 
 
 def _ranks_to_serve(running: RunningJob, ranks: Iterable[int] | None) -> list[int]:
-    """Return the ranks without a client in this process. The caller holds the lock."""
+    """Return those of ``ranks`` (None: all) without a client in this process, in order.
+
+    Raise after the first step, and for an invalid rank. The caller holds the lock.
+    """
     if running.begun:
         raise OverlordError(
             "serve: expected a call before the first step, got it after; call serve() before "
@@ -69,7 +72,7 @@ def _ranks_to_serve(running: RunningJob, ranks: Iterable[int] | None) -> list[in
 
 
 class ServedRanks:
-    """Answers the requests of clients in other processes: the ``SessionApi`` of a running job."""
+    """The ``SessionApi`` of a running job, for clients in other processes."""
 
     def __init__(
         self, running: RunningJob, *, host: str, port: int, token: str, ranks: Iterable[int]
@@ -80,7 +83,7 @@ class ServedRanks:
         self._states: dict[
             int, StreamState
         ] = {}  # states after steps that some client has not taken
-        self._last = -1  # last step that is delivered
+        self._last = -1  # last planned step that is not skipped
         self._lock = threading.Lock()  # guards the fields above; no other lock is taken under it
         self.server = SessionServer(
             self,
@@ -99,13 +102,16 @@ class ServedRanks:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that were served at first."""
+        """The ranks that the first ``serve`` call accepted; a reshard does not change them."""
         return self.server.ranks
 
     # generations
 
     def follow(self, runtime: Runtime, *, listen: bool = True) -> None:
-        """Observe a new runtime, before its first step."""
+        """Receive plans and acks of a new runtime, before its first step.
+
+        ``listen``: let its constructor workers accept clients.
+        """
         with self._lock:
             self._states, self._last = {}, -1
         runtime.on_stage.append(self._planned)
@@ -156,7 +162,9 @@ class ServedRanks:
             place = self._running.job.place
             removed = rank >= place.world_size
             raise OverlordError(
-                not_in_mesh(rank, place) if removed else f"the client of rank {rank} is closed"
+                not_in_mesh(rank, place)
+                if removed
+                else f"the client of rank {rank} is closed; load a state on every rank"
             )
         return client
 
@@ -175,7 +183,8 @@ class ServedRanks:
             )
         raise OverlordError(
             f"rank {rank}: expected a rank that is served to other processes "
-            f"({_few(sorted(self.ranks))}), got one of the session's own process"
+            f"({_few(sorted(self.ranks))}), got one of the session's own process; open its client "
+            "there"
         )
 
     def admit_broadcast(self, rank: int) -> None:
@@ -229,7 +238,7 @@ class ServedRanks:
     def _planned(self, stage: PlannedStep) -> None:
         """Keep the state after a planned step. Runs on: any thread.
 
-        A restarted coordinator may send a step that ranks have taken already, if the one before it
+        A restarted coordinator may send a step that ranks have taken already, if its predecessor
         died before it sent the step.
         """
         running, step = self._running, stage.plan.step
@@ -302,13 +311,16 @@ class ServedRanks:
             return all(acked.get(rank, -1) >= last for rank in running.clients)
 
     def wait_until_left(self, timeout_s: float) -> bool:
-        """Wait until all clients of other processes are closed or disconnected."""
+        """Wait until all clients in other processes have closed or disconnected.
+
+        Clients that have not connected yet are waited for too. Return False after ``timeout_s``.
+        """
         deadline = time.monotonic() + timeout_s
         while waiting := [c for c in self.remote_clients if c.there or not c.peer]:
             if time.monotonic() >= deadline:
                 ranks = [c.rank for c in waiting]
                 log.warning(
-                    "session closes before rank%s %s, which did not close within %.0f s",
+                    "session closed before rank%s %s, which did not close within %.0f s",
                     "" if len(ranks) == 1 else "s",
                     _few(ranks),
                     timeout_s,
@@ -358,7 +370,10 @@ class ServedRanks:
         return self._running.runtime.outside(rank) or (self.server.served.address, "")
 
     def _address_or_none(self, rank: int) -> tuple[str, str]:
-        """Return empty texts while the constructor is restarted: the client asks again."""
+        """Return address and token of a rank's constructor; empty texts while it is restarted.
+
+        The client then asks again.
+        """
         try:
             return self.constructor_address(rank)
         except DataStall:
@@ -382,7 +397,7 @@ class ServedRanks:
             if now.number != generation and rank not in now.joined:
                 raise OverlordError(f"rank {rank}: {MOVED}")
             state = client.position
-        # a client of an older generation must know this even while its constructor is restarted
+        # a client of an older generation gets its position even while its constructor is restarted
         rewound = now.number != generation
         address = self._address_or_none(rank) if rewound else self.constructor_address(rank)
         return position(state, now.number, address)

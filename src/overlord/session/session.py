@@ -89,7 +89,10 @@ class Session:
         return serve(self.internals, host, port, token, ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream after the last step that every client took, as plain JSON values."""
+        """Return the state after the last step that every client took, as plain JSON values.
+
+        Without an open client it is the position of the client that closed last.
+        """
         return self.internals.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
@@ -106,10 +109,10 @@ class Session:
 
         All ranks must be at the same step, as trainers are at a barrier. The call waits up to
         ``timeout_s`` for slower ranks, which must take their steps in another thread or process.
-        ``at`` names the step. It is required where clients are connected from other processes: the
-        steps they took a moment ago are not known here yet. Clients of ranks that the new mesh has
-        too continue; clients of other ranks raise an error. Open clients of new ranks before the
-        next step is asked for.
+        ``at`` names the step. It is required if ranks are served to other processes: their last
+        steps may not be recorded here yet. Clients of ranks that the new mesh has too continue;
+        clients of other ranks raise an error. Open clients of new ranks before the next step is
+        requested.
         """
         return reshard(self.internals, place, at, timeout_s)
 
@@ -163,9 +166,10 @@ class Session:
     def scale(self, source: str, hosts: int) -> bool:
         """Read a source in ``hosts`` loader workers from now on.
 
-        New workers start in the background, and take over when they have buffered as much as the
-        old ones. False: the source has that many workers, or another change is in progress.
-        The stream does not change.
+        New workers start in the background, and take over when they have buffered enough samples,
+        or after a few seconds. False: nothing was changed. The source has that many workers, a
+        worker is lost, another change is in progress, or the job has ended. The stream does not
+        change.
         """
         running = self.internals
         running.refuse_closed()
@@ -191,7 +195,7 @@ class Session:
     # read-only queries
 
     def plan(self, step: int) -> LoadingPlan:
-        """Return the plan of a recent step (the last 256 are kept)."""
+        """Return the plan of a recent step. At most 256 plans are kept, fewer of large steps."""
         return inspection.plan(self.internals, step)
 
     def graph(self, step: int) -> DGraph:
@@ -225,7 +229,10 @@ class Session:
         return inspection.quarantine(self.internals)
 
     def profile(self) -> JobProfile:
-        """Return the measured costs of all sources; they are saved for the next launch."""
+        """Return the measured costs of sources, and save them for the next launch.
+
+        Raise ``JobError`` for a job that was not launched with ``partition="auto"``.
+        """
         return inspection.profile(self.internals)
 
     def metrics(self) -> dict[str, Any]:

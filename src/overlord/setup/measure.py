@@ -79,7 +79,7 @@ def machine() -> str:
 
 @dataclass(slots=True)
 class _Timed:
-    """Wraps stages, and counts the seconds of the slice stage and the rows it dropped.
+    """Stages with a count of the seconds of the slice stage, and of the rows that it dropped.
 
     The slice stage runs while a window is opened, and its time does not count as reading.
     """
@@ -125,7 +125,7 @@ def measure(
 
 
 class _Probe:
-    """Reads chunks in stream order, and adds up their costs until the bounds are reached."""
+    """A measurement of chunks in stream order, which sums their costs until the bounds."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Probe:
         return time.perf_counter() - self._began >= self._bounds.seconds or self._over()
 
     def _window(self, chunk: int, t: int) -> bool:
-        """Read and transform one slice of a chunk; return whether it was the last one."""
+        """Read and transform slice ``t`` of a chunk; return whether it was the chunk's last one."""
         start, before, dropped = self._clock(), self._stages.seconds, self._stages.dropped
         window = self._reader.read(Read(0, 0, 0, t, (chunk,)))
         staged = self._stages.seconds - before

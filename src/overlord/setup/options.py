@@ -39,11 +39,11 @@ class RayPlacement:
     rank_nodes: Sequence[str] | None = None
     """Node of each rank: name, address or id. Constructors and loaders are placed there first."""
     sidecar: float = 0.5
-    """Share of the idle cores and memory of those nodes for loading; the rest goes elsewhere."""
+    """Share of the idle cores and memory of the ranks' nodes that loading may use, from 0 to 1."""
     node_labels: Mapping[str, str] | None = None
     """Labels of nodes for workers that need not be next to ranks: ``{"pool": "cpu"}``."""
     node_resources: Mapping[str, float] | None = None
-    """Custom resources that each of those workers requests: ``{"scratch": 1}``."""
+    """Custom resources of each worker that need not be next to ranks: ``{"scratch": 1}``."""
     reserve: bool = False
     """True: workers without room wait for Ray, or its autoscaler, to find a node."""
 
@@ -53,15 +53,15 @@ class MemoryLimits:
     """Bounds of the memory that loading holds; none of these fields changes the stream."""
 
     total: int | str | None = None
-    """For loading on this machine, ``"64GB"`` or bytes: it bounds the sum of the others."""
+    """Memory for loading on this machine, ``"64GB"`` or bytes: a bound on the sum of the others."""
     buffer_bytes: int = 2**30
-    """Samples that are ready and not drawn, over all sources."""
+    """Bytes of samples that are ready and not drawn, over all sources."""
     open_bytes: int = 2**28
-    """Memory of files that are open in the middle of a chunk."""
+    """Bytes of files that are open in the middle of a chunk."""
     open_files: int = 512
-    """Number of such files."""
+    """Number of files that are open in the middle of a chunk."""
     ring_bytes: int | None = None
-    """Shared memory of one worker. None: a quarter of the memory of the machine or container."""
+    """Bytes of shared memory of one worker. None: a quarter of that of machine or container."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,9 @@ class Options:
     # draw needs samples of all sources, so concurrent workers need buffers: 16 workers were 55 %
     # busy with 2 steps, 92 % with 16.
     read_ahead: int | None = None
-    buffer_bytes: int = 2**30  # buffered samples beyond the draw, over all sources
-    open_bytes: int = 2**28  # files open in the middle of a chunk
-    open_files: int = 512
+    buffer_bytes: int = 2**30  # bytes of buffered samples beyond the draw, over all sources
+    open_bytes: int = 2**28  # bytes of files that are open in the middle of a chunk
+    open_files: int = 512  # number of files that are open in the middle of a chunk
     # Memory of this machine for loading, "64GB" or bytes; buffer_bytes, open_bytes and ring_bytes
     # can only reduce their shares.
     memory: int | str | None = None
@@ -111,12 +111,12 @@ class Options:
     address: str | None = None
     # node of each rank: name, address or id; constructors and loaders are placed there first
     rank_nodes: Sequence[str] | None = None
-    # Share of the idle cores and memory of those nodes for constructors, then loaders; other
+    # Share of the idle cores and memory of the ranks' nodes for constructors, then loaders; other
     # workers are placed on nodes without ranks.
     sidecar: float = 0.5
     # labels of nodes for workers that need not be next to ranks, as in Ray: {"pool": "cpu"}
     node_labels: Mapping[str, str] | None = None
-    # custom resources that each of those workers requests: {"scratch": 1}
+    # custom resources of each worker that need not be next to ranks: {"scratch": 1}
     node_resources: Mapping[str, float] | None = None
     # True: workers without room on any node wait for Ray, or its autoscaler, to find one
     reserve: bool = False
@@ -126,7 +126,7 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
-    # scale the loader workers of each source; a mapping: True, with other limits of the scaler
+    # scale the loader workers of each source; a mapping enables it with other limits of the scaler
     autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
@@ -156,7 +156,7 @@ class Options:
                 or not isinstance(value, (int, float))
                 or not 0 <= value < math.inf
             ):
-                found.append(f"{name}: expected a number of seconds, got {value!r}")
+                found.append(f"{name}: expected a number of seconds, 0 or more, got {value!r}")
         for name in (
             "build_ahead",
             "read_ahead",
@@ -325,9 +325,9 @@ class Options:
         return found
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """Check that a report can arrive before the plan that uses it.
+        """Return the problem of a ``feedback_lag`` below prefetch + 2, if the job uses reports.
 
-        Jobs without feedback have no such bound.
+        With such a lag, a report could not arrive before the plan that uses it.
         """
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
             return []
@@ -347,9 +347,9 @@ GROUPED = tuple(
 
 
 def refuse_unknown(given: Iterable[str], accepted: Collection[str] | None = None) -> None:
-    """Raise ``JobError`` for option names that are not accepted, with the nearest known name.
+    """Raise ``JobError`` if a name is not in ``accepted``, by default the fields of ``Options``.
 
-    ``accepted``: by default all fields of ``Options``.
+    The error has the nearest known name.
     """
     known = [f.name for f in fields(Options)]
     accepted = known if accepted is None else accepted
@@ -367,14 +367,20 @@ def refuse_unknown(given: Iterable[str], accepted: Collection[str] | None = None
 def ray_fields(
     given: RayPlacement | Mapping[str, Any] | None, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of ``ray=``, a placement or a mapping, and of deprecated keywords."""
+    """Return all fields of ``ray=``, a placement or a mapping, updated by deprecated keywords.
+
+    Raise ``JobError`` for an unknown field, or one that is given twice with different values.
+    """
     return _group_fields("ray", RayPlacement, given, old)
 
 
 def memory_fields(
     given: MemoryLimits | Mapping[str, Any] | int | str | None, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of ``memory=``, which may be the total alone, and of old keywords."""
+    """Return all fields of ``memory=``, updated by deprecated keywords; see ``ray_fields``.
+
+    ``memory=`` may also be the total alone. The field ``total`` is named ``memory`` in the result.
+    """
     if not isinstance(given, (MemoryLimits, Mapping)):
         given = None if given is None else {"total": given}
     found = _group_fields("memory", MemoryLimits, given, old)
@@ -450,7 +456,7 @@ def ring_bytes(options: Options) -> int:
 
 
 def n_workers(options: Options) -> int:
-    """Return the number of threads that read, transform and build."""
+    """Return the number of threads that read, transform and build in one process."""
     return options.workers or max(2, min(8, n_cores()))
 
 

@@ -86,7 +86,7 @@ def load_of(
 
 
 def _held(index: Index) -> tuple[int, float]:
-    """Return the bytes of a source in memory, and those of one row."""
+    """Return the estimated bytes of a source in memory, and those of one row."""
     held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
     if any(f.path.endswith((".gz", ".zst")) for f in index.files):
         held = 3 * index.nbytes
@@ -128,12 +128,12 @@ def weights_of(prepared: PreparedJob) -> list[float]:
 
 
 def loads_of(prepared: PreparedJob) -> list[SourceLoad]:
-    """Return the load of each source for every sample that the mixture draws.
+    """Return the load of each source, with its cost for each sample that the mixture draws.
 
     Costs are measured, or else estimated from the index. A job without indexes holds its loads.
     Transforms in worker processes do not hold the interpreter lock of a loader worker. In a job
-    that is scaled, the loaders of a source share one transform process in each loader worker, which
-    handles one batch at a time. So the source needs more processes, as if it held the lock.
+    that is scaled, the loaders of a source on one loader worker share one transform process. It
+    handles one batch at a time, so the source needs more processes, as if it held the lock.
     """
     if (loads := getattr(prepared, "loads", None)) is not None:
         return list(loads)
@@ -236,7 +236,8 @@ def partition_of(
 ) -> Partition:
     """Return the partition of a job.
 
-    The launch option ``hosts=`` sets the CPU cores for loading alone, without the other work.
+    ``cores``: by default those of the launch option ``hosts=``, which are for loading alone, else
+    all cores of this machine. The other arguments are described in ``scaling/partition.py``.
     """
     options, job = prepared.options, prepared.job
     alone = cores is None and options.hosts is not None
@@ -296,9 +297,9 @@ def machine_memory() -> int:
 
 
 def profiled(prepared: PreparedJob, runtime: str) -> PreparedJob:
-    """Return the job with the known profiles of its sources.
+    """Return the job with the profiles of its sources: saved ones, or measured now if worth it.
 
-    For the local runtime, which has no workers, the numbers of loaders are set too.
+    ``prepared`` gets them too. For the local runtime the numbers of loaders are set as well.
     """
     if prepared.options.partition == "auto":
         prepared.profile = known(prepared)
@@ -336,7 +337,10 @@ def _local_loaders(prepared: PreparedJob) -> list[int]:
 
 
 def with_new_loaders(prepared: PreparedJob, runtime: str) -> PreparedJob:
-    """Return a job whose last source is to be added, with the profile and loaders of it."""
+    """Return a copy of a job with the profile and the number of loaders of its last source.
+
+    That source is to be added to a running job.
+    """
     name, made = prepared.job.names[-1], copy.copy(prepared)
     others = {n: k for n, k in (prepared.options.loaders or {}).items() if n != name}
     made.options = options = replace(prepared.options, loaders=others)

@@ -186,16 +186,16 @@ class PreparedJob:
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
     def with_floor(self, floor: int) -> PreparedJob:
-        """Return this job for a planner that replans the steps below the floor.
+        """Return a copy of this job for a planner that replans the steps below ``floor``.
 
-        An event that arrives now does not change those steps.
+        New events do not change those steps.
         """
         other = copy.copy(self)
         other.floor = floor
         return other
 
     def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> PreparedJob:
-        """Return this job with these numbers of loaders by source.
+        """Return a copy of this job with these numbers of loaders, in the order of its sources.
 
         ``read_ahead`` applies where the launch options do not set it.
         """
@@ -207,7 +207,7 @@ class PreparedJob:
         return other
 
     def placed(self, place: ClientPlaceTree) -> PreparedJob:
-        """Return this job for another mesh; raise ``JobError`` for an unfit mesh.
+        """Return a copy of this job for another mesh; raise ``JobError`` for an unfit mesh.
 
         The longest sample stays the same, although its default may depend on the mesh.
         """
@@ -275,7 +275,7 @@ class PreparedJob:
     # added sources
 
     def with_source(self, source: Any, loaders: int = 1) -> PreparedJob:
-        """Return this job with one more source, which is indexed here.
+        """Return a copy of this job with one more source, which is indexed here.
 
         An invalid source raises ``JobError``, as at launch, and changes nothing.
         """

@@ -64,9 +64,9 @@ def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
 
 
 def load(path: Path | str) -> JobProfile:
-    """Read a profile; a missing or damaged one is empty.
+    """Return the profile at a location; an empty one if it is missing or cannot be read.
 
-    A damaged profile is logged.
+    A profile that exists and cannot be read is logged.
     """
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
@@ -126,9 +126,9 @@ def _put(uri: str, profile: JobProfile) -> bool:
 
 
 def save(path: Path | str, profile: JobProfile) -> bool:
-    """Write a profile and return whether it was written.
+    """Write a profile and return whether it was written; log a failure.
 
-    It is written to a temporary file first, so that a reader never sees half of it.
+    A file is written under a temporary name first, so that a reader never gets half of it.
     """
     if isinstance(path, str):
         return _put(path, profile)
@@ -235,7 +235,7 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
 
 
 class Refresher:
-    """Merges measurements of loaders into the job's profile, periodically in a thread.
+    """The thread that periodically merges measurements of loaders into the job's profile.
 
     ``metrics`` returns the metrics of the runtime.
     """

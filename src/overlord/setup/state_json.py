@@ -60,7 +60,7 @@ LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it
 def job_fingerprint(
     job: Job, indexes: Sequence[Index], pipelines: Sequence[Pipeline], added: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the fingerprint of a job by entry.
+    """Return the fingerprint of a job: a text for each entry.
 
     ``place`` and ``sync`` are left out, since they change the slots of a step and not its samples.
     So a state fits any mesh. The weight of a source in ``added`` applies next to any mixture, and
@@ -120,7 +120,7 @@ def batch_fields(job: Job) -> dict[str, Any]:
 
 
 def reading_text(source: Source) -> str:
-    """Return the options of a source that decide which of its rows are read."""
+    """Return a text of the options of a source that decide which of its rows are read."""
     return (
         f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
         f"{source.max_sample_bytes}"

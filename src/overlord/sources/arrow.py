@@ -1,10 +1,10 @@
 """Reader for the Arrow IPC file and stream formats, as Hugging Face datasets writes them.
 
-A chunk is the whole file. The footer of a file is not needed. The stream begins after the magic
-bytes, so a truncated file is readable up to its end. From a local file the reader reads only the
-requested rows (``arrow_partial_read.py``), so it keeps a slice and not a batch. From remote files
-and files with dictionaries it reads whole batches. Files are never memory-mapped: an unreadable
-mapped page kills the process, whereas a failing read raises an error.
+A chunk is the whole file. A file without a valid footer is read as a stream, which begins after the
+magic bytes. A truncated file is therefore readable up to its end. Of a local file only the
+requested rows are read (``arrow_partial_read.py``), so memory holds a slice and not a batch. Of
+other files, and of files with dictionaries, whole batches are read. Files are never memory-mapped:
+an unreadable mapped page kills the process, whereas a failing read raises an error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Arrow:
             return {f.name: str(f.type) for f in _open(files, file, stack).reader.schema}
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        return 2**22  # bytes of a batch that is read whole; otherwise almost nothing
+        return 2**22  # estimate for a batch that is read whole; partial reads hold almost nothing
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
@@ -79,7 +79,7 @@ class Arrow:
             yield cols.no_rows(options, skip)
             return
         at, n, step = 0, 0, options.slice_rows
-        # Pieces of the current slice; a text is the reason for one lost row.
+        # Pieces of the current slice; a text stands for one unreadable row and is its reason.
         held: list[pa.RecordBatch | str] = []
         with ExitStack() as stack:
             for item in _batches(_open(files, file, stack), files, file, options):
@@ -101,13 +101,13 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class OpenArrowFile:
-    reader: Any  # pyarrow's reader
-    truncated: bool  # the end of the file is missing
-    partial: Messages | None  # set if rows can be read individually
+    reader: Any  # pyarrow's RecordBatchFileReader or RecordBatchStreamReader
+    truncated: bool  # the footer or the end-of-stream marker is missing
+    partial: Messages | None  # None if only whole batches can be read
 
 
 def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
-    """Open the file by its footer if it has one, else as a stream.
+    """Open the file by its footer if that is valid, else as a stream. Raises BadFile.
 
     A truncated file has a stream after its magic bytes.
     """
@@ -127,7 +127,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
             except BROKEN as error:
                 if is_storage_fault(error):
                     raise
-                # a broken footer: the batches may still be readable in order
+                # the footer is broken, but the batches may still be readable as a stream
         source.seek(start := 8 if head[:6] == MAGIC else 0)
         reader = _with_column_names(pa.ipc.open_stream(source, options=_OPTIONS))
         return OpenArrowFile(
@@ -146,9 +146,9 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
 
 
 def _with_column_names(reader: Any) -> Any:
-    """Return the reader after decoding the names of its columns, which may be invalid.
+    """Return the reader. Raises UnicodeDecodeError if the name of a column is not UTF-8.
 
-    No later step detects invalid names.
+    No later step would detect such a name.
     """
     [f.name for f in reader.schema]
     return reader
@@ -159,8 +159,8 @@ def _partial_reader(
 ) -> Messages | None:
     """Return a reader of single rows, or None if whole batches must be read.
 
-    Remote storage prefers a few long reads to many short ones. Only pyarrow's readers decode
-    dictionaries.
+    On remote storage a few long reads are faster than many short ones. Only pyarrow's readers
+    decode dictionaries.
     """
     return (
         Messages(source, start, stop)
@@ -196,7 +196,7 @@ def _batches(
     except BROKEN as error:
         if is_storage_fault(error):
             raise
-        files.check_readable(file)  # raises if the storage is at fault
+        files.check_readable(file)  # raises OSError if the storage is at fault
         yield f"expected valid Arrow data, got: {_first_line(error)}"
         return
     if file_reader.truncated:

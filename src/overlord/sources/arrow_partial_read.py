@@ -3,7 +3,7 @@
 Arrow reads a batch whole or from a memory-mapped file. A mapped page that cannot be read kills the
 process, for example after the file was truncated or its mount failed. This module decodes a batch
 over *blank memory*: anonymous pages that are never touched. The addresses of the decoded buffers
-then tell which bytes of the file hold some rows of some columns. A batch that Arrow decompresses or
+then give the byte range of any rows of a column in the file. A batch that Arrow decompresses or
 converts while decoding is read whole.
 """
 
@@ -28,15 +28,15 @@ ReadRange = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) 
 
 
 class UnsupportedLayout(Exception):
-    """Raised for rows of a type that is not read row by row, and for invalid offsets."""
+    """Raised for a column type that cannot be read row by row, and for invalid offsets."""
 
 
 class Feed:
     """File object from which Arrow's decoder reads the metadata and the body of one message.
 
-    The body may be blank memory instead.
+    The decoder receives blank memory instead of a large body.
 
-    It must not reference its owner: the garbage collector cannot collect a cycle through C++.
+    A Feed must not reference its owner: the garbage collector cannot free a cycle through C++.
     """
 
     closed = False
@@ -50,7 +50,11 @@ class Feed:
         self.blank = pa.py_buffer(self._pages)
 
     def begin(self, start: int, whole: bool) -> None:
-        """Read the metadata of the message at ``start``; the decoder reads this message next."""
+        """Read the metadata of the message at ``start``; the decoder reads this message next.
+
+        ``whole``: the decoder receives the body from the file, never blank memory. Raises
+        ValueError if the metadata is too long.
+        """
         head, left = self.fetch(start, TYPICAL_META), self._stop - start
         # Versions before 0.15 write no continuation marker.
         prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
@@ -68,7 +72,7 @@ class Feed:
         self.at, self.body, self.whole = start, start + end, whole
 
     def insert(self, start: int, data: bytes) -> None:
-        """Let the decoder read ``data`` next, then everything from ``start`` on."""
+        """Make the decoder read ``data`` next, then the file from ``start`` on."""
         self.meta, self.at, self.body, self.whole = data, start - len(data), start, True
 
     def read(self, n: int) -> Any:
@@ -87,7 +91,7 @@ class Feed:
 
     @contextmanager
     def filled(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Hold body bytes in ranges (offset, length) of the blank memory, within this context."""
+        """Copy ranges (offset, length) of the body into the blank memory; zero them on exit."""
         ranges = list(ranges)
         for at, n in ranges:
             self._pages[at : at + n] = self.fetch(self.body + at, n)
@@ -96,7 +100,10 @@ class Feed:
             self._pages[at : at + n] = bytes(n)
 
     def fetch(self, at: int, n: int) -> bytes:
-        """Return n bytes at ``at``; fewer only at the end of the messages."""
+        """Return n bytes of the file at ``at``; fewer only where the messages end.
+
+        Raises StorageUnreachable if the file is shorter than its indexed size.
+        """
         n = min(n, self._stop - at)
         data: bytes = self._handle.read_at(n, at)
         if len(data) < n:
@@ -112,7 +119,7 @@ class Messages:
         self._source = pa.PythonFile(self._feed, mode="r")
 
     def batches(self, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[BatchLocation]:
-        """Yield the record batches. Raises one of BROKEN if the bytes are invalid."""
+        """Yield the record batches in file order. Raises one of BROKEN if the bytes are invalid."""
         feed = self._feed
         while (start := feed.at) < self._stop:
             try:
@@ -141,12 +148,15 @@ class Messages:
         try:
             return BatchLocation(checked(pa.ipc.read_record_batch(message, schema), columns))
         except BROKEN:
-            return None  # the requested columns may be valid
+            return None  # the requested columns may still be valid
 
     def _over_blank(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
     ) -> BatchLocation | None:
-        """Return a batch whose rows can be read individually, or None if Arrow needs its bytes."""
+        """Return the batch over blank memory, or None if its rows cannot be read individually.
+
+        Arrow decompresses or converts such a batch while decoding, or the batch is invalid.
+        """
         feed, body = self._feed, self._feed.body
         first, stop = feed.blank.address, feed.blank.address + feed.blank.size
         try:
@@ -182,9 +192,9 @@ class Messages:
     def _with_pyarrow(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
     ) -> Iterator[BatchLocation]:
-        """Read all batches from ``start`` on with pyarrow.
+        """Yield all batches from ``start`` on, read whole by pyarrow.
 
-        It decompresses only the requested columns.
+        pyarrow decompresses only the requested columns.
         """
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
@@ -196,9 +206,9 @@ class Messages:
 
 
 def checked(batch: pa.RecordBatch, columns: Sequence[str] | None) -> pa.RecordBatch:
-    """Return the requested columns if sizes and outermost offsets are valid.
+    """Return the requested columns. Raises ArrowInvalid for wrong sizes or outermost offsets.
 
-    Inner offsets are validated slice by slice.
+    Inner offsets are validated later, slice by slice.
     """
     batch = selected(batch, columns)
     batch.validate()
@@ -216,7 +226,8 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
 class BatchLocation:
     """Columns of a record batch, in memory or over blank memory.
 
-    ``get`` reads ranges of their buffers; ``whole`` reads the complete batch.
+    ``get`` reads a range of a buffer. ``whole`` reads the complete batch; it is None if the batch
+    is already in memory.
     """
 
     def __init__(
@@ -233,7 +244,7 @@ class BatchLocation:
             arrays = [rows_of(column, first, stop, self._get) for column in self._batch.columns]
         except UnsupportedLayout:
             if self._whole is None:
-                # The check of the slice reports which rows are broken.
+                # The validation of the slice finds the broken rows (tables.without_invalid_rows).
                 return self._batch.slice(first, stop - first)
             self._batch, self._get, self._whole = self._whole(), _in_memory, None
             return self.rows(first, stop)
@@ -245,17 +256,18 @@ class BatchLocation:
 
 
 def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
-    """Return some rows of an array that begins at the start of its buffers.
+    """Return the rows from ``first`` up to ``stop`` of an array; ``get`` reads the needed bytes.
 
-    Nested arrays hold only the values of these rows. Otherwise one broken value would make every
-    row of a batch appear broken.
+    The array must begin at the start of its buffers. Nested arrays of the result hold only the
+    values of these rows. Otherwise one broken value would make every row of a batch appear broken.
+    Raises UnsupportedLayout.
     """
     kind, buffers = array.type, array.buffers()
     if first == stop or pt.is_null(kind):
         return pa.nulls(stop - first, kind)
     if not pt.is_struct(kind) and (len(buffers) < 2 or buffers[1] is None):
         raise UnsupportedLayout
-    # validity bits are read from a whole byte on; other buffers start at the same row
+    # validity bits begin at a whole byte, so all buffers are read from that row on
     start = first & ~7
     valid = (
         get(buffers[0], start // 8, -(-stop // 8))
@@ -295,7 +307,7 @@ def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
 def end_offsets(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
     """Yield the location of the first and last offset of a column and of its nested arrays.
 
-    A location is (buffer, offset in the buffer, bytes).
+    A location is (buffer, byte offset in the buffer, number of bytes). Raises UnsupportedLayout.
     """
     kind = array.type
     if pt.is_struct(kind):
@@ -320,7 +332,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _offsets_of(kind: pa.DataType) -> np.dtype[Any] | None:
-    """Return the type of the offsets if values or items have variable length."""
+    """Return the numpy type of the offsets, or None if the values have a fixed length."""
     if pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind):
         return np.dtype(np.int64)
     return (

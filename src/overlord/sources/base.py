@@ -24,9 +24,9 @@ NO_ROWS = "the file has no rows"
 
 
 class BadFile(ValueError):
-    """A file that cannot be used at all.
+    """Raised for a file that cannot be used at all.
 
-    The caller that has the name of the source turns it into a SourceError.
+    The caller, which has the name of the source, raises a SourceError in its place.
     """
 
     def __init__(self, problem: str, remedy: str = ""):
@@ -42,7 +42,11 @@ TEXTS = ("text", "content", "raw_content", "body", "txt")
 
 
 def text_columns(schema: Mapping[str, str]) -> list[str]:
-    """Return the columns whose type may hold text, common names first."""
+    """Return the names of columns that may hold text, common names first.
+
+    Nested columns and names that begin with ``__`` are left out. Binary columns are included only
+    under a common name.
+    """
     flat = {
         name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")
     }
@@ -64,7 +68,7 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
 
 
 def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
-    """Suggest Tokenize if token ids are missing and there is text; otherwise return ""."""
+    """Return a hint to add Tokenize if "tokens" is missing and a column may hold text, else ""."""
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (
@@ -76,9 +80,9 @@ def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
 
 
 class StorageUnreachable(OSError):
-    """Bytes that could not be read, or that differ from the indexed ones.
+    """Raised when bytes cannot be read, or when a file differs from the indexed one.
 
-    This is a fault of storage, not of the data: it is never a reason for quarantine.
+    Storage is at fault, not the data, so no row is quarantined for it.
     """
 
     def __init__(self, problem: str, remedy: str = "", kind: str = ""):
@@ -100,7 +104,7 @@ def is_storage_fault(error: BaseException) -> bool:
 
 
 def short_read(missing: int) -> StorageUnreachable:
-    """Return the error for a read that ended before the end of the file."""
+    """Return the error for a read that ended ``missing`` bytes before its expected end."""
     return StorageUnreachable(
         f"expected {missing} more bytes of the file, got the end of the data",
         "check the disk or the mount",
@@ -128,11 +132,11 @@ class Chunks:
     file: np.ndarray  # int32: number of the file
     start: np.ndarray  # int64: first row (or first byte, for plain JSONL)
     stop: np.ndarray  # int64: one past the last row (or byte); -1: until the end of the file
-    # int32: number of the chunk inside its file, given by the format (row group, shard); -1: the
-    # file has no rows
+    # int32: number of the chunk inside its file, set by the format (for example the row group);
+    # -1: the file has no rows
     unit: np.ndarray
     rows: np.ndarray  # int64: raw rows; -1 if unknown before reading
-    nbytes: np.ndarray  # int64: bytes in memory when read whole, as far as the file tells
+    nbytes: np.ndarray  # int64: estimate of the bytes in memory when read whole; 0 if unknown
 
     def __len__(self) -> int:
         return len(self.file)
@@ -145,15 +149,15 @@ class ReadOptions:
     slice_rows: int = 256
     chunk_bytes: int = 2**23
     max_sample_bytes: int = 2**26
-    columns: tuple[str, ...] | None = None  # None: all
-    refused: tuple[str, ...] = ()  # loss columns that the job would ignore
+    columns: tuple[str, ...] | None = None  # names of the requested columns; None: all
+    refused: tuple[str, ...] = ()  # loss columns that the job would ignore: refused
 
 
 @dataclass(slots=True, eq=False)
 class RawSlice:
     """Raw rows of one slice, in file order.
 
-    ``table`` holds only the readable ones, in the same order.
+    ``table`` holds only the readable rows, in the same order.
     """
 
     row: np.ndarray  # int64: the `row` of every raw row, unreadable ones included
@@ -163,19 +167,19 @@ class RawSlice:
 
 
 class Format(Protocol):
-    """A file format. Instances are stateless; one serves all sources and threads."""
+    """A file format. Instances are stateless; all sources and threads share one."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Return the endings of the format's file names."""
+        """Endings of the format's file names, for example ``.parquet``; empty for objects."""
         ...
 
     @property
     def indexed(self) -> bool:
-        """Return whether listing chunks opens the file, so that the result is worth caching."""
+        """Whether listing chunks opens the file, so that the result is worth caching."""
         ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
@@ -186,34 +190,33 @@ class Format(Protocol):
         ...
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
-        """Return column name -> type if the file tells it without reading data, else None."""
+        """Return the type of each column by name, or None if the format must read data for it."""
         ...
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        """Estimate the bytes that an open `read` holds between two slices.
+        """Estimate the bytes that an open ``read`` of chunk i holds between two slices.
 
-        The chunk cache adds them up.
+        The cache of open chunks adds up these estimates.
         """
         ...
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
     ) -> Iterator[RawSlice]:
-        """Read chunk i front to back, starting at slice ``skip``.
+        """Yield the slices of chunk i front to back, starting at slice ``skip``.
 
-        Skipping is cheaper than reading and dropping slices. Every slice but the last holds
-        ``slice_rows`` raw rows. At least one slice is returned, and the final one has ``last`` set.
-        A ``skip`` past the end returns one empty slice. Unreadable rows are listed in ``bad``.
-        Raises BadFile if the file cannot be used and OSError if it cannot be read: only bytes
-        lead to quarantine, never a failing disk.
+        Every slice but the last holds ``slice_rows`` raw rows. At least one slice is yielded, and
+        the final one has ``last`` set. A ``skip`` past the end yields one empty slice. Unreadable
+        rows are listed in ``bad``. Raises BadFile if the file cannot be used, and OSError if
+        storage fails: only invalid bytes lead to quarantine.
         """
         ...
 
 
 def check_refused(names: Container[str], options: ReadOptions) -> None:
-    """Refuse a file with a loss column that the job would ignore.
+    """Raise BadFile if ``names`` contains a loss column that the job would ignore.
 
-    Training would use the wrong tokens.
+    Training would otherwise compute the loss over the wrong tokens.
     """
     if refused := [name for name in options.refused if name in names]:
         raise BadFile(
@@ -224,9 +227,9 @@ def check_refused(names: Container[str], options: ReadOptions) -> None:
 
 
 def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
-    """Return the chunks of one file from (start, stop, unit, rows, nbytes) each.
+    """Return the chunks of one file; each row is (start, stop, unit, rows, nbytes).
 
-    Column `file` is 0.
+    Column ``file`` is 0.
     """
     table = np.array(rows, np.int64).reshape(len(rows), 5)
     return Chunks(
@@ -240,9 +243,9 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 
 
 def no_rows_chunk() -> Chunks:
-    """Return the chunk of a file without rows.
+    """Return the only chunk of a file without rows.
 
-    It has one unreadable row, so that the quarantine lists the file.
+    The chunk has one unreadable row, so that the quarantine lists the file.
     """
     return make_chunks([(0, 1, -1, 1, 0)])
 
@@ -262,7 +265,7 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """Least-recently-used cache that passes evicted and cleared values to ``on_evict``.
+    """Least-recently-used cache that passes evicted, replaced and cleared values to ``on_evict``.
 
     Values removed by ``take`` are not passed. ``on_evict`` is called outside the lock.
     """
@@ -286,7 +289,7 @@ class Lru(Generic[K, V]):
             return self._items[key][0]
 
     def take(self, key: K) -> V | None:
-        """Get and remove a value atomically, so that only one thread has it."""
+        """Remove and return a value, or None: of several threads only one receives the value."""
         with self._lock:
             if key not in self._items:
                 return None
@@ -295,7 +298,7 @@ class Lru(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V, nbytes: int) -> None:
-        """Store the value; even one larger than all bounds stays until the next ``put``."""
+        """Store the value, then evict others until the bounds hold or only the new one is left."""
         removed: list[V] = []
         with self._lock:
             if key in self._items:

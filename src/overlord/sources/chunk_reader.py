@@ -36,9 +36,9 @@ from overlord.uris import scrub
 
 @dataclass(slots=True)
 class OpenChunk:
-    """An open chunk: ``slices`` yields slice number ``next`` next.
+    """An open chunk; the next item of ``slices`` is slice number ``next``.
 
-    While it is in the cache, its ``nbytes`` count for ``reader``.
+    ``reader`` and ``nbytes`` are valid while the chunk is in the cache: its owner and its size.
     """
 
     slices: Iterator[RawSlice]
@@ -72,7 +72,7 @@ class OpenChunkCache:
         self._chunks.put(key, handle, nbytes)
 
     def bytes_of(self, reader: int) -> int:
-        """Return the bytes that the open chunks of one reader hold."""
+        """Return the bytes that the cached open chunks of one reader hold, as estimated."""
         return self._held.get(reader, 0)
 
     def _add_bytes(self, reader: int, nbytes: int) -> None:
@@ -139,7 +139,8 @@ class ChunkReader:
     def slice(self, chunk: int, t: int) -> RawSlice:
         """Return slice t of a chunk; cheap if slice t-1 was the last one read.
 
-        Past the end the slice is empty and has ``last`` set.
+        Past the end the slice is empty and has ``last`` set. Raises SourceError, or StorageError
+        if storage is at fault.
         """
         file = self.index.files[self.file_of(chunk)]
         try:
@@ -157,12 +158,15 @@ class ChunkReader:
             raise self._error(file, error) from error
 
     def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
-        """Read a slice and reject it, valid or not, if the file changed meanwhile."""
+        """Read a slice. Raises StorageUnreachable if the file changed meanwhile.
+
+        A successful read of a remote mount is not checked unless the slice has unreadable rows.
+        """
         try:
             raw = self._slice(chunk, t, file)
         except (OSError, ValueError) as error:
-            # Without an errno the error is not from the operating system: invalid bytes may belong
-            # to another file.
+            # Without an errno the error is not from the operating system: the invalid bytes may
+            # belong to a file that replaced the indexed one.
             if not isinstance(getattr(error, "errno", None), int):
                 self._files.check_unchanged(file)
             raise
@@ -197,28 +201,28 @@ class ChunkReader:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether a read may wait for storage; rows of a Python object do not."""
+        """Whether reads access storage; reads of a Python object do not."""
         return self._files.fs is not None
 
     @property
     def user_code(self) -> str:
-        """Return the class name of the user's dataset that yields the rows, or an empty text."""
+        """Class name of the user's dataset or factory; empty for files and lists of rows."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
 
     @property
     def is_remote(self) -> bool:
-        """Return whether reads wait for responses of storage rather than for a CPU core."""
+        """Whether the source is in an object store: reads mostly wait for its responses."""
         return self._files.remote
 
     @property
     def never_hangs(self) -> bool:
-        """Return whether no read can hang: all files opened so far are on local disks."""
+        """Whether all files opened so far are on local disks, where reads do not hang."""
         return self._on_disk
 
     @contextmanager
     def no_wait(self) -> Iterator[None]:
-        """Within this context a failing read raises ``WouldBlock`` and is not retried."""
+        """Let a failing read raise ``WouldBlock`` instead of retrying it, within this context."""
         self.stats.no_wait = True
         try:
             yield
@@ -227,21 +231,21 @@ class ChunkReader:
 
     @property
     def store_metrics(self) -> dict[str, Any] | None:
-        """Return counters of requests to an object store; None on a disk."""
+        """Counters of requests to an object store; None for any other source."""
         return self.stats.metrics() if self._files.remote else None
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
-        """Return counters of storage problems: retries, errors by kind, waits, failed reads."""
+        """Counters of storage problems (``StorageStats.problem_metrics``); None without storage."""
         return self.stats.problem_metrics() if self.may_wait else None
 
     @property
     def open_bytes(self) -> int:
-        """Return the bytes that the cached open chunks of this reader hold."""
+        """Bytes that the cached open chunks of this reader hold, as estimated."""
         return self._cache.bytes_of(self._id)
 
     def activity(self) -> str:
-        """Return a description of the read that is being waited for, once it takes long."""
+        """Describe the oldest read in progress if it is slow or has failed; else return ""."""
         if (attempt := self.stats.oldest()) is None:
             return ""
         seconds, failures = self.stats.clock.now() - attempt.began, attempt.failures
@@ -253,7 +257,10 @@ class ChunkReader:
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
     def stalled(self) -> StorageError | None:
-        """Return the error of a read that makes no progress and has exceeded its deadline."""
+        """Return the error of the oldest read if it hangs beyond its deadline, else None.
+
+        The read is then counted as failed, and is no longer in progress.
+        """
         if (attempt := self.stats.oldest()) is None:
             return None
         if self.stats.clock.now() - attempt.began < TIMEOUTS.slow_s:

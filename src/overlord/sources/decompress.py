@@ -15,27 +15,28 @@ from overlord.sources.files import BLOCK
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# A zstd block of 4 bytes can expand to 128 kB, so this bounds one step to 32 MB on hostile data.
+# Bytes that are decompressed at once. A zstd block of 4 bytes can expand to 128 kB, so hostile
+# data expand to at most 32 MB.
 ZSTD_FEED = 1024
 
 
 class BrokenStream(Exception):
-    """The compressed data ends early or is invalid from here on.
+    """Raised where compressed data end early or become invalid.
 
-    This is a fault of the data, never of storage.
+    The data are at fault, never storage.
     """
 
 
 class TextLine(NamedTuple):
     offset: int  # offset of its first byte in the (decompressed) text
-    data: bytes
-    problem: str = ""  # why it cannot be used
+    data: bytes  # without the line break; empty if there is a problem
+    problem: str = ""  # reason why the line is unreadable; empty if it is readable
 
 
 def read_plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file from its current position.
+    """Yield the bytes of a file from its current position to its end.
 
-    An end before ``size`` is a fault of storage: a truncated file has its truncated size.
+    Raises StorageUnreachable if the file ends before ``size``, its indexed size.
     """
     while block := handle.read(BLOCK):
         yield block
@@ -44,7 +45,10 @@ def read_plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 
 
 def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield the text of a .gz file, member after member."""
+    """Yield the text of a .gz file, member after member.
+
+    Raises BrokenStream, after all valid text, if the data are invalid or truncated.
+    """
     unpacker, inside = zlib.decompressobj(31), False
     for data in read_plain(handle, size):
         while data:
@@ -72,7 +76,10 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 
 
 def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """Yield the bytes before the broken one: zlib drops the whole piece in which it fails."""
+    """Yield the text of ``data`` up to its first invalid byte.
+
+    zlib returns nothing of the piece in which it fails, so the bytes are passed one by one.
+    """
     out = b""
     try:
         for i in range(len(data)):
@@ -87,7 +94,10 @@ def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
 
 
 def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """Yield the text of a .zst file, frame after frame."""
+    """Yield the text of a .zst file, frame after frame.
+
+    Raises BrokenStream, after all valid text, if the data are invalid or truncated.
+    """
     import zstandard  # an extra; the index refuses such files without it
 
     unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
@@ -116,10 +126,10 @@ def split_lines(
 ) -> Iterator[TextLine]:
     """Yield the lines that start in [start, stop), blank ones included.
 
-    ``pieces`` begin at ``start``, or one byte before if ``partial``. With ``partial`` the text up
-    to the first line break belongs to the previous line and is dropped. A line of more than
-    ``limit`` bytes is skipped without being held. Broken compression ends the lines with one that
-    carries the problem.
+    ``stop`` None: the end. ``pieces`` begin at ``start``, or one byte before if ``partial``. With
+    ``partial`` the text up to the first line break belongs to the previous line and is dropped. A
+    line of more than ``limit`` bytes has a problem instead of its data. Broken compression ends
+    the lines with an empty line that has the problem.
     """
     at = start - 1 if partial else start  # start of the current line
     pos, held, size, dropping = at, list[bytes](), 0, partial
@@ -143,7 +153,7 @@ def split_lines(
                     at += len(data) + 1
                 held, size, dropping = [rest[-1]], len(rest[-1]), len(rest[-1]) > limit
             if stop is not None and (at >= stop or (dropping and pos >= stop)):
-                # the current line starts outside the range, or is too long and the last one
+                # the current line starts outside the range, or is the last and too long
                 break
     except BrokenStream as error:
         if stop is None or at < stop:

@@ -1,4 +1,4 @@
-"""Access to files: one interface to disks (pyarrow.fs) and object stores (``object_store.py``).
+"""Access to files of disks, mounts and HDFS (pyarrow.fs), and object stores (``object_store.py``).
 
 Local files are read with plain reads into small buffers. A memory map of a 400 MB column counts as
 400 MB of resident memory, and truncating a mapped file kills the process.
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 # time, from one place (lines, tar) or alternately from several (columns of a row group). Each
 # place therefore has a *run* that reads ahead of it.
 
-FIRST = 2**18  # bytes of a run's first request: a reader that skips wastes no more
-# Bytes of the following requests; 25 MB/s per run at 30 ms per request, more than a core decodes.
+# Bytes of a run's first request outside known ranges: a reader that skips wastes no more.
+FIRST = 2**18
+# Most bytes of the following requests, which double up to it. A run then reads 25 MB/s at 30 ms
+# per request, more than a core decodes.
 READ_AHEAD = 2**20
-# The end of a file is requested once: footers are read backwards, in two or three pieces.
+# Bytes at the end of a file that one request reads: footers are read backwards, in two or three
+# pieces.
 TAIL = 2**16
-GAP = 2**16  # ranges closer than this are merged
-RUNS = 8
+GAP = 2**16  # ranges at most this many bytes apart are merged
+RUNS = 8  # least number of runs of a file; a file with more known ranges has one for each
 
 
 @dataclass(slots=True)
@@ -128,7 +131,10 @@ class RangeFile:
         )
 
     def _advance(self, run: _Run, start: int, stop: int) -> None:
-        """Move the run to ``start``: keep its bytes from there on, and fetch the following ones."""
+        """Move the run to ``start``: keep its bytes from ``start`` on, and fetch up to ``stop``.
+
+        The request extends beyond ``stop`` by the read-ahead of the run.
+        """
         kept, known = run.data[start - run.start :], self._end_of_range(start)
         run.ahead = min(2 * run.ahead, READ_AHEAD)
         end = min(self._size if known is None else known, run.stop + run.ahead)
@@ -141,7 +147,7 @@ class RangeFile:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges, with those close together merged."""
+    """Return the ranges sorted, with ranges at most ``GAP`` bytes apart merged."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start - out[-1][1] <= GAP:
@@ -163,7 +169,7 @@ BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference o
 class Files:
     """Access to one file system, or to a Python object in place of files.
 
-    Picklable; shared by all threads.
+    An instance can be pickled, and all threads share it.
     """
 
     fs: pafs.FileSystem | RemoteStore | None = None
@@ -174,14 +180,19 @@ class Files:
     def resolve(
         path: Any, *, source: str = "", suffixes: Sequence[str] = ()
     ) -> tuple[Files, tuple[File, ...]]:
-        """Return the files of a glob, directory, file or URI, or of a list of these, by path.
+        """Return the access to a source's files, and the files sorted by path.
 
-        ``suffixes`` select the data files inside a directory. Globs support ``*``, ``?``, ``[...]``
-        and ``**``; in a URI ``?`` starts the store's options instead.
+        ``path`` is a file, directory, glob or URI, or a list of these. ``suffixes`` select the data
+        files inside a directory. Globs support ``*``, ``?``, ``[...]`` and ``**``; in a URI ``?``
+        starts the store's options instead. Raises SourceError.
         """
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
-            raise SourceError(source, "expected at least one file, got an empty list")
+            raise SourceError(
+                source,
+                "expected at least one file, got an empty list",
+                remedy="list the paths of the source's files",
+            )
         files: list[File] = []
         accesses: list[Files] = []
         for name in names:
@@ -192,7 +203,7 @@ class Files:
             raise SourceError(
                 source,
                 "expected all files on one filesystem, got several",
-                remedy="make one source for each store",
+                remedy="make one source for each filesystem",
             )
         files.sort(key=lambda f: f.path)
         _refuse_duplicates(files, source, accesses[0].local)
@@ -200,19 +211,22 @@ class Files:
 
     @property
     def read_ahead(self) -> int:
-        """Return the bytes that an open file holds in addition to its reader."""
+        """Bytes that an open file holds for read-ahead, as estimated; 0 for local files."""
         return 0 if self.fs is None or self.local else READ_AHEAD
 
     @property
     def remote(self) -> bool:
-        """Return whether this is an object store.
+        """Whether the files are in an object store.
 
-        Its reads name the version they want, and retry themselves.
+        Reads of an object store request the indexed version, and are retried by ``RemoteStore``.
         """
         return isinstance(self.fs, RemoteStore)
 
     def with_stats(self, stats: StorageStats) -> Files:
-        """Return this access for a running job: ``stats`` counts requests to a store."""
+        """Return a copy for a running job, whose store requests are counted in ``stats``.
+
+        Access to anything but an object store is returned unchanged.
+        """
         return (
             replace(self, fs=replace(self.fs, stats=stats, mid_run=True))
             if isinstance(self.fs, RemoteStore)
@@ -220,9 +234,10 @@ class Files:
         )
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """Open a file for random access; a store prefetches the ``ranges``.
+        """Open a file for random access; files that are not local are read ahead.
 
-        Reads release the interpreter lock.
+        ``ranges`` (start, stop) are the bytes that the caller will read: read-ahead stops at their
+        ends. Reads release the interpreter lock.
         """
         assert self.fs is not None
         if isinstance(self.fs, RemoteStore):
@@ -231,8 +246,11 @@ class Files:
         return handle if self.local else _full_reads(handle, file, ranges)
 
     def check_unchanged(self, file: File) -> os.stat_result | None:
-        """Raise if the file is not the indexed one: rows are located by offsets of the index."""
-        # Every read of a store names the version it wants.
+        """Raise OSError if the file is not the indexed one, whose offsets locate the rows.
+
+        Return the status of a local file, otherwise None.
+        """
+        # Every read of a store requests the indexed version.
         if self.fs is None or isinstance(self.fs, RemoteStore):
             return None
         if self.local:
@@ -253,10 +271,10 @@ class Files:
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
-        """Read the bytes and drop them; raises OSError if storage, not the data, is at fault.
+        """Read the bytes from ``start`` up to ``stop`` (None: the end), and drop them.
 
-        After a decoder has failed this tells a corrupt file (quarantine) from a failing disk (an
-        error).
+        Raises OSError if storage is at fault. After a failure of a decoder, this distinguishes a
+        corrupt file (quarantine) from a failing disk (an error).
         """
         self.check_unchanged(file)
         if self.fs is None:
@@ -270,11 +288,14 @@ class Files:
             raise short_read(left)
 
     def expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
-        """Return the files of a path, directory or glob; ``name`` is what the user wrote."""
+        """Return the files of a path, directory or glob ``rest``.
+
+        ``name`` is the text that the user wrote, for errors. Raises SourceError.
+        """
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:
-            # One request less per source.
+            # Listing a pattern at once saves one request per source.
             if isinstance(self.fs, RemoteStore) and _is_glob(rest, is_uri):
                 return self._glob(rest, name, source, is_uri)
             entry = self._find(rest)
@@ -293,7 +314,12 @@ class Files:
                 source, problem, name, "rename the file, or move it elsewhere"
             ) from error
         except (OSError, re.error) as error:
-            raise SourceError(source, f"could not be listed: {scrub(str(error))}", name) from error
+            raise SourceError(
+                source,
+                f"could not be listed: {scrub(str(error))}",
+                name,
+                "check the pattern, the permissions and the mount",
+            ) from error
 
     def _directory(
         self, path: str, name: str, source: str, suffixes: tuple[str, ...]
@@ -316,7 +342,7 @@ class Files:
                 source,
                 f"expected a file{wanted} in the directory, got none",
                 name,
-                "names that start with '_' or '.' are ignored",
+                "add one or name another directory; names that start with '_' or '.' are ignored",
             )
         return files
 
@@ -347,7 +373,7 @@ class Files:
         return matching
 
     def _suggestion(self, path: str, name: str, is_uri: bool) -> str:
-        """Return a hint for a missing file: the closest name, or a name of the folder.
+        """Return a hint for a missing file: the closest name in its folder, or any name there.
 
         Usually the name is misspelled, or the folder is wrong.
         """
@@ -375,7 +401,9 @@ class Files:
         fs = self.fs
         info = retry_briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
-            raise BadFile(f"expected a file or a directory, got {SPECIAL}")
+            raise BadFile(
+                f"expected a file or a directory, got {SPECIAL}", "copy the data into a file"
+            )
         if info.type.name == "NotFound" and self.local and os.path.islink(path):
             raise BadFile(
                 f"expected a file or a directory, got {DANGLING}", "restore the target of the link"
@@ -406,8 +434,8 @@ def _full_reads(
 ) -> pa.NativeFile:
     """Return a handle whose reads are complete, for client libraries (HDFS) with short reads.
 
-    A decoder would mistake a short read for the end of the file. The kernel never returns fewer
-    bytes before the end.
+    A decoder would mistake a short read for the end of the file. Local files need no such handle:
+    the kernel returns fewer bytes only at the end.
     """
     import pyarrow as pa
 
@@ -451,9 +479,9 @@ def _local() -> Files:
 
 
 def _filesystem(uri: str) -> tuple[Files, str]:
-    """Return the file system of a URI and the path in it, with wildcards.
+    """Return the file system of a URI and the path in it, wildcards included.
 
-    Only the part before them is a valid URI.
+    pyarrow parses only the part before the wildcards, since the rest is not a valid URI.
     """
     import pyarrow.fs as pafs
 
@@ -474,9 +502,9 @@ def _entry(info: Any) -> ListedObject:
 def _walk(
     base: str, recursive: bool, listed: Callable[[str], list[ListedObject]]
 ) -> list[ListedObject]:
-    """List directory by directory, and detect link cycles and dangling links.
+    """Return the entries below ``base``, dangling links included. Raises BadFile for a link cycle.
 
-    pyarrow follows every turn of a cycle and does not report dangling links.
+    pyarrow's recursive listing follows every turn of a cycle and does not report dangling links.
     """
     result, directories = list[ListedObject](), [(base, frozenset[tuple[int, int]]())]
     while directories:
@@ -486,7 +514,7 @@ def _walk(
         stat = os.stat(path)
         if (here := (stat.st_dev, stat.st_ino)) in above:
             if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
-                continue  # hidden files are not read
+                continue  # a cycle below a hidden directory, whose files are ignored
             raise BadFile(
                 f"expected no link cycle, got {path}, a link to a directory that contains it",
                 "remove the link: its files would be read twice",
@@ -507,7 +535,7 @@ def _walk(
 
 
 def _refuse_special_files(entries: Sequence[ListedObject], source: str) -> None:
-    """Raise SourceError for names that are not readable files, such as dangling links."""
+    """Raise SourceError if an entry is a pipe, socket, device or dangling link."""
     special = sorted((e.path, e.special) for e in entries if e.special)
     if special:
         more = f"; and {len(special) - 1} more like it" if len(special) > 1 else ""
@@ -526,7 +554,8 @@ def _is_glob(path: str, is_uri: bool) -> bool:
 def _glob_regex(pattern: str, is_uri: bool) -> str:
     """Return the pattern as a regular expression, with the rules of a shell.
 
-    ``*`` stays inside a name and skips hidden ones, ``**`` matches any depth.
+    ``*`` stays inside a name and skips hidden names. ``**/`` matches any number of directories that
+    are not hidden.
     """
     out, i = "", 0
     while i < len(pattern):
@@ -547,9 +576,9 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
 
 
 def _refuse_duplicates(files: Sequence[File], source: str, local: bool) -> None:
-    """Raise SourceError for a file with two names, which would be read twice.
+    """Raise SourceError for a file that is listed twice or under two names.
 
-    Links to it share size and time, so inodes are compared only for files that share both.
+    Links to a file share its size and time, so inodes are compared only for files that share both.
     """
     twice = sorted({a.path for a, b in pairwise(files) if a.path == b.path})
     if not twice and local:

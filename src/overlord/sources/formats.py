@@ -1,4 +1,4 @@
-"""The known formats, by name and by file suffix."""
+"""Table of the known formats, and lookup by name and by file suffix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def format_named(name: str, source: str) -> Format:
 
 
 def format_of(files: Sequence[File], source: str) -> Format:
-    """Return the one format that the suffixes of all files name."""
+    """Return the format of files by their suffixes. Raises SourceError if not all have the same."""
     first: dict[str, str] = {}
     for file in files:
         name = next(

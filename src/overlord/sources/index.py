@@ -1,8 +1,8 @@
 """The index of a source: its files and chunks.
 
-Built once in parallel, cached on disk, the same on every machine. A cache entry is valid for a file
-only while its path, size, time and version are unchanged. A cache that cannot be read or written
-costs time, but never fails a job.
+The index is built in parallel and cached on disk; equal files give an equal index on every machine.
+A cache entry is valid for a file only while its path, size, time and version are unchanged. A cache
+that cannot be read or written costs time, but never fails a job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("overlord")
 # ----------------------------------------------------------------------------
 # Parallel map for work at launch.
 #
-# Every wait has a deadline, and a hanging mount is reported by name. The threads are daemons. A
+# Every wait has a deadline, and the error names the path that hangs. The threads are daemons. A
 # thread pool of the standard library joins its threads at exit, and a thread that hangs in a
 # mount never ends.
 
@@ -69,7 +69,7 @@ class Wait:
 class SerialMap:
     """Map in the calling thread, for work that never waits for storage.
 
-    Starting threads would take longer.
+    Starting threads would take longer than such work.
     """
 
     def map(
@@ -99,14 +99,14 @@ class ParallelMap:
     ) -> list[R]:
         """Return the result of each item, in order.
 
-        ``done`` is called with each result as it arrives. Raises the error of an item, and
-        StorageError if an item waits longer than allowed.
+        ``done`` is called in the calling thread with each result as it arrives. Raises the first
+        error of an item, and StorageError if an item waits longer than allowed.
         """
         todo, answers = (
             queue.SimpleQueue[int](),
             queue.SimpleQueue[tuple[int, Any, BaseException | None]](),
         )
-        waits: dict[int, Wait] = {}  # by thread
+        waits: dict[int, Wait] = {}  # the current wait of each thread
         for k in range(len(items)):
             todo.put(k)
 
@@ -142,7 +142,10 @@ class ParallelMap:
         return [results[k] for k in range(len(items))]
 
     def _check_waits(self, waits: dict[int, Wait], warn_after: float) -> float:
-        """Warn about a slow wait, and raise StorageError for one that exceeds its limit."""
+        """Check the oldest wait, and return the seconds of waiting before the next warning.
+
+        Logs a warning if the wait is slow. Raises StorageError if it exceeds its limit.
+        """
         now, limit = time.monotonic(), deadline_s()
         oldest = min(list(waits.values()), key=lambda wait: wait.since, default=None)
         if oldest is None or (seconds := now - oldest.since) <= min(warn_after, limit):
@@ -150,7 +153,7 @@ class ParallelMap:
         if seconds > limit * oldest.deadlines + TIMEOUTS.slack_s:
             raise StorageError(
                 oldest.source,
-                f"expected an answer of storage, got none for {seconds:.0f} s",
+                f"expected a response of storage, got none for {seconds:.0f} s",
                 oldest.path,
                 "check the disk or the mount: it hangs",
             )
@@ -164,7 +167,7 @@ class ParallelMap:
 
 Progress = Callable[[int, int], None]
 FILES_PER_TASK = 16
-SHOWN = 20  # bad files listed in one error
+SHOWN = 20  # most bad files listed in one error
 LISTING = 5  # deadlines that a listing may take: a million files on a slow mount need several
 
 
@@ -174,7 +177,7 @@ LISTING = 5  # deadlines that a listing may take: a million files on a slow moun
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """Everything that is needed to index a source."""
+    """Arguments for indexing one source."""
 
     name: str
     path: Any
@@ -186,21 +189,21 @@ class IndexSpec:
 class Index:
     """Files and chunks of one source.
 
-    Equal fingerprints mean the same names, sizes and chunks, on any machine.
+    Equal fingerprints mean equal relative names, sizes and chunks, on any machine.
     """
 
     source: str
     format: str
     files: tuple[File, ...]
     chunks: Chunks
-    # Schema of the first file, if the format reads it without reading data.
+    # Type of each column of the first file, by name; None if the format must read data for it.
     schema: dict[str, str] | None
     fingerprint: str
     access: Files  # access to the files
 
     @property
     def rows(self) -> int | None:
-        """Return the number of raw rows, or None if it is unknown before reading."""
+        """Number of raw rows, or None if it is unknown before reading."""
         return None if (self.chunks.rows < 0).any() else int(self.chunks.rows.sum())
 
     @property
@@ -238,7 +241,7 @@ class _Work:
     schema: dict[str, str] | None = None
     parts: dict[str, Chunks] = field(default_factory=dict)  # by path
     problems: list[tuple[str, str, str]] = field(default_factory=list)  # path, problem, remedy
-    stale: bool = False
+    stale: bool = False  # the cache entry differs from the files and must be rewritten
 
 
 def build_index(
@@ -250,7 +253,7 @@ def build_index(
     cache_dir: str | Path | None = None,
     workers: int = 8,
 ) -> Index:
-    """Build the index of one source. Raises SourceError with all bad files of the source."""
+    """Build the index of one source. Raises one SourceError with all bad files of the source."""
     return build_indexes(
         [IndexSpec(name, path, format, options or ReadOptions())],
         cache_dir=cache_dir,
@@ -265,13 +268,12 @@ def build_indexes(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> list[Index]:
-    """Build the indexes of all sources together.
+    """Build the indexes of all sources together; the files of all sources share the threads.
 
-    One large source and many small ones share the threads.
-
-    ``progress(done, total)`` counts sources.
+    ``progress(done, total)`` counts sources. Raises one SourceError with all bad sources, or
+    StorageError if storage hangs.
     """
-    # Sources that are all made by functions need no file access, so nothing can hang.
+    # Factories need no file access, so nothing can hang.
     made = all(isinstance(spec.path, Factory) for spec in specs)
     cache, pool = (
         Path(cache_dir) if cache_dir is not None else None,
@@ -293,7 +295,7 @@ class RemovedSource:
     """A source that was removed from a resumed job; its files may be missing or changed."""
 
     fingerprint: str
-    chunks: int  # the least number of chunks it had
+    chunks: int  # lower bound of the number of its chunks
 
 
 def build_resumed_indexes(
@@ -317,7 +319,7 @@ def build_resumed_indexes(
             problem = str(error)
         if problem:
             log.warning(
-                "removed source %r could not be indexed; the job does not need it: %s",
+                "removed source %r was not indexed; the job does not need it: %s",
                 spec.name,
                 problem,
             )
@@ -349,7 +351,7 @@ def _read_all_chunks(
 
 
 def default_cache_dir() -> Path:
-    """Return ``$OVERLORD_CACHE``, or the user's cache directory, for index caches."""
+    """Return the directory ``index`` below ``$OVERLORD_CACHE`` or the user's cache directory."""
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord"
     )
@@ -361,7 +363,7 @@ def path_text(path: Any) -> str:
 
 
 def is_python_object(path: Any) -> bool:
-    """Return True for a dataset or a factory, False for anything that names files."""
+    """Return whether the path of a source is a dataset, a factory or a list of dicts, not files."""
     if isinstance(path, (str, bytes, os.PathLike)):
         return False
     if isinstance(path, (list, tuple)):
@@ -372,7 +374,7 @@ def is_python_object(path: Any) -> bool:
 def _start(spec: IndexSpec, cache: Path | None, at: OnWait) -> _Work | SourceError:
     """List a source, choose its format and load its cache entry.
 
-    Errors are returned: all sources are examined before any error is raised.
+    A SourceError is returned, not raised, so that all sources are examined.
     """
     try:
         if is_python_object(spec.path):
@@ -433,9 +435,9 @@ def _missing(work: _Work) -> list[list[File]]:
 
 
 def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> _Work:
-    """Read the chunks of a few files.
+    """List the chunks of a few files of one source in ``work.parts``.
 
-    A bad file is recorded, so that all bad files are reported together.
+    A bad file is recorded in ``work.problems``, so that all bad files are reported together.
     """
     work, files = task
     fmt, access, options = work.format, work.access, work.spec.options
@@ -487,15 +489,16 @@ def _finish(work: _Work) -> Index | SourceError:
 
 
 def _fingerprint(work: _Work, chunks: Chunks) -> str:
-    """Return a digest over names relative to the common directory of the files, sizes and chunks.
+    """Return a digest over the names, sizes and chunks of the files, or over a Python object.
 
-    A copy in another directory or store has the same fingerprint.
+    Names are relative to the common directory of the files, so a copy in another directory or store
+    has the same fingerprint.
     """
     structure = (chunks.file, chunks.start, chunks.stop, chunks.unit)
     if work.access.held is not None:
         return digest(work.format.name, fingerprint_of(work.access.held), *structure)
     parts = [f.path.split("/") for f in work.files]
-    # Not commonpath: a URI contains '//'.
+    # os.path.commonpath is not used since it would merge the '//' of a URI.
     shared = [len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)]
     root = shared.index(False) if False in shared else len(shared)
     names = "\0".join("/".join(p[root:]) for p in parts)
@@ -507,7 +510,7 @@ def _fingerprint(work: _Work, chunks: Chunks) -> str:
 def _write_cache(
     path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]
 ) -> None:
-    """Write the entry to a temporary file and rename it: a reader never sees half an entry.
+    """Write the cache entry to a temporary file and rename it, so that no reader gets a part of it.
 
     A cache that cannot be written is not an error.
     """

@@ -1,7 +1,7 @@
 """Reader of JSON lines: plain files in byte ranges (no scan), .gz and .zst as one stream each.
 
-A line is a row if it is valid RFC 8259 in UTF-8. Any other line is unreadable, even if a lenient
-parser could read part of it.
+A line is a row if it is a JSON object by RFC 8259 in UTF-8. Blank lines are skipped. Any other line
+is an unreadable row, even if a lenient parser could read part of it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class Jsonl:
         return None
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        # The window of a decompressor is 32 kB for gzip, and at most 8 MB for zstd as commonly
-        # written.
+        # A decompressor holds a window: 32 kB for gzip, usually at most 8 MB for zstd.
         return 2 * BLOCK if int(chunks.stop[i]) >= 0 else 2**21
 
     def read(
@@ -94,7 +93,7 @@ def _lines(
 
 
 def _slices(lines: Iterator[TextLine], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
-    """Yield slices of ``slice_rows`` rows.
+    """Yield slices of ``slice_rows`` rows, starting at slice ``skip``; blank lines are no rows.
 
     A full slice is held until the next row is read, so that the last slice can be marked.
     """
@@ -130,7 +129,7 @@ def _slice(rows: Sequence[TextLine], options: ReadOptions, last: bool) -> RawSli
     cols.check_values(columns, options)
     table, misfits = cols.table_of(columns, good, decoded=True)
     if misfits:
-        # Misfits are numbered among the readable rows only.
+        # Misfits are numbered among the readable rows only: translate them to rows of the slice.
         numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])
         bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])
     return RawSlice(offsets, table, bad, last)
@@ -158,7 +157,10 @@ def _decode(
 
 @lru_cache(maxsize=1024)
 def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
-    """Return a decoder; with named columns it builds no objects for the other fields of a line."""
+    """Return a decoder of lines to dicts, or to structs with the fields f0, f1, ... of ``columns``.
+
+    The decoder of structs builds no objects for the other fields of a line.
+    """
     if columns is None:
         return msgspec.json.Decoder(dict)
     fields = [(f"f{k}", Any, None) for k in range(len(columns))]

@@ -4,7 +4,7 @@ The package obstore sends the requests.
 
 pyarrow's file systems cannot make a read depend on the version of an object. An object replaced in
 mid-run would yield rows of two versions. They also retry without counting, and use more CPU per
-byte. Here every read names the version it wants and is checked for version, range and length.
+byte. Here every read requests the indexed version, and its version, range and length are checked.
 Failed requests are counted and retried until a deadline.
 """
 
@@ -55,11 +55,11 @@ _ENVIRONMENT = (
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """A name in a listing: an object, or (``file`` is None) a common prefix of objects."""
+    """A listed object or file; if ``file`` is None, a prefix of objects or a directory."""
 
     path: str
     file: File | None
-    special: str = ""  # what it is, if neither
+    special: str = ""  # description of any other entry, for example "a dangling link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,15 @@ class RemoteStore:
     region: str = ""
     anonymous: bool = False
     stats: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
-    # Set while a job runs: objects that vanished or changed may be restored.
+    # True while a job runs: reads of missing or changed objects are retried, as these may be
+    # restored.
     mid_run: bool = field(default=False, compare=False, repr=False)
 
     @staticmethod
     def of(uri: str) -> tuple[RemoteStore, str]:
-        """Return the bucket of a URI, and the URI without options.
+        """Return the bucket of a URI, and the URI without options and final slashes.
 
-        Names of objects are used unchanged.
+        Names of objects are not percent-decoded.
         """
         body, _, query = uri.partition("?")
         scheme, rest = body.split("://", 1)
@@ -89,7 +90,7 @@ class RemoteStore:
         return RemoteStore(root, *options_of(query)), f"{root}/{key}".rstrip("/")
 
     def find(self, path: str) -> ListedObject | None:
-        """Return the object or the prefix with this name, or None."""
+        """Return the object or the prefix with this URI, or None if neither exists."""
         if path == self.root:
             return ListedObject(path, None)
         client, key = self._client(), self._key(path)
@@ -105,7 +106,7 @@ class RemoteStore:
     def list(self, base: str, recursive: bool) -> list[ListedObject]:
         """Return all objects under a prefix, or the objects and prefixes of its next level.
 
-        Folder markers are not objects.
+        Folder markers (empty objects named like a prefix) are left out.
         """
         client, prefix = self._client(), self._key(base) or None
 
@@ -128,7 +129,10 @@ class RemoteStore:
         return entries + [ListedObject(f"{self.root}/{p}", None) for p in prefixes]
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """Open an object for random access; ``ranges`` will be read, each front to back."""
+        """Open an object for random access, with read-ahead up to the ends of ``ranges``.
+
+        ``ranges`` (start, stop) are the bytes that the caller will read, each front to back.
+        """
         import pyarrow as pa
 
         from overlord.sources.files import RangeFile
@@ -139,14 +143,14 @@ class RemoteStore:
         )
 
     def read(self, file: File, start: int, stop: int) -> memoryview:
-        """Return the bytes from ``start`` to ``stop`` of the indexed version of the object."""
+        """Return the bytes from ``start`` up to ``stop`` of the indexed version of the object."""
         return self._read(self._client(), file, start, stop)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create an object.
+        """Create an object; return False if an object with this name exists.
 
-        Return False if it exists: from another writer, or from an own request whose response was
-        lost.
+        The existing object may be from another writer, or from an earlier attempt of this call
+        whose response was lost.
         """
         client, key = self._client(), self._key(path)
 
@@ -163,14 +167,14 @@ class RemoteStore:
         return self._retry(path, "written", call, len(data))
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write an object, replacing an existing one."""
+        """Write an object; an existing one is replaced."""
         client, key = self._client(), self._key(path)
         self._retry(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects.
+        """Delete objects; missing objects are not an error.
 
-        Missing ones are not an error: another process deleted them, or a response was lost.
+        Another process may have deleted them, or the response to an earlier attempt was lost.
         """
         client = self._client()
         for path in paths:
@@ -216,7 +220,7 @@ class RemoteStore:
     ) -> T:
         """Call ``call`` with retries until success, a permanent failure or the deadline.
 
-        Errors contain no secret.
+        ``nbytes`` are counted as transferred after success. Errors contain no secret.
         """
         result = retry_call(
             call,
@@ -252,9 +256,9 @@ class RemoteStore:
 
 @lru_cache(maxsize=64)
 def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any:
-    """Return a client with its connections.
+    """Return the client of a bucket, which owns its connections.
 
-    There is one per bucket and process, and a new one if the environment changes.
+    Clients are cached in the process; a changed ``environment`` (a digest) gets a new one.
     """
     try:
         from obstore.store import from_url
@@ -287,9 +291,9 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
 
 
 def _check_endpoints(root: str) -> None:
-    """Reject invalid endpoints.
+    """Raise StorageUnreachable if a variable of the environment holds an invalid S3 endpoint.
 
-    The library accepts them and panics at the first request, which cannot be handled.
+    obstore accepts such an endpoint and panics at the first request, which cannot be handled.
     """
     names = (
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
@@ -305,9 +309,9 @@ def _check_endpoints(root: str) -> None:
 
 
 def _profile(root: str) -> dict[str, Any]:
-    """Return the credentials of a profile in ~/.aws, if one is named and no key is set.
+    """Return the credentials provider of $AWS_PROFILE, or {} if it is unset or a key is set.
 
-    boto3 reads them.
+    boto3 reads the profile. Raises StorageUnreachable if it cannot.
     """
     if (
         not root.startswith("s3")
@@ -331,7 +335,10 @@ def _profile(root: str) -> dict[str, Any]:
 
 
 def _version(file: File) -> str:
-    """Return the entity tag, or the time in seconds: listings have a finer time than responses."""
+    """Return the entity tag, or without one the time in whole seconds.
+
+    Listings have finer times than responses.
+    """
     return file.version or str(file.mtime_ns // 10**9)
 
 

@@ -10,8 +10,8 @@ A row group is read in one of two ways. Its size alone decides, so every machine
   iterator holds 2 to 3 times a small row group.
 - large: decode slice by slice through a buffered stream. An open iterator holds a page and a read
   buffer per column and the slice itself, whatever the size of the row group
-  (``benchmarks/row_group_memory.py``). A page cannot be read in part. pyarrow closes a page at
-  1 MB, but checks only every 1024 rows, so rows of 20 kB make pages of 20 MB.
+  (``benchmarks/row_group_memory.py``). A page cannot be read in part. When pyarrow writes, it
+  closes a page at 1 MB, but checks only every 1024 rows: rows of 20 kB make pages of 20 MB.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 SMALL_ROW_GROUP = 4 * 2**20  # bytes of the needed columns, decoded
-# Bytes per open column; 64 kB and 1 MB read equally fast.
+# Bytes of the read buffer of an open column; 64 kB and 1 MB read equally fast.
 READ_BUFFER = 2**16
 PAGE = 2**20  # size that writers aim at for one page
 
-# Far above any real file (a footer of 100 MB parses), and far below what a hostile file could make
-# the parser allocate.
+# Limits far above any real file (a footer of 100 MB is accepted), and far below the memory that a
+# hostile file could make the parser allocate.
 _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
 _TAIL = 2**16  # bytes of the first read from the end; most footers are shorter
 _MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
@@ -64,10 +64,10 @@ _COLUMN_BYTES = 200  # approximate size of one column of one row group in a Parq
 
 @dataclass(frozen=True, slots=True)
 class _Footer:
-    """A parsed footer."""
+    """A parsed Parquet footer."""
 
-    metadata: Any  # pyarrow's metadata
-    # Kept only for files in stores, whose byte ranges are needed with every row group.
+    metadata: Any  # pyarrow's FileMetaData
+    # None for local files. Other files need byte ranges with every row group, for read-ahead.
     layout: ParquetLayout | None
 
     @property
@@ -148,12 +148,12 @@ class Parquet:
             except _BROKEN as error:
                 if is_storage_fault(error):
                     raise
-                # Raises if the storage is at fault.
+                # Raises OSError if the storage is at fault.
                 files.check_readable(file, *_byte_range(files, file, group))
                 if retried:
                     reason = f"row group {group}: expected valid data, got: {_first_line(error)}"
                     break
-                retried = True  # the storage may have been at fault for a moment
+                retried = True  # the fault of storage may have been transient
                 tables = _slices(
                     files, file, footer, group, int(chunks.nbytes[i]), options, done // step
                 )
@@ -179,7 +179,7 @@ def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
 
 
 def _blank(footer: _Footer, options: ReadOptions) -> pa.Table:
-    """Return an empty table with the columns of the file."""
+    """Return an empty table with the requested columns of the file."""
     return _select(footer.metadata.schema.to_arrow_schema().empty_table(), options)
 
 
@@ -192,9 +192,9 @@ def _slices(
     options: ReadOptions,
     skip: int,
 ) -> Iterator[pa.Table]:
-    """Yield tables of ``slice_rows`` rows, starting at slice ``skip``; the last may be shorter.
+    """Yield tables of ``slice_rows`` rows of a row group, starting at slice ``skip``.
 
-    Raises pyarrow's errors.
+    The last table may be shorter. Raises pyarrow's errors, and OSError if storage fails.
     """
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
@@ -209,7 +209,7 @@ def _slices(
         except _BROKEN as error:
             if is_storage_fault(error):
                 raise
-            # decoding slice by slice may still return the rows before the broken page
+            # decoding slice by slice, below, may still return the rows before the broken page
         else:
             if whole.num_rows <= step:
                 yield whole
@@ -227,9 +227,9 @@ def _slices(
 
 
 def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
-    """Yield tables of exactly ``step`` rows.
+    """Yield the rows of ``batches`` in tables of ``step`` rows; only the last may be shorter.
 
-    A reader may return shorter batches where the text of a column exceeds 2 GB.
+    pyarrow returns shorter batches where the text of a column exceeds 2 GB.
     """
     held: list[pa.RecordBatch] = []
     n = 0
@@ -264,9 +264,9 @@ def _open(
 
 
 def _footer(files: Files, file: File) -> _Footer:
-    """Return the parsed footer.
+    """Return the parsed footer of a file. Raises BadFile.
 
-    It is cached: a file of a thousand row groups is opened a thousand times.
+    Footers are cached, since a file of a thousand row groups is opened a thousand times.
     """
     if (footer := _FOOTERS.get(file)) is not None:
         return footer
@@ -275,14 +275,17 @@ def _footer(files: Files, file: File) -> _Footer:
 
 
 def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], ParquetLayout]:
-    """Return the types of the columns and the layout of a file, verified against each other."""
+    """Return the types of the columns by name, and the layout of a file.
+
+    Raises BadFile if the footer is invalid, or if pyarrow and ``parquet_footer.py`` disagree.
+    """
     data = _footer_bytes(files, file)
     metadata, layout = _metadata(data), _layout(data)
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
     if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
         problem = (
-            "expected one reading of the footer, got two: {} rows, {} row groups and {} columns "
-            "by pyarrow, {}, {} and {} by this package"
+            "expected an unambiguous footer, got one that is read in two ways: {} rows, {} row "
+            "groups and {} columns by pyarrow, {}, {} and {} by this package"
         )
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
     _cached(file, metadata, None if files.local else layout)
@@ -301,7 +304,10 @@ def _cached(file: File, metadata: Any, layout: ParquetLayout | None) -> _Footer:
 
 
 def _footer_bytes(files: Files, file: File) -> bytes:
-    """Return the bytes of the footer, without its length and the magic bytes after it."""
+    """Return the bytes of the footer, without the length and the magic bytes that follow it.
+
+    Raises BadFile if the length or the magic bytes are invalid.
+    """
     if file.size < 12:
         raise BadFile(f"expected a Parquet file, got {file.size} bytes", _REMEDY)
     with files.open(file) as handle:
@@ -332,7 +338,7 @@ def _bytes_at(handle: pa.NativeFile, start: int, stop: int) -> bytes:
 
 
 def _metadata(footer: bytes) -> Any:
-    """Parse the footer with pyarrow."""
+    """Return the footer as pyarrow's FileMetaData. Raises BadFile."""
     held = pa.BufferReader(b"".join((footer, len(footer).to_bytes(4, "little"), _MARK)))
     try:
         with pq.ParquetFile(held, pre_buffer=False, **_LIMITS) as reader:
@@ -360,9 +366,9 @@ def forget_footers(files: Iterable[File]) -> None:
 def _column_ids(
     known: Mapping[str, str], layout: ParquetLayout, options: ReadOptions
 ) -> list[int] | None:
-    """Return the leaf columns under the requested ones.
+    """Return the numbers of the leaves of the requested columns; None if all are requested.
 
-    Raises BadFile, with the existing columns, if one is missing.
+    Raises BadFile, which lists the existing columns, if a requested column is missing.
     """
     if options.columns is None:
         return None
@@ -375,7 +381,7 @@ def _column_ids(
 def _byte_ranges(
     footer: _Footer, file: File, group: int, options: ReadOptions
 ) -> list[tuple[int, int]]:
-    """Return the byte ranges of the requested columns of a row group; a local file needs none."""
+    """Return the byte ranges of the requested columns of a row group; [] for a local file."""
     if (layout := footer.layout) is None:
         return []
     wanted = None if options.columns is None else set(options.columns)
@@ -385,7 +391,7 @@ def _byte_ranges(
         if wanted is None or leaf in wanted
     ]
     ranges = [(c.start, c.start + c.compressed) for c in columns]
-    # Other ranges are read as pyarrow requests them, and fail there.
+    # Ranges outside the file are left out: pyarrow requests them itself, and fails there.
     return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]
 
 

@@ -1,8 +1,9 @@
 """A small Thrift reader for the part of a Parquet footer that an index needs.
 
-pyarrow's getters of row groups and columns call C++ functions that throw where Cython expects none:
-the process aborts. This happens for encrypted columns and for footers that contradict themselves.
-Such a getter must not be called on an unchecked footer, so this module calls none of them.
+pyarrow's getters of row groups and columns call C++ functions that may throw, although Cython
+declares that they do not: the process aborts. This happens for encrypted columns and for footers
+that contradict themselves. Such a getter must not be called on an unchecked footer, so this module
+calls none of them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ _FIXED = {3: 1, 7: 8}  # bytes of types of a fixed size
 
 
 class BrokenFooter(ValueError):
-    """Bytes that are not the footer of a Parquet file."""
+    """Raised for bytes that are not a valid Parquet footer."""
 
 
 @dataclass(slots=True)
 class Column:
-    """One column of a row group: the location and the sizes of its bytes."""
+    """One leaf column of a row group: the location and the sizes of its bytes."""
 
     uncompressed: int
     compressed: int
-    start: int
-    encrypted: bool
+    start: int  # offset of its first page in the file
+    encrypted: bool  # true also if its metadata is missing
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class RowGroup:
     """One row group of a file; its columns are in the order of ``ParquetLayout.leaves``."""
 
     rows: int
-    nbytes: int
+    nbytes: int  # uncompressed bytes of all columns
     columns: list[Column]
 
 
@@ -50,7 +51,7 @@ class ParquetLayout:
 
     @property
     def encrypted(self) -> list[str]:
-        """Return the names of top-level columns with an encrypted leaf, in file order."""
+        """Names of the top-level columns with an encrypted leaf, in file order."""
         hidden = {
             leaf
             for group in self.groups
@@ -61,7 +62,10 @@ class ParquetLayout:
 
 
 def parse(footer: bytes) -> ParquetLayout:
-    """Read the layout. Raises BrokenFooter; pyarrow may still reject a footer that passes."""
+    """Return the layout that a footer describes. Raises BrokenFooter.
+
+    pyarrow may still reject a footer that this function accepts.
+    """
     try:
         fields, at = _struct(footer, 0, _FILE, 0)
         if at > len(footer):
@@ -86,9 +90,9 @@ def parse(footer: bytes) -> ParquetLayout:
 
 
 def _leaves(elements: list[dict[int, Any]]) -> list[str]:
-    """Return the top-level column of every leaf.
+    """Return the name of the top-level column that holds each leaf, in the order of the leaves.
 
-    Elements are in depth-first order; the first is the root.
+    ``elements`` are the nodes of the schema in depth-first order, the root first.
     """
     if not elements:
         raise BrokenFooter("expected a schema in the footer, got an empty one")
@@ -145,11 +149,11 @@ def _column(fields: dict[int, Any]) -> Column:
     )
 
 
-# Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields
-# of the inner struct to keep).
+# Thrift's compact protocol. A _Keep maps the number of each field to keep of a struct to its type
+# and to the _Keep of its inner struct.
 
 _Keep = dict[int, tuple[int, Any]]
-_PRESENT = -1  # a struct or a binary of which only the presence counts
+_PRESENT = -1  # a field of any type, of which only the presence is recorded
 _META: _Keep = {6: (_I64, None), 7: (_I64, None), 9: (_I64, None), 11: (_I64, None)}
 _COLUMN: _Keep = {3: (_STRUCT, _META), 8: (_PRESENT, None), 9: (_PRESENT, None)}
 _GROUP: _Keep = {1: (_LIST, _COLUMN), 2: (_I64, None), 3: (_I64, None)}
@@ -158,7 +162,7 @@ _FILE: _Keep = {2: (_LIST, _ELEMENT), 3: (_I64, None), 4: (_LIST, _GROUP)}
 
 
 def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct to keep, and the offset after it.
+    """Return the fields of the struct at ``at`` that ``keep`` names, and the offset after it.
 
     A field of an unexpected type is skipped, as Thrift does.
     """
@@ -205,7 +209,7 @@ def _structs(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[list[dict[i
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset after a value."""
+    """Return the offset after the value of type ``kind`` at ``at``."""
     if kind in _INTEGERS:
         while data[at] > 127:
             at += 1
@@ -236,7 +240,7 @@ def _skip_struct(data: bytes, at: int, depth: int) -> int:
         if head < 16:
             _, at = _integer(data, at)
         kind = head & 15
-        # the most frequent type first: a footer has tens of thousands of them
+        # the most frequent types are inlined: a footer has tens of thousands of such fields
         if kind in _INTEGERS:
             while data[at] > 127:
                 at += 1
@@ -273,7 +277,7 @@ def _skip_map(data: bytes, at: int, depth: int) -> int:
 
 
 def _size(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number of elements of a list, and the offset of the first."""
+    """Return the number of elements of the list at ``at``, and the offset of the first."""
     size, at = data[at] >> 4, at + 1
     if size == 15:
         size, at = _varint(data, at)

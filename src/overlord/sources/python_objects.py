@@ -31,8 +31,8 @@ CHUNK_SLICES = 16  # slices per chunk of a map-style dataset
 class Factory:
     """Replayable rows: ``fn(shard)`` returns a new iterator over the same dicts in every call.
 
-    With one shard ``fn()`` may take no argument. Give a ``fingerprint`` that changes when the rows
-    change. Without one a resumed job cannot detect changed rows.
+    With one shard ``fn`` may take no argument. Set a ``fingerprint`` that changes when the rows
+    change: without one a resumed job cannot detect changed rows.
     """
 
     fn: Callable[..., Iterable[Mapping[str, Any]]]
@@ -61,7 +61,7 @@ class Factory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Map-style dataset of the rows of a list or tuple; a bare list names files."""
+    """Map-style dataset of the rows of a list or tuple; a source reads a bare list as paths."""
 
     rows: list[Any] | tuple[Any, ...]
 
@@ -73,9 +73,9 @@ class Listed:
 
 
 def as_dataset(name: str, dataset: Any) -> Any:
-    """Return a dataset in the form that a source stores.
+    """Return the dataset itself, or ``Listed`` for a list or tuple.
 
-    Raises JobError, which names the alternatives, for any other object.
+    Raises JobError, which names the alternatives, for an object that is not a map-style dataset.
     """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)
@@ -141,7 +141,7 @@ class DatasetFormat:
 class FactoryFormat:
     """Format of a factory: one chunk per shard, read front to back.
 
-    A factory that raises cannot continue, so an exception is an error and not a bad row.
+    A factory cannot continue after an exception. So an exception is an error and not a bad row.
     """
 
     name = "factory"
@@ -155,7 +155,7 @@ class FactoryFormat:
         return None
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        return 2**16  # unknown; the cache is bounded by number too
+        return 2**16  # the size is unknown; the cache also bounds the number of chunks
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
@@ -188,7 +188,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
 
 
 def _item(dataset: Any, k: int) -> Any:
-    """Return a row, or a text with the reason why there is none: user code may raise anything."""
+    """Return row k, or a text with the reason why it is bad: user code may raise any error."""
     try:
         row = dataset[k]
     except Exception as error:
@@ -197,7 +197,10 @@ def _item(dataset: Any, k: int) -> Any:
 
 
 def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSlice:
-    """Build a slice; rows that are a text are bad. Values may be numpy arrays or tensors."""
+    """Return a slice of rows; a row that is a text is bad, and the text is its reason.
+
+    Values may be numpy arrays or tensors.
+    """
     bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
     numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
     good = [{key: _to_python(value) for key, value in rows[i].items()} for i in numbers]
@@ -220,9 +223,9 @@ def _to_python(value: Any) -> Any:
 
 
 def files_of(held: Any) -> tuple[File, ...]:
-    """Return placeholders for files.
+    """Return placeholders for the files of a Python object.
 
-    There is one per shard of a factory, or one for a dataset, with its length as the size.
+    A factory has one for each shard. A dataset has one, whose size is the number of rows.
     """
     if isinstance(held, Factory):
         return tuple(File(f"shard {k}", -1, 0) for k in range(held.shards))
@@ -230,7 +233,7 @@ def files_of(held: Any) -> tuple[File, ...]:
 
 
 def fingerprint_of(held: Any) -> str:
-    """Return a digest of the object's own fingerprint if it has one, and of its type and size."""
+    """Return a digest of the object's type and size, and of its own fingerprint if it has one."""
     own = getattr(held, "fingerprint", None) or getattr(held, "_fingerprint", None)
     size = held.shards if isinstance(held, Factory) else len(held)
     kind = type(held).__qualname__

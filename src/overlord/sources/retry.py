@@ -1,4 +1,4 @@
-"""Storage errors: which are transient, their remedies, and retries with back-off."""
+"""Storage errors: classification as transient or permanent, remedies, retries with back-off."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ log = logging.getLogger("overlord")
 # succeeds.
 
 T = TypeVar("T")
-UNLIMITED = 10**9  # attempts: only the deadline ends them
-# Attempts for failures that a faulty proxy causes once and a wrong configuration always.
+UNLIMITED = 10**9  # number of attempts if only the deadline ends them
+# Number of attempts for failures that a retry may cure (a faulty proxy) or never cures (a wrong
+# configuration).
 FEW_ATTEMPTS = 3
 _BUSY = (
     "check the store: it is busy, down or unreachable; no data is skipped: resume when it responds"
@@ -44,10 +45,10 @@ _BUSY = (
 class Failure:
     """One failed attempt. ``text`` contains no secret."""
 
-    kind: str  # kind that is counted: a status, an errno, or a word
+    kind: str  # key in the counters of errors: an HTTP status, the name of an errno, or a word
     text: str
     remedy: str = _BUSY
-    tries: int = UNLIMITED
+    tries: int = UNLIMITED  # attempts that may fail with this kind before the call is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,17 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
     # Spreads the retries of many readers; it affects only the time of a retry.
     jitter: Callable[[], float] = random.random
-    # CPU seconds of a thread.
+    # CPU seconds of a thread, by its native id.
     cpu_s: Callable[[int], float] = lambda thread: thread_cpu_s(thread)
-    # CPU seconds of the calling thread, a hundred times cheaper.
+    # CPU seconds of the calling thread; a hundred times cheaper than cpu_s.
     own_cpu_s: Callable[[], float] = time.thread_time
 
 
 def thread_cpu_s(thread: int) -> float:
-    """Return the CPU seconds of a thread.
+    """Return the CPU seconds of a thread by its native id, or 0.0 if the system reports none.
 
-    They distinguish a hanging read from one that decompresses a large file. If the system does not
-    report them, every read counts as hanging.
+    CPU time distinguishes a hanging read from one that decompresses a large file. Without it every
+    slow read counts as hanging.
     """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:
@@ -85,15 +86,15 @@ class Attempt:
     """One storage operation in progress."""
 
     path: str
-    began: float
-    thread: int
+    began: float  # clock time of the first attempt
+    thread: int  # native id
     cpu_s: float  # CPU seconds of the thread at the start
     failures: list[Failure] = field(default_factory=list)
-    last: float = 0.0  # time of the last observed progress
-    last_worked: float = -1.0
+    last: float = 0.0  # clock time of the last observed progress
+    last_worked: float = -1.0  # CPU seconds of the thread at that time
 
     def idle_s(self, clock: Clock) -> float:
-        """Return the seconds without progress: the thread used no CPU time at all."""
+        """Return the seconds since a call of this method last observed new CPU time."""
         now, cpu_s = clock.now(), clock.cpu_s(self.thread)
         if cpu_s != self.last_worked:
             self.last, self.last_worked = now, cpu_s
@@ -107,7 +108,7 @@ class StorageStats:
         self.source, self.clock = source, clock
         self.requests = self.bytes = self.retries = self.given_up = 0
         self.waited_s = 0.0
-        self.no_wait = False  # the current caller must not wait
+        self.no_wait = False  # if true, a failure raises WouldBlock and is not retried
         self.errors: Counter[str] = Counter()
         self._in_progress: list[Attempt] = []
         self._lock = threading.Lock()
@@ -153,7 +154,7 @@ class StorageStats:
             self.given_up += 1
 
     def oldest(self) -> Attempt | None:
-        """Return the oldest operation in progress, if there is one."""
+        """Return the oldest operation in progress, or None."""
         with self._lock:
             return min(self._in_progress, key=lambda a: a.began, default=None)
 
@@ -170,7 +171,8 @@ class StorageStats:
     def problem_metrics(self) -> dict[str, Any]:
         """Return the counters of storage problems.
 
-        ``waited_s`` includes operations in progress.
+        ``waited_s`` counts operations that failed or were slow, without their CPU time. It includes
+        operations in progress.
         """
         with self._lock:
             waited = self.waited_s + sum(map(self._waited, self._in_progress))
@@ -193,8 +195,9 @@ def retry_call(
 ) -> T:
     """Call ``call`` until it succeeds, the failure is permanent, or the deadline passes.
 
-    Raised errors contain no secret. An error for which ``classify`` returns None is not a storage
-    error and is raised unchanged.
+    Raises the result of ``give_up_error``, which contains no secret. With ``stats.no_wait`` the
+    first failure raises WouldBlock instead. An error for which ``classify`` returns None is not a
+    storage error and is raised unchanged.
     """
     clock, limit, attempt = stats.clock, deadline_s(), stats.begin(path)
     failures = attempt.failures
@@ -215,8 +218,8 @@ def retry_call(
             except Exception as error:
                 if (failure := classify(error)) is None:
                     raise
-            # Outside of the except clause: the library's error may quote a signed request, so it
-            # must not be chained.
+            # This is outside of the except clause since the library's error may quote a signed
+            # request: the raised error must not be chained to it.
             failures.append(failure)
             stats.count_failure(failure.kind, postponed=stats.no_wait)
             if stats.no_wait:
@@ -232,7 +235,7 @@ def retry_call(
                 log.warning(
                     "%s: %s; retrying for up to %g s", _where(stats, path), failure.text, limit
                 )
-            clock.sleep(min(pause, limit - took))  # the last attempt is at the deadline
+            clock.sleep(min(pause, limit - took))  # the last attempt begins at the deadline
     finally:
         stats.end(attempt)
 
@@ -258,7 +261,7 @@ def seconds_of(variable: str, otherwise: float) -> float:
         value = -1.0
     if not 0 < value < float("inf"):
         raise StorageUnreachable(
-            f"{variable}: expected a number of seconds above 0, got {given!r}",
+            f"{variable}: expected a finite number of seconds above 0, got {given!r}",
             "fix the environment variable",
             "setup",
         )
@@ -275,7 +278,7 @@ def _where(stats: StorageStats, path: str) -> str:
 # A failing disk reports an errno. Invalid data are reported by the formats, and no retry repairs
 # them.
 
-# Kinds of local file systems.
+# File systems on local devices or in memory, as mountinfo names them.
 DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -293,9 +296,9 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a
 
 @cache
 def is_disk(device: int) -> bool:
-    """Return whether a file system is local, so that it responds or fails.
+    """Return whether the file system of a device (``st_dev``) is local, so that it never hangs.
 
-    A remote mount may hang for any time.
+    A remote mount may hang for any time. An unknown file system counts as remote.
     """
     try:
         return file_system_kind(device, MOUNTS.read_text(errors="replace")) in DISKS
@@ -304,21 +307,22 @@ def is_disk(device: int) -> bool:
 
 
 def file_system_kind(device: int, mounts: str) -> str:
-    """Return the kind of a file system from the lines of mountinfo (proc(5)); "" if not listed."""
+    """Return the type of a device's file system from the text of mountinfo (proc(5)), else ""."""
     name = f"{os.major(device)}:{os.minor(device)}"
     lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
     return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
 
 
 def check_same_file(file: File) -> os.stat_result:
-    """Raise unless the file is the indexed one.
+    """Return the status of the file. Raises StorageUnreachable if its size or time changed.
 
-    The inode is ignored: a restored copy has another one.
+    The inode is ignored, since a restored copy has another one. An error of the operating system
+    is raised unchanged.
     """
     try:
         status = os.stat(file.path)
-    except ValueError as error:  # a name that no file can have
-        raise BadFile(f"expected a usable path, got {error}") from error
+    except ValueError as error:  # for example a null byte
+        raise BadFile(f"expected a valid path, got: {error}", "fix the path") from error
     if not stat.S_ISREG(status.st_mode):
         what = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         raise StorageUnreachable(
@@ -338,7 +342,7 @@ def check_same_file(file: File) -> os.stat_result:
 
 
 def _same_time(indexed_ns: int, found_ns: int) -> bool:
-    """Return whether times agree: copy tools may truncate them to microseconds or seconds."""
+    """Return whether the times agree; copy tools may truncate to us, ms or s."""
     return any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))
 
 
@@ -351,7 +355,7 @@ def _time_text(ns: int) -> str:
 
 
 def classify_file_error(error: Exception) -> Failure | None:
-    """Classify an error of a running job, or return None if the data are at fault.
+    """Classify an error of a file read in a running job; None if storage is not at fault.
 
     The file existed when it was indexed, so every error of the operating system may be transient.
     """
@@ -371,9 +375,9 @@ def classify_file_error(error: Exception) -> Failure | None:
 
 
 def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
-    """Call ``call`` with a few retries, for reads at launch.
+    """Call ``call`` with at most two retries, for reads at launch.
 
-    A user is waiting, so a missing file is reported at once. An unstable mount gets a few attempts.
+    A user is waiting, so a missing file or a missing permission is reported at once.
     """
     for pause in TIMEOUTS.launch_pauses_s:
         try:
@@ -414,7 +418,7 @@ _TRANSIENT_CODES = {
     "OperationAborted",
     "ConditionalRequestConflict",
 }
-_SHOWN = 300  # characters of a library's text
+_SHOWN = 300  # most characters of a library's text in an error
 
 _RESTORE_OBJECT = "training data must not change during a run; restore it, or start a new run"
 _KEYS = (
@@ -428,7 +432,7 @@ _RANGES = (
 
 
 class WrongResponse(Exception):
-    """A request succeeded, but the response does not hold the requested bytes."""
+    """Raised when a request succeeds, but its response does not hold the requested bytes."""
 
     def __init__(self, kind: str, problem: str):
         super().__init__(kind, problem)
@@ -436,7 +440,7 @@ class WrongResponse(Exception):
 
 
 def classify_store_error(error: Exception) -> Failure:
-    """Classify an error of the library by its text, since it has few classes."""
+    """Classify an error of obstore by its text, since obstore has few error classes."""
     if isinstance(error, WrongResponse):
         return _classify_response(error)
     text, shown = str(error), _first_line(str(error))
@@ -482,9 +486,9 @@ def classify_store_error(error: Exception) -> Failure:
 
 
 def classify_mid_run(error: Exception) -> Failure:
-    """Classify an error of a running job.
+    """Classify an error of a running job: a missing, changed or denied object is retried too.
 
-    The object existed when it was indexed, so it may come back. Keys may be renewed.
+    The object existed when it was indexed, so it may be restored. Keys may be renewed.
     """
     failure = classify_store_error(error)
     return (
@@ -504,7 +508,7 @@ def _by_status(status: int, code: str, shown: str) -> Failure:
             "check the name of the bucket" if code == "NoSuchBucket" else _RESTORE_OBJECT,
             1,
         )
-    if status in (412, 416):  # no read goes past the end in the index
+    if status in (412, 416):  # 416 means a shorter object: no read exceeds the indexed size
         return Failure("changed", shown, _RESTORE_OBJECT, 1)
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
         return Failure("denied", shown, _KEYS, 1)
@@ -549,6 +553,6 @@ def store_give_up_error(
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of the library's text, without its dump of the request."""
+    """Return the library's text in one line, without its dump of the request and secrets."""
     line = " ".join(text.split("\nDebug source", 1)[0].split())
     return scrub(line)[:_SHOWN]

@@ -1,4 +1,4 @@
-"""Valid Arrow tables from foreign tables, Python values and columns of several types."""
+"""Conversion of Python values, foreign tables and columns of several types to Arrow tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions, check_refused
 
 
 def numpy_of(array: pa.Array) -> np.ndarray:
-    """Return a view of the numbers of an array; Arrow converts arrays with nulls or other types."""
+    """Return the values of an array: numbers without nulls as a view, booleans as a copy.
+
+    Arrow converts arrays with nulls or of other types.
+    """
     kind, n = array.type, len(array)
     if array.null_count or not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind)):
         converted: np.ndarray = array.to_numpy(zero_copy_only=False)
@@ -41,7 +44,10 @@ def numpy_of(array: pa.Array) -> np.ndarray:
 
 
 def arrow_of(values: np.ndarray) -> pa.Array:
-    """Return a one-dimensional numpy array as an Arrow array without a copy."""
+    """Return a one-dimensional numpy array as an Arrow array.
+
+    Contiguous integers and floats of native byte order are not copied.
+    """
     if values.dtype.kind not in "iuf" or not values.dtype.isnative:
         return pa.array(values)
     values = np.ascontiguousarray(values)
@@ -53,13 +59,14 @@ def arrow_of(values: np.ndarray) -> pa.Array:
 # ----------------------------------------------------------------------------
 # Columns whose values do not share one Arrow type.
 #
-# They come from JSON lines, rows of datasets and results of user functions.
+# Such columns come from JSON lines, rows of datasets and results of user functions.
 #
 # Arrow converts values until they share a type: 1 next to 2.5 becomes 1.0, ``{"a": 1}`` next to
 # ``{"b": 2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore
 # keeps a native array only if it holds every value exactly as Arrow holds it alone. Otherwise it
 # stores each value by itself, as msgpack, in a column of type ``MIXED``.
 
+# Errors of a value that no column can hold.
 MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 # Levels of nesting; with more, the result would depend on the remaining stack of the caller.
 MAX_DEPTH = 100
@@ -67,7 +74,7 @@ BadValues = dict[int, str]  # row -> reason
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _DECIMAL, _TEMPORAL = 1, 2  # codes of msgpack extensions
-_SHOWN = 60  # characters of a value in a reason
+_SHOWN = 60  # most characters of a value in a reason
 
 
 class MixedScalar(pa.ExtensionScalar):  # type: ignore[misc]
@@ -109,15 +116,15 @@ def is_mixed(kind: pa.DataType) -> bool:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return the name of a column's type as users read it."""
+    """Return the name of a column's type for users: "mixed", or Arrow's name."""
     return "mixed" if is_mixed(kind) else str(kind)
 
 
 def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array, BadValues]:
-    """Build a column that holds every value unchanged, and list the rows that no column can hold.
+    """Return a column that holds every value unchanged, and the rows that no column can hold.
 
-    ``decoded``: the values come from a JSON decoder, so a native array of whole numbers, texts or
-    booleans needs no check.
+    Such rows are null in the column, and listed with their reasons. ``decoded``: the values come
+    from a JSON decoder, so a native array of whole numbers, texts or booleans needs no check.
     """
     try:
         array = pa.array(values)
@@ -141,7 +148,7 @@ def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array
 def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], BadValues]:
     """Split a mixed array by the type of each single value.
 
-    Returns (rows, native array) pairs, and the rows without a native type.
+    Returns (row numbers, native array) pairs, and the reason for each row without a native type.
     """
     alone: dict[pa.DataType, list[tuple[int, pa.Array]]] = {}
     bad: BadValues = {}
@@ -163,7 +170,7 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], BadValue
 
 
 def short_text(value: Any) -> str:
-    """Return the text of a value for an error, shortened to ``_SHOWN`` characters."""
+    """Return the ``repr`` of a value for an error, shortened to ``_SHOWN`` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -219,9 +226,9 @@ def _exact(
 
 @lru_cache(maxsize=1024)
 def _kind(cls: type) -> str | type:
-    """Return the family of a Python or numpy type whose values Arrow holds alike.
+    """Return the family of a Python or numpy type: Arrow infers one kind of type for a family.
 
-    Any other type is its own family.
+    Any type outside the families is returned unchanged.
     """
     families: tuple[tuple[str, tuple[type, ...]], ...] = (
         ("bool", (bool, np.bool_)),
@@ -230,7 +237,7 @@ def _kind(cls: type) -> str | type:
         ("float", (float, np.floating)),
         ("integer", (int, np.integer)),
     )
-    if issubclass(cls, np.timedelta64):  # numpy counts it among its integers
+    if issubclass(cls, np.timedelta64):  # a subclass of np.integer
         return cls
     return next((name for name, types in families if issubclass(cls, types)), cls)
 
@@ -248,7 +255,7 @@ def _to_msgpack(value: Any, depth: int) -> Any:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, got more")
     kind = type(value)
     if kind is int and not -(2**63) <= value < 2**64:
-        raise ValueError("expected a whole number of at most 64 bits, got a larger one")
+        raise ValueError("expected a whole number from -2**63 to 2**64 - 1, got one outside")
     if kind in _SCALARS:
         return value
     if kind in (list, tuple):
@@ -261,7 +268,7 @@ def _to_msgpack(value: Any, depth: int) -> Any:
 
 
 def _converted(value: Any, depth: int) -> Any:
-    """Return any other value in the form in which Arrow holds it alone."""
+    """Return a value of any other type in the form that Arrow gives it in a column of its own."""
     scalar = pa.array([value])[0]
     if pt.is_temporal(scalar.type):
         unit, zone = getattr(scalar.type, "unit", ""), getattr(scalar.type, "tz", None)
@@ -278,9 +285,9 @@ def _converted(value: Any, depth: int) -> Any:
 
 
 def _decode(packed: bytes) -> Any:
-    """Return the value, or the bytes themselves if they are not a valid message.
+    """Return the value of a msgpack message, or the bytes themselves if they are invalid.
 
-    The bytes may come from a foreign file that only claims this type.
+    Invalid bytes may come from a foreign file that declares the type ``overlord.mixed``.
     """
     try:
         return _decoder.decode(packed)
@@ -317,10 +324,10 @@ BadRows = list[tuple[int, str]]
 def table_of(
     values: dict[str, list[Any]], n: int, *, decoded: bool = False
 ) -> tuple[pa.Table, BadRows]:
-    """Build a table of n rows that holds every value unchanged.
+    """Return a table that holds every value unchanged, and the bad rows with their reasons.
 
-    Rows with a value that no column can hold are bad. ``decoded``: the values come from a JSON
-    decoder.
+    A row is bad, and not in the table, if no column can hold one of its values. ``n`` is the number
+    of rows if there are no columns. ``decoded``: the values come from a JSON decoder.
     """
     arrays, bad = {}, dict[int, str]()
     for name, column in values.items():
@@ -341,18 +348,18 @@ def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
 def columns_of(
     rows: Sequence[dict[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, list[Any]]:
-    """Return dicts as columns.
+    """Return dicts as columns: a list of values for each name. A missing value is None.
 
-    Without ``columns``, names are in order of first appearance. A missing value is None.
+    Without ``columns``, names are in order of first appearance.
     """
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
 
 
 def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
-    """Refuse rows with a value in a refused column.
+    """Raise BadFile if a refused column has a value that is not None.
 
-    Remove refused columns that the job did not request.
+    Also remove the refused columns that the job did not request from ``columns``, in place.
     """
     for name in options.refused:
         if any(value is not None for value in columns.get(name, ())):
@@ -364,9 +371,10 @@ def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
 def without_invalid_rows(
     table: pa.Table, max_sample_bytes: int, every_column: bool = False
 ) -> tuple[pa.Table, BadRows]:
-    """Remove rows with text that is not UTF-8 and rows that are too large. ``table`` may be a view.
+    """Return the table without invalid or too large rows, and those rows with their reasons.
 
-    ``every_column``: offsets inside the arrays come from the file, so every column is validated.
+    Invalid rows have text that is not UTF-8. ``every_column``: offsets inside the arrays come from
+    the file, so every column is validated and not only text. ``table`` may be a view.
     """
     bad: dict[int, str] = {}
     doubtful = [i for i, f in enumerate(table.schema) if every_column or _has_text(f.type)]
@@ -386,9 +394,9 @@ def without_invalid_rows(
 
 
 def drop_rows(table: pa.Table, rows: list[int]) -> pa.Table:
-    """Return the table without ``rows``, as views of the rows between them.
+    """Return the table without ``rows`` (ascending), as views of the rows between them.
 
-    ``take`` would follow the offsets of the removed rows and crash.
+    ``take`` would follow invalid offsets of the removed rows and crash the process.
     """
     edges = [-1, *rows, table.num_rows]
     return pa.concat_tables([table.slice(a + 1, b - a - 1) for a, b in pairwise(edges)])
@@ -426,7 +434,10 @@ def too_large(size: int, limit: int) -> str:
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """Copy the rows into their own memory, so that their row group or file can be freed."""
+    """Copy the rows into their own memory, so that their row group or file can be freed.
+
+    A column of a single row, of more than 2 GB of text or of differing dictionaries is not copied.
+    """
     return (
         pa.table([_copied(column) for column in table.columns], schema=table.schema)
         if table.num_columns
@@ -438,7 +449,7 @@ def _copied(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
         return pa.nulls(0, column.type)
-    # concat_arrays returns a single array as it is; two halves force a copy.
+    # concat_arrays returns a single array unchanged; two pieces force a copy.
     if len(pieces) == 1 and len(pieces[0]) > 1:
         pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
     try:
@@ -448,16 +459,19 @@ def _copied(column: pa.ChunkedArray) -> pa.Array:
 
 
 def slice_of(first_row: int, n: int, table: pa.Table, bad: BadRows, last: bool) -> RawSlice:
-    """Return a slice of consecutively numbered rows."""
+    """Return a slice of n consecutive rows; ``table`` holds those that are not in ``bad``."""
     return RawSlice(np.arange(first_row, first_row + n, dtype=np.int64), table, bad, last)
 
 
 def unreadable_slice(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
-    """Return a slice without a readable row; ``table`` is an empty one with the right columns."""
+    """Return a slice of n unreadable rows; ``table`` is empty and has the requested columns."""
     return slice_of(first_row, n, table, [(i, reason) for i in range(n)], last)
 
 
 def no_rows(options: ReadOptions, skip: int, reason: str = NO_ROWS) -> RawSlice:
-    """Return the only slice of a chunk without rows, or the empty one after it."""
+    """Return the only slice of a chunk without rows: one unreadable row with the reason.
+
+    If ``skip`` is above 0, return the empty slice after it.
+    """
     blank = empty(0, options.columns)
     return slice_of(1, 0, blank, [], True) if skip else unreadable_slice(0, 1, blank, reason, True)

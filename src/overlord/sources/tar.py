@@ -1,8 +1,7 @@
 """Reader of the members of a tar file, by offset: ustar, pax and GNU long names.
 
-Nothing is ever extracted. Files are not trusted. Every size is checked against the file, and
-extended headers are bounded. A header with a wrong checksum ends the reading with an error that
-names its offset.
+Nothing is extracted to disk. Files are not trusted: every size is compared with that of the file,
+and extended headers are bounded. A header with a wrong checksum ends the reading with an error.
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ _KINDS = {
 class Member(NamedTuple):
     name: str
     header: int  # offset of its first header block, extended headers included
-    data: int  # offset of its first byte
+    data: int  # offset of its first byte of content
     size: int
-    problem: str = ""  # why it is refused
+    problem: str = ""  # reason why the member is refused; empty if it is a regular file
 
 
 class BrokenTar(Exception):
-    """The archive is invalid from ``offset`` on, or ends before its end-of-archive block."""
+    """Raised if the archive is invalid from ``offset`` on, or lacks its end-of-archive block.
+
+    ``offset`` is that of the first header of the member that cannot be read.
+    """
 
     def __init__(self, offset: int, problem: str):
         super().__init__(offset, problem)
@@ -48,9 +50,9 @@ class BrokenTar(Exception):
 
 
 class TarCursor:
-    """Reader of a tar file, front to back in large pieces; skipped members are not read.
+    """Reader of a tar file in large pieces, front to back; large skipped members are not read.
 
-    A store prefers few, long reads.
+    In a store a few long reads are faster than many short ones.
     """
 
     def __init__(self, handle: pa.NativeFile, size: int):
@@ -58,7 +60,10 @@ class TarCursor:
         self._handle, self._at, self._piece = handle, 0, b""
 
     def read(self, offset: int, n: int) -> bytes:
-        """Return n bytes at ``offset``; fewer at the end of the file."""
+        """Return n bytes at ``offset``; fewer only at the end of the file.
+
+        Raises StorageUnreachable if the file is shorter than its indexed size.
+        """
         skip = offset - self._at
         if skip >= 0 and skip + n <= len(self._piece):
             return self._piece[skip : skip + n]
@@ -73,7 +78,10 @@ class TarCursor:
 
 
 def members(cursor: TarCursor) -> Iterator[Member]:
-    """Yield regular and refused members, in file order; directories are skipped."""
+    """Yield regular and refused members, in file order; directories are skipped.
+
+    Raises BrokenTar.
+    """
     at, first, long_name, pax = 0, 0, b"", dict[str, bytes]()
     while True:
         block = cursor.read(at, BLOCK_SIZE)
@@ -139,15 +147,15 @@ def _member(
 
 def _short_name(block: bytes) -> bytes:
     name = block[:100].split(b"\0", 1)[0]
-    # GNU tar uses "ustar " and stores other data in the place of the ustar prefix.
+    # GNU tar has the magic "ustar " and stores other data where ustar has the prefix.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
 
 
 def _check(block: bytes, first: int) -> None:
-    """Verify the checksum of a header; the checksum field itself counts as blanks.
+    """Raise BrokenTar if the checksum of a header is wrong; the checksum field counts as blanks.
 
-    Some old writers sum signed bytes.
+    Some old writers sum signed bytes, so that sum is accepted too.
     """
     try:
         wanted = int(block[148:156].strip(b" \0") or b"0", 8)
@@ -172,12 +180,15 @@ def _size(block: bytes, pax: dict[str, bytes], first: int) -> int:
         size = -1
     if size < 0:
         given = pax.get("size", field)
-        raise BrokenTar(first, f"expected a size in a tar header, got {given[:20]!r}")
+        raise BrokenTar(first, f"expected a size of at least 0 in a tar header, got {given[:20]!r}")
     return size
 
 
 def _pax(body: bytes, first: int) -> dict[str, bytes]:
-    """Return the records ``"<length> <key>=<value>\\n"``; the length includes itself."""
+    """Return the values of a pax header by key. Raises BrokenTar.
+
+    A record is ``"<length> <key>=<value>\\n"``; the length counts the whole record.
+    """
     records, at = dict[str, bytes](), 0
     while at < len(body) and body[at : at + 1] != b"\0":
         blank = body.find(b" ", at, at + 20)

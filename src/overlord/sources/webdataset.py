@@ -6,8 +6,8 @@ Each extension is a column.
 ``__key__`` is ``a/b``. Two kinds of columns hold lists, for samples of several images. ``images``
 has every member with the extension of an image. A requested column with a ``*`` (``img*.jpg``) has
 every member that matches. Both are in order of the names, with digits compared as numbers (``2``
-before ``10``). Values are the stored bytes. Pickles, links and devices are refused by name: data
-must not execute code.
+before ``10``). Values are the stored bytes. Samples with pickles, links or devices are refused:
+data must not execute code.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Group:
     """One sample: its bytes by extension, or the reason why it is unreadable."""
 
     key: str
-    offset: int
-    size: int = 0
-    # None: present, but not requested
+    offset: int  # offset of the header of its first member, which numbers the row
+    size: int = 0  # bytes of all members, requested or not
+    # None: present, but not read
     values: dict[str, bytes | None] = field(default_factory=dict)
     problem: str = ""
 
@@ -91,10 +91,10 @@ class WebDataset:
 
 
 def _groups(cursor: TarCursor, options: ReadOptions, skip: int) -> Iterator[Group]:
-    """Yield samples in file order; the bytes of the first ``skip`` are not read.
+    """Yield samples in file order; the bytes of the first ``skip`` samples are not read.
 
-    Members without an extension and hidden ones are skipped. Where the archive breaks, the current
-    sample may lack members, so it becomes the unreadable one.
+    Hidden members and members without an extension are skipped. Where the archive breaks, the
+    current sample may lack members, so it is marked as unreadable.
     """
     group: Group | None = None
     count = 0
@@ -146,9 +146,9 @@ def _add(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return key and extension: the path is split at the first dot of its last part.
+    """Return key and extension of a member: its path, split at the first dot of the file name.
 
-    Without an extension it is not a sample.
+    A hidden file, or a file without a dot, has the extension "": it belongs to no sample.
     """
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, extension = last.partition(".")

@@ -4,10 +4,10 @@
         loss = ...
     loss.backward()
 
-Saved tensors are copied to host memory while the forward goes on. In backward they return, one
-layer ahead of their use. Values, shapes and strides are those that were saved, so gradients are
-equal bit by bit. On CUDA both directions have a stream of their own and pinned memory; on the CPU
-they are plain copies.
+Saved tensors are copied to host memory while the forward continues. Backward copies them back, one
+layer ahead of their use if the layers are given. Values, shapes and strides do not change, so
+gradients are equal bit by bit. On CUDA each direction has its own stream, and host memory is
+pinned. On the CPU these are plain copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overlord.errors import PlanError
 from overlord.torch.host_pool import HostPool, Region
 
 SMALL = 1024  # bytes; smaller tensors are not worth a copy
-SPARSE = 8  # a view of less than this part of its memory stays: too much would be copied with it
+SPARSE = 8  # a view of less than 1/SPARSE of its storage stays: the whole storage would be copied
 
 _pool = HostPool()
 
@@ -34,13 +34,13 @@ _pool = HostPool()
 def offload(
     ratio: float, layers: Iterable[nn.Module] | None = None, *, pool: HostPool | None = None
 ) -> Offload:
-    """Return a context that keeps ``ratio`` of the saved activations in host memory.
+    """Return a context that keeps the fraction ``ratio`` of each saved activation in host memory.
 
-    ``layers``: the layers of the model, in order. The first and the last layer and everything
-    outside layers stay on the device, and backward loads one layer ahead. Without them all that is
-    saved inside the context counts, and backward loads what it needs when it needs it. Parameters
-    and small tensors always stay. One context serves one microbatch. ``pool``: host memory; by
-    default one pool of the process.
+    ``layers``: the layers of the model, in order. Activations of the first layer, of the last layer
+    and outside layers stay on the device. Backward loads one layer ahead. With ``layers=None`` all
+    activations saved inside the context are offloaded, and backward loads each one on use.
+    Parameters and tensors below 1024 bytes always stay. One context serves one microbatch.
+    ``pool``: host memory; None: the pool of the process.
     """
     value = float(ratio)
     if not 0 <= value <= 1:
@@ -51,14 +51,14 @@ def offload(
 class Offload:
     """The saved activations of one microbatch.
 
-    ``saved_bytes``: memory of activations that could be offloaded; ``offloaded_bytes``: the part
-    that was.
+    ``saved_bytes``: bytes of the activations that may be offloaded; ``offloaded_bytes``: bytes of
+    them in host memory.
     """
 
     def __init__(self, ratio: float, layers: list[nn.Module] | None, pool: HostPool):
         self.ratio, self.saved_bytes, self.offloaded_bytes = ratio, 0, 0
         self._layers, self._pool = layers, pool
-        self._layer = -1  # whose forward runs; -1: none
+        self._layer = -1  # the layer whose forward runs; -1: none
         self._arrived = -1  # the layer whose backward runs
         self._by_layer: dict[int, set[weakref.ref[_Stored]]] = {}
         self._known: dict[tuple[int, int], weakref.ref[_Stored]] = {}
@@ -112,7 +112,7 @@ class Offload:
         return _View(stored, layer, tensor)
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor may be offloaded: not a parameter, not small, plain memory."""
+        """Return whether a tensor may be offloaded: strided, large enough, and not a parameter."""
         base = tensor if tensor._base is None else tensor._base
         if type(tensor) is not Tensor or isinstance(base, nn.Parameter):
             return False
@@ -133,9 +133,9 @@ class Offload:
         return handle.restored(keep=self._layers is not None)
 
     def _arrive(self, layer: int) -> None:
-        """Start to load the layer before, and forget the layers behind, once per layer.
+        """Start to load the previous layer, and release all later layers, once per layer.
 
-        Memory that a layer shares with one before it stays until that one is done.
+        Memory that several layers saved stays until the backward of the first of them has run.
         """
         if self._layers is None or layer in (-1, self._arrived):
             return
@@ -152,7 +152,7 @@ class Offload:
         return [stored for stored in found if stored is not None]
 
     def loaded(self) -> list[int]:
-        """Return the layers with offloaded memory that is back on the device, for traces."""
+        """Return the layers whose offloaded memory is on the device again, for traces."""
         return sorted(
             layer
             for layer in self._by_layer
@@ -182,23 +182,23 @@ class _View:
         )
 
     def restored(self, keep: bool) -> Tensor:
-        """Return the tensor as it was saved. ``keep``: other views will need the memory too."""
+        """Return the tensor that was saved; ``keep`` the memory on the device for other views."""
         memory = self._stored.memory(keep)
         made = torch.empty(0, dtype=self._dtype, device=memory.device)
         return made.set_(memory.untyped_storage(), self._offset, self._shape, self._stride)
 
 
 class _Stored:
-    """The memory behind saved tensors: the first bytes on the host, the rest on the device.
+    """The storage of saved tensors: its first bytes on the host, the rest on the device.
 
-    ``layer``: the first that saved it, which is the last to need it.
+    ``layer``: the first layer that saved it, whose backward is the last to use it.
     """
 
     def __init__(
         self, tensor: Tensor, cut: int, layer: int, storage: StorageWeakRef, pool: HostPool
     ):
         self.layer, self._device = layer, tensor.device
-        self._storage = storage  # as long as this exists, no other memory has its number
+        self._storage = storage  # while this reference exists, no other storage gets its address
         self._streams = _streams(tensor.device)
         region = pool.take(cut, pinned=self._streams is not None)
         weakref.finalize(self, pool.release, region).atexit = False
@@ -223,7 +223,7 @@ class _Stored:
             return out.record_event()
 
     def load(self) -> None:
-        """Start to copy the memory back, unless that was done."""
+        """Start to copy the memory to the device, unless it is there or the copy has started."""
         if self._memory is not None:
             return
         if self._streams is None:
@@ -247,7 +247,10 @@ class _Stored:
         return memory
 
     def memory(self, keep: bool) -> Tensor:
-        """Return the memory on the device; the current stream waits for its copy."""
+        """Return the memory on the device; the current stream waits for its copy.
+
+        ``keep``: hold it for the next call.
+        """
         self.load()
         memory = self._memory
         assert memory is not None
@@ -264,7 +267,7 @@ class _Stored:
         return self._memory is not None
 
     def drop(self) -> None:
-        """Forget the memory on the device; it can be loaded again."""
+        """Release the memory on the device; ``load`` can copy it again."""
         self._memory = None
 
 
@@ -276,7 +279,7 @@ _by_device: dict[torch.device, tuple[Any, Any]] = {}
 
 
 def _streams(device: torch.device) -> tuple[Any, Any] | None:
-    """Return the streams to the host and back; None where copies are not asynchronous."""
+    """Return the streams for copies to the host and to the device; None unless on CUDA."""
     if device.type != "cuda":
         return None
     if device not in _by_device:

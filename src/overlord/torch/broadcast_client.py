@@ -1,4 +1,4 @@
-"""The client of a rank if the plan broadcasts: one rank of each group fetches for all of it.
+"""The client of a rank if the plan broadcasts: one rank of each group fetches for the whole group.
 
 The fetcher has a client for every step queue of its group: one per bucket, and several if DP is
 broadcast. It packs their steps into one frame and broadcasts it. Each rank of the group slices its
@@ -45,8 +45,8 @@ END_S = 300.0  # seconds for other ranks to finish their last step and request o
 OTHERS_S = 10.0  # seconds for other ranks to receive the error or the departure of this rank
 # seconds for other ranks to read the departure note, if the store ends with this process
 NOTE_S = 3.0
-# Frames to search for the one that all ranks expect: a few are in flight, and one is at each rank
-# that forwards them.
+# Most frames to read before the result of the fetcher's load: a few are in flight, and one is at
+# each rank that forwards frames.
 SEARCHED_FRAMES = 16
 
 
@@ -72,18 +72,18 @@ class BroadcastQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastSetup:
-    """The arguments of a ``BroadcastClient``, as the rendezvous of its ranks gives them.
+    """The arguments of a ``BroadcastClient``, which ``overlord.torch.join`` computes.
 
-    ``clients``: the clients of the queues that this rank reads, its own first. A rank that is
-    served has only its own, if it encodes images. ``connect_control`` opens a connection to the
-    session, by which a rank without a client exports its state and reports.
+    ``clients``: the clients of the queues that this rank reads, by rank, its own first. A served
+    rank has its own client if it encodes images, else none. ``connect_control`` opens a connection
+    to the session. A rank without a client exports its state and sends its reports through it.
     """
 
     service: Service
     view: View
     frames: FrameBroadcast
     clients: Mapping[int, Client]
-    split: tuple[str, tuple[str, ...]]  # the axis of the plan, and its broadcasts
+    split: tuple[str, tuple[str, ...]]  # the axis that the plan splits, the axes of its broadcasts
     start: State
     connect_control: Callable[[], SessionConnection]
     leave: Callable[[Mapping[int, Client], bool], None]  # (clients, whether this rank failed)
@@ -154,12 +154,12 @@ class BroadcastClient(Client):
             self.waited_s += time.monotonic() - start
         content = next(q for q in queues if q["rank"] == self.service.queue_rank)
         assert own is None or own.step == content["info"].step, (
-            "images of one step and text of another"
+            "images and text are of different steps"
         )
         return content["info"], self._view_of(content, own)
 
     def _fetch(self) -> tuple[Step, list[dict[str, Any]]]:
-        """Take the next step of every queue and broadcast all; return this rank's own and all."""
+        """Take and broadcast the next step of every queue; return the own step and all contents."""
         try:
             steps = {rank: next(client) for rank, client in self._clients.items()}
             self._check_split(next(iter(steps.values())))
@@ -175,14 +175,14 @@ class BroadcastClient(Client):
             raise
 
     def _check_split(self, step: Step) -> None:
-        """Raise if the plan of a step has other axes than the first plan."""
+        """Raise ``PlanError`` if the plan of a step has other axes than the first plan."""
         info = step.info
         split = (info.axis, tuple(info.broadcast))
         if split != self._split:
             raise PlanError(
-                f"the first plan split along {self._split[0]} and broadcast at "
-                f"{', '.join(self._split[1]) or 'nothing'}, this one along "
-                f"{split[0]} and at {', '.join(split[1]) or 'nothing'}; process groups are made "
+                f"expected a split along {self._split[0]} and a broadcast at "
+                f"{', '.join(self._split[1]) or 'no axis'}, as in the first plan, got "
+                f"{split[0]} and {', '.join(split[1]) or 'no axis'}; process groups are created "
                 "once",
                 step.step,
                 "let the strategy name the same axes in every step, or pass broadcast=False",
@@ -217,10 +217,9 @@ class BroadcastClient(Client):
         return frame
 
     def _receive_loaded(self) -> dict[str, Any]:
-        """Return the frame with the outcome of the fetcher's load.
+        """Return the frame of the fetcher's load; raise its error if the fetcher refused the state.
 
-        The fetcher may have sent some steps before. They are dropped, or kept if the state was
-        refused.
+        Steps that the fetcher sent earlier are dropped, or kept if it refused the state.
         """
         steps: list[dict[str, Any]] = []
         for _ in range(SEARCHED_FRAMES):
@@ -296,10 +295,10 @@ class BroadcastClient(Client):
         """Return ``state`` as plain values, exported by the own client or by the session."""
         if self._own is not None:
             mine = self._own
-            # Otherwise the state is an earlier one, of a mark or of a step that was refused.
+            # If this is false, the state is an earlier one: of a mark, or before a refused step.
             now = state is self._state and self._refused_step is None
             return mine.state_dict() if now else mine.state_dict((mine.queue, state))
-        if self._last is not None and state.step == self._state.step:  # a mark is a copy
+        if self._last is not None and state.step == self._state.step:  # not `is`: marks are copies
             return dict(self._last)
         saved: dict[str, Any] = self._session_control().export(queue, state)
         return saved
@@ -317,7 +316,7 @@ class BroadcastClient(Client):
         return self._control
 
     def _load(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
-        """Load a state. All ranks of the group call it, as they take steps together."""
+        """Load a state; all ranks of the group must call this, since they take steps together."""
         state_digest = _state_digest(state)
         if not self.service.fetches:
             return self._queue, self._load_served(state, allow, state_digest)
@@ -344,7 +343,7 @@ class BroadcastClient(Client):
     def _load_served(
         self, state: Mapping[str, Any], allow: tuple[str, ...], state_digest: str
     ) -> State:
-        """Load a state on a rank that is served, after its fetcher.
+        """Load a state on a served rank, and compare it with the state that the fetcher loaded.
 
         The fetcher's frame is received in any case, since the next call expects a step.
         """

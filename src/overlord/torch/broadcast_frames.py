@@ -1,9 +1,9 @@
 """Frames of bytes that a fetching rank broadcasts to the ranks it serves, without pickle.
 
-step      the step of each queue: its info, and its arrays; receivers view them without a copy
-end       the stream has ended; with the state after the last step
-error     the fetcher failed, and with it the step
-loaded    the fetcher loaded a state, as every rank of the group must
+step      the info and the arrays of each queue's step; receivers view them without a copy
+end       the stream has ended; the frame has the state after the last step
+error     the fetcher failed; the frame has its error
+loaded    the fetcher loaded a state, as every rank of the group must do
 refused   the fetcher could not load a state; the stream continues as before
 """
 
@@ -32,8 +32,8 @@ from overlord.transport.frame import pack, size_of, unpack
 
 log = logging.getLogger("overlord")
 
-WAIT_S = 0.5  # one wait, which nothing interrupts: Ctrl-C and departures are seen after it
-POLL_S = 0.001  # between two polls of a device's collective, which has no wait with a timeout
+WAIT_S = 0.5  # seconds of one wait; Ctrl-C and departures are handled only between waits
+POLL_S = 0.001  # seconds between polls of a device's collective, which has no wait with a timeout
 AHEAD = 2  # frames that the fetcher may be ahead of the slowest rank it serves
 SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # a source position that starts a library's error
 
@@ -41,7 +41,7 @@ SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # a source position that starts
 class FrameBroadcast:
     """A process group as a one-way channel: one rank sends, the others receive.
 
-    The sender does not wait for the receivers, up to ``AHEAD`` frames.
+    The sender may be up to ``AHEAD`` frames ahead of the receivers.
     """
 
     def __init__(
@@ -94,7 +94,11 @@ class FrameBroadcast:
         self.flush(AHEAD)
 
     def flush(self, left: int = 0, limit_s: float | None = None) -> None:
-        """Wait until at most ``left`` frames are in flight."""
+        """Wait until at most ``left`` frames are in flight.
+
+        ``limit_s``: longest wait for a frame, after which ``DataStall`` is raised; None: the limit
+        given to ``__init__``.
+        """
         while True:
             with self._lock:
                 if len(self._sent) <= left:
@@ -115,9 +119,9 @@ class FrameBroadcast:
     # the receiving ranks
 
     def receive(self, what: str) -> dict[str, Any]:
-        """Return the next frame; its arrays are views of the receive buffer.
+        """Return the next frame; its arrays are read-only views of the receive buffer.
 
-        An exception in the middle of a frame makes all later frames unreadable.
+        After an exception every call raises: the boundaries of later frames are unknown.
         """
         if self._broken is not None:
             raise self._broken
@@ -155,12 +159,12 @@ class FrameBroadcast:
     # both
 
     def close(self) -> None:
-        """End the waits of other threads with an error."""
+        """Make the current and later waits of all threads raise ``OverlordError``."""
         self._closed = True
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the frame buffers."""
+        """Bytes of the frame buffers."""
         return self._memory.nbytes
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
@@ -241,9 +245,10 @@ def _others(service: Service) -> list[int]:
 
 
 def portable_error(error: BaseException, rank: int) -> Exception:
-    """Return an error that can be sent to other ranks.
+    """Return an error that other ranks can raise.
 
-    A received ``StopIteration`` would silently end a loop, so it is replaced.
+    ``ActorLost`` replaces ``StopIteration``, which would silently end a loop, and exceptions such
+    as ``KeyboardInterrupt``, which are not an ``Exception``.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error

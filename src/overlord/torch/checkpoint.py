@@ -25,8 +25,8 @@ class LoaderState:
 
     ``dcp.save({"model": ..., "loader": ot.LoaderState(client)}, ...)``. ``loader``: an object with
     ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``StatefulLoader``.
-    The state is one JSON string: DCP stores the value once for all ranks, whatever its length, and
-    loads it on each.
+    ``allow``: passed to its ``load_state_dict``. The state is one JSON string: DCP stores it once
+    for all ranks, whatever its length, and loads it on each.
     """
 
     def __init__(self, loader: Any, allow: tuple[str, ...] = ()):
@@ -36,7 +36,8 @@ class LoaderState:
         """Return the state under one key.
 
         DCP calls it before loading too. Then there may be no state, because another rank has
-        already loaded one and rewound the session.
+        already loaded one and rewound the session. The result then has a placeholder, which raises
+        the reason only if it is saved.
         """
         try:
             return {KEY: json.dumps(self.loader.state_dict(), sort_keys=True)}
@@ -44,7 +45,7 @@ class LoaderState:
             return {KEY: _NoState(fault)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned."""
+        """Load a result of ``state_dict``; raise ``StateMismatch`` for anything else."""
         if not isinstance(state, Mapping) or not isinstance(text := state.get(KEY), str):
             found = (
                 ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -73,9 +74,10 @@ class _NoState:
 
 
 def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the state as JSON, atomically, to a file or to overlord.json in a folder.
+    """Write the state as JSON, atomically, and return the path of the file.
 
-    All ranks may call it: the state is the same, and rank 0 writes it.
+    ``path``: a file that ends in .json, or a folder for overlord.json. All ranks may call this:
+    the state is the same, and only rank 0 writes it.
     """
     target = _file(path)
     if _rank_of(loader) == 0:
@@ -102,9 +104,9 @@ def _rank_of(loader: Any) -> int:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state that ``save_state`` wrote.
+    """Read the state that ``save_state`` wrote to the same ``path``.
 
-    Pass it to ``client.load_state_dict`` or ``launch(job, resume=...)``.
+    Pass the state to ``client.load_state_dict`` or ``launch(job, resume=...)``.
     """
     target = _file(path)
     return _parsed(target.read_text(encoding="utf-8"), str(target))
@@ -119,7 +121,9 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         state = json.loads(text)
     except ValueError as fault:
-        raise StateMismatch({"form": (f"{where}: {fault}", "JSON")}, REMEDY) from fault
+        raise StateMismatch({}, REMEDY, f"{where}: expected JSON, got: {fault}") from fault
     if not isinstance(state, dict):
-        raise StateMismatch({"form": (f"{where}: {type(state).__name__}", "a mapping")}, REMEDY)
+        raise StateMismatch(
+            {}, REMEDY, f"{where}: expected a mapping as JSON, got {type(state).__name__}"
+        )
     return state

@@ -12,10 +12,10 @@ from overlord.errors import JobError
 
 
 class InWorker:
-    """Iterates items in a worker process, and ends the worker at the request after an error.
+    """An iterator in a worker process that exits the worker at the first request after an error.
 
-    torch keeps a worker whose items raised. If the garbage collector frees the loader, torch then
-    waits five seconds for each worker.
+    torch keeps a worker whose iterator raised. When the garbage collector frees the loader, torch
+    then waits five seconds for each such worker.
     """
 
     def __init__(self, items: Iterator[Any]):
@@ -39,15 +39,15 @@ class InWorker:
 
 
 def world_size() -> int:
-    """Return the world size of this process; 1 without a world."""
+    """Return the world size of this process; 1 if it is not part of a distributed job."""
     here = world_here("Dataset")
     return 1 if here is None else here.size
 
 
 def refuse_workers(has_job: bool, ranks: int) -> None:
-    """Refuse workers that would repeat the job's steps or end its session.
+    """Raise ``JobError`` for workers that would repeat the job's steps or end its session.
 
-    ``ranks`` is the world size where the worker was started.
+    ``ranks``: the world size of the process that started the worker.
     """
     info = get_worker_info()
     if info.num_workers > 1:

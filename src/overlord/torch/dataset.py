@@ -41,14 +41,15 @@ default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: 
 class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow torch
     """A data set whose items are steps (``TensorStep``), or microbatches.
 
-    For ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that iterates,
-    or a client of this process. ``microbatches``: an item is one microbatch; a step with another
-    number of them than ``Batch.microbatches`` raises ``PlanError``. ``transform`` changes every
-    item, e.g. an adapter. ``rewind``: every ``iter()`` starts at the first step, for evaluation;
-    otherwise it continues where the last one stopped.
+    Use it with ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that
+    iterates, or a client of this process. ``microbatches``: an item is one microbatch; a step with
+    another number of them than ``Batch.microbatches`` raises ``PlanError``. ``transform``: a
+    function of each item, e.g. an adapter. ``rewind``: every ``iter()`` starts at the first step,
+    for evaluation; otherwise it continues where the last one stopped. ``wrap``: a function of the
+    client, e.g. ``DevicePrefetcher``. ``rank`` and launch options: as in ``join``, only with a Job.
 
-    Reading, tokenizing and packing run in parallel already, so ``num_workers`` is 0, or with a Job
-    1. The state is exact between steps and, on the same mesh, between microbatches.
+    Reading, tokenizing and packing run in parallel already. So ``num_workers`` must be 0, or at
+    most 1 with a Job. The state is exact between steps and, on the same mesh, between microbatches.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def _begin_pass(self, ahead: Ahead) -> None:
         """Start a pass: at the first step with ``rewind``, else after the last trained item.
 
+        The first pass after ``load_state_dict`` starts at the loaded state, also with ``rewind``.
         Items that a trainer prefetched in the last pass and did not train on are delivered again.
         """
         if self.rewind:
@@ -133,7 +135,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._trail, self._passes, self._loaded = Trail(ahead), self._passes + 1, False
 
     def _mesh_size(self) -> int:
-        """Return the number of ranks that share the session."""
+        """Return the number of ranks that share the session; 1 if it is unknown."""
         known = (
             self.job.place.world_size
             if self.job is not None
@@ -161,7 +163,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return item
 
     def _warn_empty(self) -> None:
-        """Warn at the first pass without an item, and raise at the second.
+        """Warn at the first pass without an item; raise ``JobError`` at the second in a row.
 
         Some trainers stop at an empty pass, others loop forever.
         """
@@ -212,7 +214,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return known if self.job is None else self.job.batch.microbatches
 
     def _same_plan(self, step: TensorStep) -> None:
-        """Raise if the step has another plan than the microbatches that were delivered.
+        """Raise ``StateMismatch`` if the delivered microbatches belong to another plan.
 
         Under another mesh, microbatches hold other samples.
         """
@@ -224,20 +226,21 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                         step.plan_digest,
                     )
                 },
-                "a state inside a step is valid only for the same mesh and strategy; "
-                "save at the end of a step, or load its "
-                "'stream', which starts this step again",
+                "a state inside a step is valid only for the same mesh and strategy; save at the "
+                "end of a step, or load the state's 'stream', which starts this step again",
+                "Dataset: the state is inside a step with another plan",
             )
 
     def __len__(self) -> int:
         """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
-        It is known if ``until`` is a number and a repeating source keeps the stream from ending.
+        The number is known if ``until`` is a number and the stream of samples has no end.
         """
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
                 "len(): expected a Job whose until is a number and which has a source with "
-                "epochs=None, got another, whose number of items is unknown"
+                "epochs=None (with mixture=, in all sources), got a Job whose number of items is "
+                "unknown; iterate without len()"
             )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
@@ -246,14 +249,14 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def state_dict(self) -> State:
         """Return the state after the last item that the trainer has trained on.
 
-        Items that it prefetched do not count.
+        Items that the trainer only prefetched do not count.
         """
         if self._pending is not None or self._client is None:
             return (self._pending or NOT_BEGUN).state()
         return (self._trail.consumed() or self._position(self._client.state_dict)).state()
 
     def _current_position(self) -> Position:
-        """Return the current position, for a state that is requested later."""
+        """Return the current position, whose state is exported only when it is requested."""
         return self._position(state_after(self._client))
 
     def _position(self, after: Callable[[], State]) -> Position:
@@ -267,11 +270,16 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         )
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Continue from a saved state, of this object or of a client."""
+        """Continue from a saved state, of this object or of a client.
+
+        A state inside a step needs ``microbatches=True`` and raises ``StateMismatch`` without it.
+        ``allow``: differences to accept, as in ``client.load_state_dict``.
+        """
         at = position_of(state)
         if at.microbatches and not self.microbatches:
             differs = {"microbatches": (f"{at.microbatches} of a step delivered", "whole steps")}
-            raise StateMismatch(differs, "iterate with microbatches=True")
+            problem = "Dataset: expected a state between two steps, got one inside a step"
+            raise StateMismatch(differs, "iterate with microbatches=True", problem)
         self._go_to(at, allow)
         self._loaded = True
 
@@ -321,7 +329,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
 
 def _endless(job: Job) -> bool:
-    """Return whether the stream of a job has no end, because a source always has samples.
+    """Return whether the stream of a job has no end, because a source repeats forever.
 
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
@@ -336,7 +344,7 @@ def _endless(job: Job) -> bool:
 def _join(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
     """Join the session of a job and return the client of this process's rank.
 
-    With torch process groups the client supports plans that broadcast.
+    If torch process groups of several ranks exist, the client supports plans that broadcast.
     """
     if (groups := process_groups()) is not None and groups.get_world_size() > 1:
         from overlord.torch.rendezvous import join as join_groups
@@ -407,7 +415,7 @@ class StatefulLoader:
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state, as ``Dataset.load_state_dict``."""
         self.dataset.load_state_dict(state, allow)
 
     @property
@@ -416,7 +424,7 @@ class StatefulLoader:
         return self.dataset.client
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report metrics of a step, as ``client.report``, for a mixture that learns."""
+        """Report metrics of a step, as ``client.report``; an adaptive mixture uses them."""
         self.dataset.open()
         self.dataset.client.report(step, metrics)
 

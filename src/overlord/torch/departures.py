@@ -29,7 +29,7 @@ class Departed:
 
 
 class Departures:
-    """The departure notes of one group; each note is read once."""
+    """The departure notes of one group; this rank reads each note from the store once."""
 
     def __init__(self, board: _Board, service: Service):
         self._board, self._service, self._departed, self._lock = (
@@ -40,7 +40,10 @@ class Departures:
         )
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
-        """Write the note that this rank leaves, with the reason."""
+        """Write the note that this rank leaves before ``step``; ``fault``: the reason, if any.
+
+        ``frames``: number of frames that it took part in.
+        """
         if fault is None:
             why = (
                 f"it closed its client before step {step}; all ranks of a broadcast take the "
@@ -53,7 +56,7 @@ class Departures:
     def before(self, frame: int) -> ActorLost | None:
         """Return the error for a rank that left before this frame; None if none left.
 
-        If several ranks left, the error names the fetcher if possible.
+        If several ranks left, the error names the fetcher if it is one of them.
         """
         gone = [one for one in self._all() if one.frames <= frame]
         if not gone:
@@ -86,5 +89,5 @@ def error_text(fault: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Shorten a text to ``LONGEST`` characters, between words."""
+    """Return a text; one of more than ``LONGEST`` characters is cut between words, with ``...``."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} ..."

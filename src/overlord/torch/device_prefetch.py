@@ -30,12 +30,12 @@ from overlord.torch.tensor_step import (
     why_missing,
 )
 
-POLL_S = 1.0  # between two checks that the thread is alive
+POLL_S = 1.0  # seconds between two checks that the thread is alive
 # Longest pause of the thread after the trainer took a step, if another step is ready.
 HOLD_BACK_S = 0.02
-HOLD_BACK = 0.1  # the same, as a share of the time between two steps
-PAUSE_S = 60.0  # for the thread to return from the client, before a state is loaded
-CLOSE_S = 10.0  # for the thread to end, once the client is closed
+HOLD_BACK = 0.1  # longest pause as a fraction of the time between two steps of the trainer
+PAUSE_S = 60.0  # seconds for the thread to return from the client, before a state is loaded
+CLOSE_S = 10.0  # seconds for the thread to end, once the client is closed
 
 
 class _Ready(NamedTuple):
@@ -45,13 +45,13 @@ class _Ready(NamedTuple):
 
 
 class DevicePrefetcher:
-    """Iterates a client's steps as ``TensorStep`` on a device, ``depth`` of them prefetched.
+    """An iterator of a client's steps as ``TensorStep`` on a device; it prefetches ``depth`` steps.
 
-    It has the interface of the client. On CUDA a step is packed into one pinned buffer and copied
-    by one call on a stream of its own. The trainer's stream waits for the copy; the trainer does
-    not. On the CPU nothing is copied: tensors share the memory of the step. Other devices receive
-    plain copies. ``waited_s``: seconds that the trainer has waited here. ``close`` closes the
-    client too.
+    It has the interface of the client. On CUDA a step is packed into one buffer, pinned unless
+    ``pin`` is false, and copied by one call on a separate stream. The trainer's stream waits for
+    the copy; the trainer does not. On the CPU nothing is copied: tensors share the memory of the
+    step. Other devices receive plain copies. ``waited_s``: seconds that the trainer has waited for
+    steps. ``close`` closes the client too.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class DevicePrefetcher:
             ready.copied.wait_on_stream()
         self._after, self.steps = ready.after, self.steps + 1
         self.waited_s += time.monotonic() - start
-        # This comes last: the thread that it wakes takes the interpreter, and a call above that
-        # releases the interpreter would wait to get it back.
+        # This comes last: the thread that it wakes takes the interpreter lock. Calls above that
+        # release the lock would wait to get it back.
         with self._changed:
             self._changed.notify_all()
         return ready.step
@@ -177,13 +177,13 @@ class DevicePrefetcher:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step, as ``client.report``.
 
-        Steps are prefetched, so ``Job.feedback_lag`` must be larger by ``depth`` + 1 for reports
-        to be in time.
+        Steps are prefetched. For reports to be in time, ``Job.feedback_lag`` must be ``depth`` + 1
+        larger than without a prefetcher.
         """
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Return the state after the trainer's last step, or at the result of ``mark``.
+        """Return the state after the trainer's last step, or at ``at``, a result of ``mark``.
 
         Prefetched steps do not count.
         """
@@ -196,7 +196,7 @@ class DevicePrefetcher:
         return self._after or state_after(self.client)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Continue from a saved state; prefetched steps are dropped."""
+        """Continue from a saved state, and drop prefetched steps; a refused state keeps them."""
         self._refuse_fork()
         if self._closed:
             raise self._end or self._closed_error()
@@ -264,7 +264,9 @@ class DevicePrefetcher:
         if thread.is_alive():
             self._thread = thread
             raise DataStall(
-                "the prefetching thread to end, which waits for its client", seconds, rank=self.rank
+                "the prefetching thread, which waits for its client, to end",
+                seconds,
+                rank=self.rank,
             )
 
     def _run(self) -> None:
@@ -289,9 +291,9 @@ class DevicePrefetcher:
         with self._changed:
             while len(self._ready) >= self.depth and not self._stopping:
                 self._changed.wait(POLL_S)
-            # Background work takes the interpreter. A trainer that has just received a step starts
+            # This thread takes the interpreter lock. A trainer that has just received a step starts
             # its first kernels while the device is idle. It would wait 5 ms at every call that
-            # releases the interpreter. A few milliseconds later the device has enough work queued.
+            # releases the lock. A few milliseconds later the device has enough work queued.
             self._changed.wait_for(lambda: self._stopping or not self._ready, self._pause_s)
             return not self._stopping
 

@@ -11,10 +11,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 QKV = frozenset({"qkv", "qkv_proj", "wqkv", "c_attn", "query_key_value", "to_qkv", "attn_qkv"})
 QKV_PARTS = ("q", "k", "v")
-# of attention and recurrent modules
+# prefixes of parameter names of torch's attention and recurrent modules
 STACKED = ("in_proj_weight", "weight_ih", "weight_hh")
 GATE_UP = frozenset({"gate_up_proj", "gate_up", "gate_and_up_proj", "w13"})
-# models that store the parts of a projection side by side for every head, or for every column
+# model types whose parts of a projection alternate by head, or by column
 BY_HEAD = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom"})
 BY_COLUMN = frozenset({"gpt_oss"})
 REMEDY = 'give the sizes of its parts, as in fused={"*.qkv_proj.weight": (4096, 1024, 1024)}'
@@ -22,9 +22,9 @@ REMEDY = 'give the sizes of its parts, as in fused={"*.qkv_proj.weight": (4096, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """The parts of a parameter along one axis; none if it is one matrix.
+    """The parts of a parameter along one axis, by name; ``parts`` is empty if it is one matrix.
 
-    ``doubt``: why a parameter that looks fused has no known parts.
+    ``doubt``: why a parameter that looks fused has no known parts, else empty.
     """
 
     axis: int = 0
@@ -34,7 +34,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRules:
-    """Sizes of parts by patterns of parameter names; other names follow the known conventions."""
+    """The sizes of parts by patterns of parameter names; other names follow known conventions."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ def _gate_up(shape: tuple[int, ...], config: Any) -> Fused:
 
 
 def _by_size(shape: tuple[int, ...], sizes: tuple[int, ...], labels: tuple[str, ...]) -> Fused:
-    """Return consecutive parts along the matrix axis whose length is their sum."""
+    """Return consecutive parts along the first matrix axis whose length is the sum of sizes."""
     for axis in range(len(shape) - 2, len(shape)):
         if shape[axis] == sum(sizes):
             starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,7 +1,7 @@
 """Host memory for offloaded activations: large slabs that are filled in turn and reused whole.
 
-Pinning memory takes milliseconds, and microbatches need other sizes every time. So regions are
-taken from slabs one after another; a slab is free again when all of its regions are.
+Pinning memory takes milliseconds, and each microbatch needs other sizes. So regions are taken from
+slabs one after another. A slab is free again when all of its regions are released.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ ALIGN = 256  # bytes
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """One piece of memory: regions are taken from its start to its end."""
+    """One allocation, from which regions are taken from its start to its end."""
 
     memory: torch.Tensor
-    used: int = 0
-    live: int = 0
+    used: int = 0  # bytes
+    live: int = 0  # regions that are not released
 
 
 class Region(NamedTuple):
-    """Some bytes of a slab."""
+    """A range of bytes of a slab."""
 
     memory: torch.Tensor  # uint8
     slab: Slab
-    reused: bool  # whether the slab was filled before: copies from it may still run
+    reused: bool  # the first region of a reused slab: copies from the slab may still run
 
 
 class HostPool:
-    """Pinned memory for CUDA, plain memory otherwise. Runs on: any thread.
+    """A pool of host memory, pinned for CUDA. Runs on: any thread.
 
-    ``bytes`` is the memory that the pool holds. It grows to the peak of what is taken at once, and
-    is kept until the pool is dropped.
+    ``bytes``: memory that the pool holds. It grows to the peak of concurrent use, and stays until
+    the pool is deleted.
     """
 
     def __init__(self, slab_bytes: int = SLAB):
@@ -54,7 +54,7 @@ class HostPool:
             return sum(len(slab.memory) for slabs in self._slabs.values() for slab in slabs)
 
     def take(self, size: int, pinned: bool) -> Region:
-        """Return a region of ``size`` bytes, to be returned by ``release``."""
+        """Return a region of ``size`` bytes; the caller gives it back by ``release``."""
         room = -(-size // ALIGN) * ALIGN
         with self._lock:
             while self._returned:
@@ -73,14 +73,14 @@ class HostPool:
             return Region(slab.memory[start : start + size], slab, reused)
 
     def release(self, region: Region) -> None:
-        """Return a region to the pool.
+        """Give a region back to the pool.
 
-        It takes no lock: the garbage collector may call it anywhere, also inside ``take``.
+        This takes no lock: the garbage collector may call it anywhere, also inside ``take``.
         """
         self._returned.append(region.slab)
 
     def _free(self, room: int, pinned: bool) -> Slab | None:
-        """Return the smallest slab without regions that is large enough, emptied."""
+        """Return the smallest free slab of at least ``room`` bytes; None if there is none."""
         free = [s for s in self._slabs[pinned] if not s.live and len(s.memory) >= room]
         if not free:
             return None

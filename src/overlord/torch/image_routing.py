@@ -7,12 +7,13 @@
         loss_of(embeddings, mb).backward()
     exchange.backward()  # on every rank: gradients return to the encoders
 
-Both directions are one all-to-all. A plan that encodes before every microbatch has an exchange for
-each: ``ot.route(rows, step.encoder[m])`` returns its rows, and their gradient returns in the
-``backward`` of the microbatch. A rank without such rows must take part: ``ot.tied(loss, rows)``.
+Each direction is one all-to-all. A plan that encodes before every microbatch has one exchange per
+microbatch. ``ot.route(rows, step.encoder[m])`` returns its rows, and their gradient returns in the
+``backward`` of the microbatch. A rank whose loss uses no rows must take part:
+``ot.tied(loss, rows)``.
 
-The first rank of a bucket receives the rows. If others of the bucket hold tokens too (TP, CP),
-``share_rows`` gives them their rows.
+The first rank of a bucket receives the rows. If other ranks of the bucket hold tokens too (TP, CP),
+``share_rows`` copies the rows to them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _agreed: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()  # by process
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
-    """Send rows to their ranks; backward returns each gradient to the rank of its row."""
+    """Send rows to their ranks; backward sends each gradient to the rank that sent the row."""
 
     @staticmethod
     def forward(
@@ -77,9 +78,9 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
 
     All ranks of the plan call it, forward and backward. ``rows`` [n, width]: outputs of this rank's
     encoder, image after image; a rank without images gives 0 rows of the same width and dtype.
-    ``maps``: one of ``step.encoder``. ``lens``: the rows of each image, if some have more than
-    their truncated document holds; the first rows are sent. ``group`` must have all ranks of the
-    plan, in their order.
+    ``maps``: one of ``step.encoder``. ``lens``: the number of rows of each image in ``rows``. Give
+    it if truncation cut the placeholders of an image: only its first ``send_lens`` rows are sent.
+    ``group`` must have all ranks of the plan, in their order.
     """
     sends, gets = (
         _field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits")
@@ -139,15 +140,15 @@ def _check_dtype(rows: torch.Tensor, world: int, group: Group) -> None:
 
 
 def _truncated(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
-    """Return the first ``send_lens`` rows of every image."""
+    """Return the first ``send_lens`` rows of every image; all rows if ``lens`` is None."""
     if lens is None:
         return rows
     made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
     if made.shape != wanted.shape or (made < wanted).any() or made.sum() != len(rows):
         raise PlanError(
-            f"route: expected for each of {len(wanted)} images at least the rows that are "
-            f"sent, {int(wanted.sum())} in all, "
-            f"got lens of {len(made)} images and {len(rows)} rows"
+            f"route: expected lens= of {len(wanted)} images, each at least its send_lens, with a "
+            f"sum of {len(rows)}, the number of rows, got {made.size} numbers with a sum of "
+            f"{int(made.sum())}; give the number of rows that the encoder returned for each image"
         )
     if np.array_equal(made, wanted):
         return rows
@@ -159,7 +160,8 @@ def _truncated(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
 class Exchange:
     """One exchange whose rows several microbatches use.
 
-    Each microbatch has a backward of its own; gradients return to the encoders once.
+    Each microbatch has a backward of its own. ``backward()`` sends the summed gradients to the
+    encoders once.
     """
 
     def __init__(self, rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None):
@@ -177,7 +179,10 @@ class Exchange:
         return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
 
     def backward(self) -> None:
-        """Send gradients to the encoders; every rank calls it after the last microbatch."""
+        """Send gradients to the encoders; every rank calls this after its last microbatch.
+
+        A second call does nothing.
+        """
         if not self._needs_backward:
             return
         grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
@@ -204,8 +209,8 @@ def place_rows(
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
         raise PlanError(
-            f"place_rows: expected positions in {len(flat)} tokens, got {int(at.max())}; a "
-            "CP slice needs positions="
+            f"place_rows: expected index to be below {len(flat)}, the tokens of embeddings, got "
+            f"{int(at.max())}; a CP slice needs positions="
         )
     return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
         embeddings.shape
@@ -258,9 +263,10 @@ def share_rows(
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Return the rows and positions of the group's first rank, on all of its ranks.
 
-    For TP and CP, whose ranks embed tokens of the same bucket. ``gradients``: ``"sum"`` if each
-    rank uses the rows for other tokens (CP); ``"own"`` if all compute the same, and the gradient of
-    the first rank is complete already (TP, whose layers sum it).
+    For TP and CP, whose ranks embed tokens of the same bucket. Other ranks give ``rows`` of the
+    same width and dtype; its values and ``index`` are ignored there. ``gradients``: ``"sum"`` if
+    each rank uses the rows for other tokens (CP). ``"own"`` if all compute the same, and the
+    gradient of the first rank is complete already (TP, whose layers sum it).
     """
     if gradients not in GRADIENTS:
         raise PlanError(

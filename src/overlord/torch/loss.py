@@ -35,12 +35,13 @@ def token_loss(
 ) -> torch.Tensor:
     """Return the share of a microbatch in the loss of the step.
 
-    The sum of these over microbatches and ranks is the mean over all tokens. ``logits``
-    [tokens, vocabulary] with shifted ``labels`` [tokens], or losses per token, [tokens], with
-    labels or ``loss_mask``; a leading dimension of one is allowed. ``global_valid_tokens``: of the
-    step. ``gradients``: ``"sum"`` if the trainer sums gradients over ranks; ``"mean"`` if it
-    averages them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group).
-    ``head``, ``chunk``: as in ``token_losses``.
+    The shares of all microbatches and ranks sum to the mean loss of the step's valid tokens.
+    ``logits`` [tokens, vocabulary] with shifted ``labels`` [tokens], or losses per token, [tokens],
+    with labels or ``loss_mask``; a leading dimension of one is allowed. If both are given,
+    ``loss_mask`` alone weights the losses. ``global_valid_tokens``: valid tokens of the whole step.
+    ``gradients``: ``"sum"`` if the trainer sums gradients over ranks. ``"mean"`` if it averages
+    them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group). Shares are
+    then ``dp_size`` times larger. ``head``, ``chunk``: as in ``token_losses``.
     """
     if gradients not in GRADIENTS:
         raise JobError(
@@ -84,15 +85,15 @@ def token_losses(
     """Return the cross entropy of each token, [tokens], at least float32; 0 without a label.
 
     It is computed ``chunk`` tokens at a time, and again in backward, so that float32 logits exist
-    for one chunk only. With ``head`` the first argument is the last hidden states, and ``head``
-    maps a chunk of them to logits: the logits of all tokens never exist at once.
+    for one chunk only. With ``head`` the first argument is the last hidden states. ``head`` maps a
+    chunk of them to logits, so the logits of all tokens never exist at once.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
         raise JobError(
             [
                 f"labels: expected as many as rows of logits, {len(flat)}, got {len(wanted)}; pass "
-                "those of the same microbatch"
+                "the labels of the same microbatch"
             ],
             "token_losses",
         )
@@ -118,11 +119,12 @@ def _chunk(rows: torch.Tensor, targets: torch.Tensor, head: Head | None) -> torc
 def source_losses(
     losses: Any, microbatches: Any, names: Sequence[str], *, positions: Any = None
 ) -> dict[str, float]:
-    """Return the mean loss and the tokens of every source on this rank, for ``client.report``.
+    """Return the mean loss and the labelled tokens of each source, for ``client.report``.
 
-    The result looks like ``{"loss/web": 2.31, "tokens/web": 8192}``. ``losses``: per token, as
-    ``token_losses`` returns them, of one microbatch; or lists of losses and microbatches of a whole
-    step, which synchronize with the device only once. ``names``: of ``job.sources``, in order.
+    The result looks like ``{"loss/web": 2.31, "tokens/web": 8192}``. It covers this rank, and
+    leaves out sources without a label in these microbatches. ``losses``: those of one microbatch,
+    per token, as from ``token_losses``. Lists of losses and microbatches of a whole step
+    synchronize with the device only once. ``names``: of all ``job.sources``, in order.
     ``positions``: for slices of CP, the token of the un-sliced microbatch of each token.
     """
     many = isinstance(microbatches, (list, tuple))
@@ -133,7 +135,10 @@ def source_losses(
     if not len(all_losses) == len(all_mbs) == len(places):
         counts = f"{len(all_losses)} losses, {len(all_mbs)} microbatches, {len(places)} positions"
         raise JobError(
-            [f"expected as many losses as microbatches and positions, got {counts}"],
+            [
+                f"expected as many losses as microbatches and positions, got {counts}; give lists "
+                "with one entry per microbatch"
+            ],
             "source_losses",
         )
     if not all_mbs:
@@ -150,7 +155,7 @@ def source_losses(
 
 
 def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: int) -> torch.Tensor:
-    """Return the sums of losses and the numbers of tokens by source, [2, sources]."""
+    """Return the sums of losses and the numbers of labelled tokens by source, [2, sources]."""
     flat = losses.detach().reshape(-1).double()
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
@@ -178,7 +183,7 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
 
 
 def _tokens_of_all(mb: Mapping[str, Any]) -> int:
-    """Return the tokens of the un-sliced microbatch; -1 if they are only on the device."""
+    """Return the tokens of the un-sliced microbatch; -1 if only the device has their number."""
     if isinstance(mb, TensorMicrobatch):
         return mb.facts.tokens
     bounds = mb["cu_seqlens_padded"]

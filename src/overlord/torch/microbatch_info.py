@@ -20,8 +20,8 @@ SHIFTED, UNSHIFTED = "shifted", "unshifted"
 class MicrobatchInfo:
     """Sizes, layout and label convention of a microbatch; a number is -1 if it is unknown."""
 
-    tokens: int = -1  # of the un-sliced microbatch, including padding
-    here: int = -1  # in these arrays; fewer in a slice of CP
+    tokens: int = -1  # tokens of the un-sliced microbatch, including padding
+    here: int = -1  # tokens in these arrays; fewer in a slice of CP
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
     labels: str = ""  # the convention of the labels; empty if it is unknown
@@ -33,7 +33,7 @@ class MicrobatchInfo:
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> MicrobatchInfo:
-        """Read the properties from arrays or tensors; a ``TensorMicrobatch`` already has them."""
+        """Read the properties from arrays or tensors; a ``TensorMicrobatch`` caches them."""
         known = getattr(microbatch, "facts", None)
         if isinstance(known, MicrobatchInfo):
             return known
@@ -70,7 +70,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
-    """Detect the convention of the labels.
+    """Return the convention of the labels: ``SHIFTED``, ``UNSHIFTED``, or empty if unknown.
 
     A label that differs from its token was shifted. If no label differs (a document may repeat one
     token), the ends of documents decide. Shifted labels have none for the last token of a document,

@@ -1,7 +1,7 @@
 """Parameter groups of an optimizer, split by unit, with one option scaled after the scheduler.
 
 The option is the learning rate or the weight decay. The scheduler steps the original groups, with
-unscaled rates: it never meets a split group or a scaled rate. Multiplying a rate after
+unscaled rates: it never reads a split group or a scaled rate. Multiplying a rate after
 ``scheduler.step()`` instead would compound under schedulers that use the previous rate.
 """
 
@@ -21,10 +21,10 @@ SCALED = (RATE, "weight_decay")
 
 
 class SplitGroups:
-    """Splits the groups of an optimizer once: one group for each unit in an original group.
+    """The groups of an optimizer, split once: one group for each unit in each original group.
 
     All options are kept. The optimizer's state stays valid, since it is kept by parameter.
-    ``unit_of``: the unit of a parameter by its ``id``; others keep the rate of the scheduler.
+    ``unit_of``: the unit of a parameter by its ``id``; parameters without a unit are not scaled.
     ``option``: the option that ``scale`` sets.
     """
 
@@ -34,8 +34,8 @@ class SplitGroups:
         if any(option not in group for group in optimizer.param_groups):
             raise JobError(
                 [
-                    f"optimizer: expected one with {option}, got {type(optimizer).__name__}; use "
-                    "another one, as AdamW"
+                    f"optimizer: expected the option {option} in every group, got "
+                    f"{type(optimizer).__name__} without it; use another optimizer, such as AdamW"
                 ],
                 "TempBalance",
             )
@@ -50,14 +50,14 @@ class SplitGroups:
                 self._split.append((number, unit))
         if len(groups) > 1 and type(optimizer).__name__ == "LBFGS":
             raise JobError(
-                ["optimizer: expected one with several groups, got LBFGS; use AdamW or SGD"],
+                ["optimizer: expected one that allows several groups, got LBFGS; use AdamW or SGD"],
                 "TempBalance",
             )
         optimizer.param_groups[:] = groups
 
     @property
     def units(self) -> list[str]:
-        """The unit of every group; empty for groups without one."""
+        """The unit of every split group, in order; empty text for a group without a unit."""
         return [unit for _, unit in self._split]
 
     @contextmanager
@@ -81,7 +81,7 @@ class SplitGroups:
                     _assign(group, key, value)
 
     def scale(self, multipliers: Mapping[str, float]) -> None:
-        """Set the option of every group to the original one times the multiplier of the unit."""
+        """Set the option of every split group to its unscaled value times its unit's multiplier."""
         for group, (number, unit) in zip(self._groups(), self._split, strict=True):
             value = float(self._originals[number][self._option])
             _assign(group, self._option, value * multipliers.get(unit, 1.0))
@@ -94,7 +94,10 @@ class SplitGroups:
         )
 
     def load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the options of the original groups, and all rates; tensors stay tensors."""
+        """Restore the options of the original groups, and set all rates to their unscaled values.
+
+        Options that are tensors are changed in place.
+        """
         for group, options in zip(self._originals, saved, strict=True):
             for key, value in options.items():
                 _assign(group, key, value)
@@ -117,7 +120,7 @@ class SplitGroups:
 def _by_unit(
     group: dict[str, Any], unit_of: Mapping[int, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the parts of a group; the first one stays the same dictionary."""
+    """Yield each unit of a group and its part; the first part is the dictionary of the group."""
     members: dict[str, list[int]] = {}
     for at, parameter in enumerate(group["params"]):
         members.setdefault(unit_of.get(id(parameter), ""), []).append(at)

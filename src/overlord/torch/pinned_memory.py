@@ -25,16 +25,19 @@ class DeviceCopy(NamedTuple):
     done: Any  # torch.cuda.Event
 
     def wait_on_stream(self) -> None:
-        """Let the calling thread's stream wait for the copy, and keep its memory until then."""
+        """Make the current stream of the calling thread wait for the copy.
+
+        Register the memory with that stream, so that it is not reused before the stream's work.
+        """
         stream = torch.cuda.current_stream(self.flat.device)
         stream.wait_event(self.done)
         self.flat.record_stream(stream)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return the offset of each array in one buffer, and its size.
+    """Return the offset of each array in one buffer, and the buffer's size, in bytes.
 
-    Arrays that share memory share an offset.
+    Arrays with equal address, shape, strides and dtype share an offset.
     """
     offsets, total = [], 0
     known: dict[Any, int] = {}
@@ -59,7 +62,7 @@ def fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], offsets: Sequence[int
 def views(
     flat: torch.Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]
 ) -> deque[torch.Tensor]:
-    """Return the arrays as views of one tensor of bytes."""
+    """Return the arrays as views of ``flat``, a tensor of bytes that ``fill`` has laid out."""
     return deque(
         flat[o : o + array.nbytes]
         .view(tensor_of(array[:0] if array.ndim else array).dtype)
@@ -69,7 +72,7 @@ def views(
 
 
 class PinnedBuffers:
-    """Pinned buffers, used in turn, and the stream that copies from them.
+    """Host buffers, used in turn, and the stream that copies from them; ``pin``: pin the buffers.
 
     Runs on: one thread.
     """

@@ -17,9 +17,10 @@ REMEDY = "save and load the result of state_dict() unchanged"
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position after a step, or after some microbatches of one.
+    """A position after a step, or after some microbatches of the next one.
 
-    ``plan``: the digest of the step that these microbatches belong to.
+    ``stream`` returns the state after the last whole step; None: the stream has not begun.
+    ``microbatches``: those delivered of the next step. ``plan``: digest of the plan of that step.
     """
 
     stream: Callable[[], State | None]
@@ -51,9 +52,13 @@ NOT_BEGUN = Position(Saved(None))
 
 
 def position_of(state: Any) -> Position:
-    """Return the position of a saved state, which a loader or a client returned."""
+    """Return the position of a saved state, which a loader or a client returned.
+
+    An empty mapping is the start of the stream. Other values raise ``StateMismatch``.
+    """
     if not isinstance(state, Mapping):
-        raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
+        found = type(state).__name__
+        raise StateMismatch({}, REMEDY, f"state: expected a mapping, got {found}")
     if "stream" not in state:
         return Position(Saved(dict(state))) if state else NOT_BEGUN
     stream = state["stream"]
@@ -61,10 +66,13 @@ def position_of(state: Any) -> Position:
         try:
             stream = json.loads(stream)
         except ValueError as fault:
-            raise StateMismatch({"stream": (str(fault), "JSON")}, REMEDY) from fault
+            raise StateMismatch(
+                {}, REMEDY, f"stream of the state: expected JSON, got: {fault}"
+            ) from fault
     if not (stream is None or isinstance(stream, Mapping)):
+        found = type(stream).__name__
         raise StateMismatch(
-            {"stream": (type(stream).__name__, "a mapping as JSON, or nothing")}, REMEDY
+            {}, REMEDY, f"stream of the state: expected a mapping as JSON or None, got {found}"
         )
     return Position(
         Saved(None if stream is None else dict(stream)),
@@ -74,7 +82,7 @@ def position_of(state: Any) -> Position:
 
 
 class Trail:
-    """The positions after the last items of one pass, as many as a trainer prefetches.
+    """The positions of one pass from the last trained item on, for a trainer that prefetches.
 
     A trainer that prefetches ``n`` items has trained on ``n`` fewer than it requested. The request
     at the end of the stream counts too.
@@ -112,6 +120,6 @@ class Trail:
     def consumed(self) -> Position | None:
         """Return the position after the last item that the trainer has trained on.
 
-        None: that item is the last one delivered.
+        None: that item is the last delivered one.
         """
         return self._places[-1 - self.held] if self.held else None

@@ -1,4 +1,4 @@
-"""The fetching rank of each rank if a plan broadcasts, and the process groups of its ranks."""
+"""The roles of ranks if a plan broadcasts, and one process group for each fetching rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_group(
     backend: str | None,
     timeout_s: float,
 ) -> Any:
-    """Return the process group of the ranks with this rank's fetcher; None if it is alone.
+    """Return the process group of the ranks with this rank's fetcher; None if it has only one rank.
 
     Every rank of the world must call it: torch requires that all ranks create all groups in the
     same order.

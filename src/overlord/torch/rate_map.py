@@ -22,9 +22,9 @@ SCALES = {"linear": (0.5, 1.5), "step": (0.5, 1.5), "sigmoid": (2.0, 1.0)}
 class RateMap:
     """A map with its settings.
 
-    ``scale``: of ``linear`` and ``step`` the smallest and the largest multiplier; of ``sigmoid``
-    the strength below and above the mean exponent. ``tau``: the steepness of ``sigmoid``.
-    ``limits``: bounds of every multiplier.
+    ``scale``: for ``linear`` and ``step`` the smallest and the largest multiplier, for ``sigmoid``
+    the strength below and above the mean exponent; None: ``SCALES``. ``tau``: the steepness of
+    ``sigmoid``. ``limits``: bounds of every multiplier.
     """
 
     name: str = "linear"
@@ -46,7 +46,7 @@ class RateMap:
             raise JobError(problems, "TempBalance")
 
     def __call__(self, alphas: np.ndarray) -> np.ndarray:
-        """Return the multiplier of every unit; all exponents are finite."""
+        """Return the multiplier of every unit; ``alphas`` must be finite."""
         values = np.asarray(alphas, np.float64)
         if not len(values) or values.max() - values.min() < EQUAL:
             return np.ones(len(values))
@@ -64,7 +64,7 @@ class RateMap:
             return low + (high - low) * _ranks(values) / (len(values) - 1)
         centred = values - values.mean()
         strength = np.where(centred < 0, low, high)
-        # the sigmoid less a half, without an overflow
+        # 0.5 * tanh(x / 2) is the sigmoid of x minus a half, and cannot overflow
         return np.asarray(10.0 ** (strength * 0.5 * np.tanh(0.5 * self.tau * centred)))
 
 
@@ -73,13 +73,16 @@ def _shares(values: np.ndarray) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 0; equal exponents share their mean rank."""
+    """Return the rank of each exponent, from 0; equal exponents get their mean rank."""
     below = (values[None, :] < values[:, None] - EQUAL).sum(axis=1)
     same = (np.abs(values[None, :] - values[:, None]) <= EQUAL).sum(axis=1)
     return np.asarray(below + (same - 1) / 2.0)
 
 
 def renormalised(multipliers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return multipliers whose mean, weighted by the parameters of each unit, is 1."""
+    """Return the multipliers scaled to a mean of 1, weighted by ``sizes``, the parameters of units.
+
+    If all multipliers are 0, return them unchanged.
+    """
     total = float((multipliers * sizes).sum())
     return multipliers * (float(sizes.sum()) / total) if total > 0 else multipliers

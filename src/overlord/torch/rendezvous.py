@@ -2,7 +2,8 @@
 
 Rank 0 launches the job, waits for the first plan (it determines the fetching ranks) and publishes
 both. All ranks create the process groups, and fetchers connect to the step queues of their groups.
-Ranks that are served have no connection to the session, which then does not wait for their queues.
+Served ranks do not connect, except for images that they encode themselves. The session does not
+wait for the queues that no rank reads.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def join(
 
 
 def _wait_for_all(job: Job, rank: int, published: dict[str, Any], board: _Board) -> None:
-    """Wait for all ranks before process groups are created, and compare their jobs.
+    """Wait for all ranks before process groups are created; raise if this rank's job differs.
 
-    Without a broadcast there are no groups, and each rank only checks its own job.
+    Without a broadcast there are no groups, and each rank only compares its job with rank 0's.
     """
     differs = difference(job, rank, published["job"])
     if published["broadcast"]:
@@ -150,7 +151,8 @@ def _serving_axes(job: Job, plan: LoadingPlan) -> tuple[str, ...]:
 def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
     """Wait for the plan of the first step, which determines the fetching ranks of all steps.
 
-    Return None if the job ends without a step; each rank then receives the reason.
+    Return None if the job ends without a step; each rank then receives the reason. Raise
+    ``DataStall`` after ``timeout_s``.
     """
     assert session.internals.remote_ranks is not None
     session.internals.begin()
@@ -173,10 +175,10 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
 def _register_served(
     session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool
 ) -> None:
-    """Tell the session which ranks will not connect to it.
+    """Register at the session the ranks whose steps other ranks fetch.
 
-    The queue of a rank that is served is not read, unless the rank fetches images of its own or its
-    fetcher reads the queue.
+    No rank reads the queue of a served rank, unless the rank itself fetches images or its fetcher
+    reads the queue.
     """
     assert session.internals.remote_ranks is not None
     place = session.job.place
@@ -192,7 +194,7 @@ def _register_served(
 
 
 class _ClientFactory:
-    """Creates the client of this rank from the settings that rank 0 published."""
+    """The factory of this rank's client, from the settings that rank 0 published."""
 
     def __init__(
         self,
@@ -274,7 +276,11 @@ class _ClientFactory:
         return connect(self._published["address"], rank, self._published["token"], **self._stalls)
 
     def _owned(self, client: Client) -> Client:
-        """Make ``close()`` of a client close the session, once all ranks have left it."""
+        """Make ``close()`` of a client close the session after the other ranks have closed.
+
+        It waits at most ``leave_s`` for served ranks, then as long for the others. A client that is
+        marked as failed does not wait.
+        """
         assert self._session is not None
         client.session = self._session
 

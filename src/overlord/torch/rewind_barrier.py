@@ -14,9 +14,9 @@ BARRIER_S = 1800.0  # seconds for all ranks to begin the pass; ``stall_limit_s``
 
 
 def refuse_without_group(ranks: int) -> None:
-    """Refuse to rewind a session of several ranks without a common process group.
+    """Raise ``JobError`` if a mesh of several ranks has no process group of exactly these ranks.
 
-    ``ranks`` is the number of ranks of the mesh.
+    ``ranks``: the number of ranks of the mesh.
     """
     groups = process_groups()
     found = (
@@ -36,9 +36,9 @@ def refuse_without_group(ranks: int) -> None:
 
 
 def wait_for_all(ranks: int, options: Mapping[str, Any]) -> None:
-    """Wait until every rank begins the pass.
+    """Wait until every rank begins the pass; raise ``DataStall`` at the time limit.
 
-    Only gloo accepts a limit per barrier; other backends use that of the process group.
+    Only gloo accepts a limit per barrier; other backends use the limit of the process group.
     """
     groups, start = process_groups(), time.monotonic()
     if ranks == 1 or groups is None:

@@ -29,7 +29,7 @@ BATCH_BYTES = 256 << 20  # Gram matrices of one size that are solved at once
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute without gradients, autocast and TF32."""
+    """Return a context that disables gradients, autocast and TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -40,7 +40,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def shares(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that solves each problem: the largest first, to the least loaded rank."""
+    """Return the rank that solves each problem: largest first, each to the least loaded rank."""
     loads, owner = [0] * ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = loads.index(min(loads))
@@ -59,7 +59,11 @@ class Ranks:
 
     @staticmethod
     def of(group: Any = None) -> Ranks:
-        """Return the ranks of a process group, by default of all; one without process groups."""
+        """Return the ranks of a process group; None: all ranks.
+
+        Without process groups return a single rank. Raise ``JobError`` if this rank is not in the
+        group.
+        """
         if not dist.is_available() or not dist.is_initialized():
             return Ranks()
         rank = dist.get_rank(group)
@@ -95,7 +99,7 @@ class Ranks:
 def exponents(
     matrices: Sequence[Matrix], fetch: Fetch, estimator: Estimator, ranks: Ranks | None = None
 ) -> np.ndarray:
-    """Return the exponent of every matrix, the same on every rank.
+    """Return the exponent of every matrix, the same on every rank; NaN if it has none.
 
     ``fetch`` returns a parameter by its name; it may be a ``DTensor``. Every rank must call this
     with the same matrices.
@@ -129,9 +133,10 @@ def each_spectrum(
     windows: bool = False,
     ranks: Ranks | None = None,
 ) -> torch.device:
-    """Call ``keep`` with the index, the eigenvalues and their tolerance of this rank's matrices.
+    """Call ``keep`` for each matrix that this rank solves; return the device of the weights.
 
-    Returns the device of the weights.
+    ``keep`` receives the index, the eigenvalues and their tolerance. All ranks must call this with
+    the same matrices.
     """
     ranks = ranks or Ranks()
     owner, solver = shares([m.cost(windows) for m in matrices], ranks.size), _Solver(keep)
@@ -164,7 +169,7 @@ def _is_sharded(weight: torch.Tensor) -> bool:
 
 
 def _adapted(whole: torch.Tensor, matrix: Matrix, fetch: Fetch) -> torch.Tensor:
-    """Return the weight with its low-rank adapters; all ranks gather those that are sharded."""
+    """Return the weight plus its low-rank adapters; all ranks take part if those are sharded."""
     for adapter in matrix.adapters:
         b, a = (_whole(fetch(name)) for name in (adapter.b, adapter.a))
         update = adapter.scale * (b.float() @ a.float())
@@ -177,7 +182,7 @@ def _whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 def whole_gram(whole: torch.Tensor, matrix: Matrix, windows: bool) -> torch.Tensor:
-    """Return the Gram matrices of an un-sharded parameter: [problems, k, k]."""
+    """Return the Gram matrices of a matrix in an un-sharded parameter: [problems, k, k]."""
     stack = stacked(whole.detach(), matrix)
     rows, cols = stack.shape[-2:]
     tall = stack if rows >= cols else stack.mT
@@ -209,10 +214,10 @@ class Shard:
 
 
 def shard_of(weight: torch.Tensor, matrix: Matrix, ranks: Ranks) -> Shard | None:
-    """Return this rank's shard if its Gram matrix is a term of the whole one, else None.
+    """Return this rank's shard if its Gram matrix is a term of the whole matrix's, else None.
 
-    It is if the weight is sharded along the axis that the Gram matrix sums over, or between the
-    experts of a stack.
+    That holds if the weight is sharded along the axis that the Gram matrix sums over, or between
+    the experts of a stack.
     """
     if not _is_sharded(weight) or matrix.is_complex or matrix.adapters:
         return None
@@ -279,7 +284,7 @@ def _terms(local: torch.Tensor, matrix: Matrix, long_axis: int, counts: bool) ->
 
 
 def between(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Return the entries ``start`` to ``stop`` of the concatenation of ranges."""
+    """Return the part of concatenated ranges from position ``start`` up to, excluding, ``stop``."""
     out, at = [], 0
     for low, high in ranges:
         first, last = max(start - at, 0), min(stop - at, high - low)
@@ -290,14 +295,14 @@ def between(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 def within(ranges: Ranges, shard: tuple[int, int]) -> Ranges:
-    """Return the parts of ranges inside a shard, counted from its start."""
+    """Return the parts of ranges inside a shard, relative to the shard's start."""
     clipped = ((max(a, shard[0]), min(b, shard[1])) for a, b in ranges)
     return tuple((a - shard[0], b - shard[0]) for a, b in clipped if a < b)
 
 
 @dataclass(slots=True)
 class _Solver:
-    """Solves eigenvalue problems of equal size at once."""
+    """Batches of eigenvalue problems of equal size, dtype and device, each solved by one call."""
 
     keep: Reduce
     waiting: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = field(

@@ -24,8 +24,8 @@ DEGENERATE = float("nan")
 class Estimator:
     """An estimator with its settings.
 
-    ``xmin_pos``: the tail has ``N - int(N / xmin_pos)`` of N eigenvalues. ``min_eigs``: matrices
-    with fewer eigenvalues have no exponent.
+    ``xmin_pos``: the tail has ``N - int(N / xmin_pos)`` of N eigenvalues; ``ks`` ignores it.
+    ``min_eigs``: matrices with fewer eigenvalues have no exponent.
     """
 
     name: str = "hill"
@@ -49,10 +49,10 @@ class Estimator:
         return self.name == "farms"
 
     def alpha(self, eigenvalues: np.ndarray, tolerance: float = 0.0) -> float:
-        """Return the exponent of a spectrum.
+        """Return the exponent of a spectrum; NaN if it has none, infinity if a value is not finite.
 
-        ``tolerance``: the rounding error of the eigenvalues as a fraction of the largest; smaller
-        eigenvalues count as zero. A tail with a zero has no exponent.
+        ``tolerance``: the rounding error of the eigenvalues as a fraction of the largest. Smaller
+        eigenvalues count as zero. A zero threshold gives NaN; ``ks`` drops zeros.
         """
         values = np.sort(np.asarray(eigenvalues, np.float64))
         if not np.isfinite(values).all():
@@ -66,7 +66,10 @@ class Estimator:
 
 
 def _hill(values: np.ndarray, xmin_pos: float, zero: float, with_threshold: bool) -> float:
-    """Return the Hill estimate; ``with_threshold``: the tail holds its own threshold."""
+    """Return the Hill estimate of sorted values; ``with_threshold``: the tail holds its threshold.
+
+    NaN: the threshold is at most ``zero``, or the tail is flat.
+    """
     first = int(len(values) / xmin_pos)
     threshold = first if with_threshold else first - 1
     if threshold < 0 or values[threshold] <= zero:
@@ -78,7 +81,10 @@ def _hill(values: np.ndarray, xmin_pos: float, zero: float, with_threshold: bool
 
 
 def _best_fit(values: np.ndarray) -> float:
-    """Return the exponent of the threshold with the smallest Kolmogorov-Smirnov distance."""
+    """Return the exponent at the threshold with the smallest Kolmogorov-Smirnov distance.
+
+    NaN: there are fewer than two values, or every tail is flat.
+    """
     count = len(values)
     best, found = np.inf, DEGENERATE
     if count < 2:

@@ -61,11 +61,12 @@ class BalanceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of ``TempBalance``: what it measures, when, and how exponents become rates.
+    """The settings of ``TempBalance``: measured units, schedule, and map of exponents to rates.
 
-    ``unit``: what has one rate: a numbered block with all its parameters, or a matrix and its bias.
+    ``unit``: the unit that has one rate: ``"block"``, a numbered block with all its parameters, or
+    ``"matrix"``, a matrix and its bias.
     ``every``: steps between measurements; ``smooth``: steps of the transition to new multipliers.
-    ``until``: the step after which rates return to the scheduler's; None: never.
+    ``until``: the step at which rates begin to return to the scheduler's; None: never.
     ``skip``: patterns of parameter names that are neither measured nor scaled.
     ``renormalise``: keep the mean multiplier, weighted by parameters, at 1.
     ``map``, ``scale``, ``tau``, ``limits``: as in ``RateMap``. ``estimator``, ``xmin_pos``,
@@ -106,11 +107,12 @@ class Settings:
 
     @staticmethod
     def of(options: BalanceOptions) -> Settings:
-        """Return checked settings; an unknown name is an error that lists the known ones."""
+        """Return checked settings; raise ``JobError`` for unknown names and invalid values."""
         known = Settings.__dataclass_fields__
         if unknown := sorted(set(options) - set(known)):
             raise JobError(
-                [f"expected {', '.join(known)}, got {', '.join(unknown)}"], "TempBalance"
+                [f"arguments: expected names among {', '.join(known)}, got {', '.join(unknown)}"],
+                "TempBalance",
             )
         given: dict[str, Any] = dict(options)
         if "fused" in given:
@@ -122,13 +124,13 @@ class Settings:
 
 
 class TempBalance:
-    """Scales the learning rates of blocks or matrices by the spectra of their weights.
+    """A scheduler that scales learning rates of blocks or matrices by the spectra of their weights.
 
-    ``optimizer`` and ``base_scheduler`` may be any of torch. Call ``step`` where the scheduler's
-    would be called. The groups of the optimizer are split once, here; afterwards, load its state.
-    On several ranks every rank must call ``step``: the work is spread over the ranks of
-    ``process_group``, by default all. All its ranks must have the same model. ``settings``: the
-    fields of ``Settings``.
+    ``optimizer``: any of torch but LBFGS. ``base_scheduler``: a scheduler of this optimizer. Call
+    ``step`` in place of the scheduler's. ``__init__`` splits the groups of the optimizer; load the
+    optimizer's state only after that. On several ranks every rank must call ``step``: the work is
+    spread over the ranks of ``process_group``, by default all. All of them must have the same
+    model. ``settings``: the fields of ``Settings``.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class TempBalance:
 
     @property
     def unit_alphas(self) -> dict[str, float]:
-        """The mean exponent of each unit in the last measurement; NaN where there is none."""
+        """The mean exponent of each unit in the last measurement; NaN for a unit without one."""
         means = {}
         for unit, values in self._by_unit(self._alphas).items():
             usable = [v for v in values if np.isfinite(v)]
@@ -189,7 +191,7 @@ class TempBalance:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """The multiplier of each unit in force."""
+        """The multiplier of each unit at the current step."""
         span = self.settings.smooth
         part = 1.0 if span == 0 else min(1.0, (self._step - self._begun) / span)
         if part == 1.0:
@@ -215,7 +217,7 @@ class TempBalance:
         self._groups.scale(self.multipliers)
 
     def measure(self) -> dict[str, float]:
-        """Measure all spectra now and begin the transition to their multipliers.
+        """Measure all spectra, begin the transition to new multipliers, and return ``alphas``.
 
         ``step`` calls it every ``every`` steps. On several ranks all must call it.
         """
@@ -227,7 +229,7 @@ class TempBalance:
         return self.alphas
 
     def get_last_lr(self) -> list[Any]:
-        """Return the scaled rates of the optimizer's groups."""
+        """Return the current rates of the optimizer's split groups, scaled."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         return [r.clone() if isinstance(r, torch.Tensor) else r for r in rates]
 
@@ -235,7 +237,7 @@ class TempBalance:
         """Return the whole state: the scheduler's, the position and all multipliers.
 
         The values are tuples and plain values, so that ``torch.distributed.checkpoint`` keeps
-        each as one object. It is the same on all ranks.
+        each as one object. The state is the same on all ranks.
         """
         return {
             "version": VERSION,
@@ -250,9 +252,9 @@ class TempBalance:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; one of other settings or another model is refused.
+        """Continue from a saved state; raise ``StateMismatch`` if its settings or units differ.
 
-        The rates of the optimizer are set too, whether its own state is loaded before or after.
+        This sets the rates of the optimizer too, so its own state may be loaded before or after.
         """
         self._check_state(state)
         self._step, self._begun = int(state["step"]), int(state["begun"])
@@ -266,7 +268,9 @@ class TempBalance:
         if state.get("version") != VERSION:
             found = (f"{state.get('version')}", f"{VERSION}")
             raise StateMismatch(
-                {"version": found}, "load what state_dict() gave", "not a state of TempBalance"
+                {"version": found},
+                "load a result of TempBalance.state_dict()",
+                "not a state of TempBalance of this version",
             )
         saved, mine = dict(state["settings"]), asdict(self.settings)
         differences = {
@@ -294,7 +298,8 @@ class TempBalance:
     def _targets(self) -> dict[str, float]:
         """Return the multipliers of the last measurement.
 
-        A unit without an exponent has 1. One with weights that are not finite keeps its multiplier.
+        The multiplier of a unit without an exponent is 1. A unit with weights that are not finite
+        keeps its multiplier.
         """
         kept = {
             unit: self._target[unit]
@@ -371,7 +376,7 @@ def _check_supported(optimizer: torch.optim.Optimizer, base: Any, model: nn.Modu
 
 
 def _check_units(matrices: list[Matrix], settings: Settings) -> None:
-    """Refuse a model in which nothing can be balanced; warn if all matrices are too small."""
+    """Raise ``JobError`` for a model without units; warn if all matrices are too small."""
     if not matrices:
         remedy = 'use unit="matrix"' if settings.unit == "block" else "check skip="
         raise JobError(
@@ -383,12 +388,12 @@ def _check_units(matrices: list[Matrix], settings: Settings) -> None:
         )
     if max(matrix.eigenvalues for matrix in matrices) < settings.min_eigs:
         log.warning(
-            "no matrix has min_eigs=%d eigenvalues: all multipliers stay 1", settings.min_eigs
+            "all multipliers stay 1: no matrix has min_eigs=%d eigenvalues", settings.min_eigs
         )
 
 
 def _check_agreement(matrices: list[Matrix], settings: Settings, ranks: Ranks) -> None:
-    """Raise if matrices or settings differ between ranks: their collectives would hang."""
+    """Raise ``JobError`` if matrices or settings differ between ranks: collectives would hang."""
     if ranks.size == 1:
         return
     text = "\n".join([repr(settings), *(f"{m.name} {m.extents}" for m in matrices)])
@@ -399,7 +404,7 @@ def _check_agreement(matrices: list[Matrix], settings: Settings, ranks: Ranks) -
         counts = ", ".join(str(count) for count, _ in found)
         raise JobError(
             [
-                "model: expected the same matrices and settings on all ranks, got other ones "
+                "model: expected the same matrices and settings on all ranks, got different ones "
                 f"({counts} matrices by rank); with pipeline stages give the process_group of the "
                 "ranks that hold the same stage"
             ],

@@ -1,8 +1,8 @@
 """Microbatches as tensors that share the memory of their step, without copies.
 
-The memory is read-only: it belongs to the step, and other ranks may map the same pages. The last
-tensor keeps it alive. torch has no read-only tensors, so nothing prevents ``tensor.add_(1)``: it
-may change the data of other ranks, or crash the process. Copy first, or copy to a device.
+The memory is read-only: it belongs to the step, and other ranks may map the same pages. Each tensor
+keeps it alive. torch has no read-only tensors, so nothing prevents ``tensor.add_(1)``: it may
+change the data of other ranks, or crash the process. Copy first, or copy to a device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOST_KEYS = frozenset(
 
 
 class _Writable:
-    """The memory of an array with the flag "writable".
+    """A view of an array that has the flag "writable", also if the array is read-only.
 
     torch warns once about read-only arrays, and then treats them like others.
     """
@@ -75,10 +75,10 @@ def tensors(
 ) -> dict[str, torch.Tensor]:
     """Return all keys of a microbatch as tensors.
 
-    Without a device, or on the CPU, they share its memory: read, never write. On a device
-    everything is copied except what the CPU reads (``max_seqlen``, route maps). ``non_blocking``
-    helps only with pinned memory; ``DevicePrefetcher`` has that, and copies in the background. A
-    microbatch that another rank fetches has no arrays and raises ``KeyError``.
+    Without a device, or on the CPU, the tensors share its memory and must not be written. On
+    another device all are copies, except those that the CPU reads (``max_seqlen``, route maps).
+    ``non_blocking`` helps only with pinned memory; ``DevicePrefetcher`` has that, and copies in the
+    background. A microbatch that another rank fetches has no arrays and raises ``KeyError``.
     """
     made = _shared(microbatch)
     if (
@@ -146,7 +146,10 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @property
     def facts(self) -> MicrobatchInfo:
-        """Properties for adapters; a ``DevicePrefetcher`` sets them without a synchronization."""
+        """Sizes, layout and label convention, for adapters; read on first use.
+
+        A ``DevicePrefetcher`` has set them before the copy; otherwise reading may synchronize.
+        """
         if self._facts is None:
             self._facts = MicrobatchInfo.of(self._tensors)
         return self._facts
@@ -210,7 +213,7 @@ class TensorStep:
         *,
         non_blocking: bool = False,
     ) -> TensorStep:
-        """Return the tensors of a step, which share its memory; on a device, copies."""
+        """Return the tensors of a step, which share its memory; on another device, copies."""
         if not isinstance(step, TensorStep):
             step = TensorStep(
                 about(step),
@@ -220,7 +223,7 @@ class TensorStep:
         return step if device is None else step.to(device, non_blocking=non_blocking)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorStep:
-        """Return a copy on a device."""
+        """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
         return self._each(lambda mb: mb.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TensorStep:
@@ -260,7 +263,7 @@ ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
 
 
 def about(step: Step) -> dict[str, Any]:
-    """Return the attributes of a step by name."""
+    """Return the attributes of a step by the names in ``ABOUT``."""
     return {name: getattr(step, name) for name in ABOUT[:-1]} | {
         "served_by": getattr(step, "served_by", step.rank)
     }
@@ -273,7 +276,7 @@ def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
 
 
 def why_missing(microbatch: Mapping[str, Any]) -> str:
-    """Return why a microbatch has no arrays: another rank fetches it; else an empty text."""
+    """Return the reason why a microbatch has no tokens, for error texts; empty if it has some."""
     if "cu_seqlens" in microbatch:
         return ""
     try:

@@ -23,7 +23,7 @@ from overlord.torch.tail_exponent import window_starts
 log = logging.getLogger(__name__)
 
 SKIP = ("*embed*", "wte", "wpe", "lm_head", "head")
-# components of names that wrappers of modules add
+# components that module wrappers add to parameter names
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 NESTED_BLOCKS = frozenset({"layers", "blocks"})
 EIG_WEIGHT = 10  # cost of an eigenvalue problem of size k, in units of k^3 multiply-adds
@@ -31,7 +31,10 @@ EIG_WEIGHT = 10  # cost of an eigenvalue problem of size k, in units of k^3 mult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A low-rank adapter: the layer's matrix is ``W + scale * B A``."""
+    """A low-rank adapter: the layer's matrix is ``W + scale * B A``.
+
+    ``a``, ``b``: the names of the parameters A and B.
+    """
 
     a: str
     b: str
@@ -44,7 +47,7 @@ class Layout:
 
     rows: int = 0
     cols: int = 1
-    groups: int = 1  # of a convolution: rows of a group multiply their own inputs only
+    groups: int = 1  # groups of a convolution: the rows of a group use only its own inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class Matrix:
     block: str  # the path of the numbered block; empty outside of blocks
     shape: tuple[int, ...]  # of the whole parameter, un-sharded
     layout: Layout = Layout()
-    select: tuple[tuple[int, Ranges], ...] = ()  # by axis of the parameter
+    select: tuple[tuple[int, Ranges], ...] = ()  # (axis of the parameter, selected ranges)
     adapters: tuple[Adapter, ...] = ()
     is_complex: bool = False
 
@@ -92,7 +95,7 @@ class Matrix:
         return self.small * self.stack
 
     def cost(self, windows: bool = False) -> int:
-        """Return the work of its spectrum in multiply-adds; ``windows``: of square windows."""
+        """Return the cost of the spectrum in multiply-adds; ``windows``: over square windows."""
         k, m = self.small, max(self.rows, self.cols)
         problems = len(window_starts(m, k)) if windows else 1
         length = problems * k if windows else m
@@ -100,22 +103,22 @@ class Matrix:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The parameters that learn this matrix: the adapters if it has some."""
+        """The names of the parameters that training changes: adapters if there are any."""
         return tuple(n for a in self.adapters for n in (a.a, a.b)) or (self.parameter,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRules:
-    """Which parameters count as matrices.
+    """The rules that select the parameters to measure.
 
-    ``skip``: patterns that match a component of the name or the whole name, as in ``*embed*``.
+    ``skip``: patterns of names to leave out; they match a component of the name or the whole name.
     """
 
     skip: tuple[str, ...] = SKIP
     fused: FusedRules = field(default_factory=FusedRules)
 
     def skips(self, name: str) -> bool:
-        """Whether a pattern matches the name."""
+        """Return whether a pattern of ``skip`` matches the name."""
         parts = name.split(".")
         return any(
             fnmatchcase(name, pattern) or any(fnmatchcase(part, pattern) for part in parts)
@@ -162,7 +165,8 @@ def bare(model: nn.Module) -> nn.Module:
 def model_matrices(model: nn.Module, rules: MatrixRules | None = None) -> list[Matrix]:
     """Return the matrices of a model in the order of its parameters.
 
-    Embeddings are none, nor are outputs that are tied to them.
+    Embeddings are left out, also output layers with tied weights, and parameters that ``rules``
+    skip. A parameter that several modules share is listed once.
     """
     rules, inner = rules or MatrixRules(), bare(model)
     modules = [(clean(name), module) for name, module in inner.named_modules()]
@@ -202,8 +206,8 @@ def checkpoint_matrices(
 ) -> list[Matrix]:
     """Return the matrices of a checkpoint by the names and shapes of its tensors.
 
-    ``config``: the model's config.json, for the sizes of fused projections. Tensors of three axes
-    are experts if their name says so, else convolutions.
+    ``config``: the model's config.json, for the sizes of fused projections. A tensor of three axes
+    is a stack of experts if its name contains ``expert``, else a convolution.
     """
     rules = rules or MatrixRules()
     matrices: list[Matrix] = []
@@ -211,7 +215,7 @@ def checkpoint_matrices(
         shape = tuple(given)
         if rules.skips(name) or not 2 <= len(shape) <= 5 or min(shape) < 1:
             continue
-        if name.endswith("bias"):  # of experts: one row for each
+        if name.endswith("bias"):  # biases of experts have two axes: one row for each expert
             continue
         experts = len(shape) == 3 and "expert" in name
         matrix = Matrix(
@@ -226,7 +230,10 @@ def checkpoint_matrices(
 
 
 def _expanded(matrix: Matrix, fused: Fused) -> Iterator[Matrix]:
-    """Yield the parts of a fused parameter, of every expert of a stack of experts."""
+    """Yield a matrix for each fused part of each expert; the matrix itself if there are neither.
+
+    Warn if the parameter looks fused and its parts are unknown.
+    """
     experts: list[tuple[str, tuple[tuple[int, Ranges], ...]]] = [("", ())]
     if len(matrix.shape) == 3 and matrix.layout.rows == 1:
         experts = [(f"[{e}]", ((0, ((e, e + 1),)),)) for e in range(matrix.shape[0])]
@@ -270,7 +277,7 @@ def _embeddings(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _gates(module: nn.Module) -> int:
-    """Return how many matrices a recurrent layer stacks; 0 for other modules."""
+    """Return how many matrices a recurrent or attention module stacks; 0 for other modules."""
     if isinstance(module, nn.RNNBase):
         return {nn.LSTM: 4, nn.GRU: 3}.get(type(module), 0)
     return 3 if isinstance(module, nn.MultiheadAttention) else 0
@@ -299,7 +306,7 @@ def _adapters(
 
 
 def _nearest(configs: Mapping[str, Any], path: str) -> Any:
-    """Return the config of the module or of its nearest ancestor that has one."""
+    """Return the config of a module or of its nearest ancestor; None if no ancestor has one."""
     parts = path.split(".") if path else []
     for n in range(len(parts), -1, -1):
         if (found := configs.get(".".join(parts[:n]))) is not None:
@@ -308,7 +315,7 @@ def _nearest(configs: Mapping[str, Any], path: str) -> Any:
 
 
 def stacked(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """Return a whole parameter's matrices as [stack, rows, cols]."""
+    """Return the matrices of an un-sharded parameter as [stack, rows, cols]."""
     for axis, ranges in matrix.select:
         tensor = take(tensor, axis, ranges)
     rows, cols = matrix.layout.rows, matrix.layout.cols
@@ -321,7 +328,7 @@ def stacked(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 
 
 def take(tensor: torch.Tensor, axis: int, ranges: Ranges) -> torch.Tensor:
-    """Return ranges of an axis; one range is a view."""
+    """Return ranges of an axis, concatenated; a single range is a view."""
     if len(ranges) == 1:
         start, stop = ranges[0]
         return tensor.narrow(axis, start, stop - start)

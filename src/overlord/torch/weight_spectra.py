@@ -31,10 +31,11 @@ from overlord.torch.weight_matrices import (
     named_parameters,
 )
 
-KINDS = 5  # kinds of matrices of a plot, next to the mean
-LABEL = 18  # characters of their names
+KINDS = 5  # most kinds of matrices in a plot, besides the mean
+LABEL = 18  # most characters of the name of a kind
 INDEX = "model.safetensors.index.json"
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # integers and 8 bits need scales of their own
+# dtypes that are measured; integers and 8-bit floats need scales, which are other tensors
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 STYLE = """
 svg{--s0:#2f6fb4;--s1:#c2602b;--s2:#3a8f5c;--s3:#8a5bb5;--s4:#b08a1e;--s5:#5a6b7a;
 --ink:#1b1f24;--soft:#6a727b;font:12px system-ui,sans-serif;max-width:60rem;background:#fff}
@@ -46,9 +47,10 @@ text{fill:var(--ink)}.tick,.label{fill:var(--soft)}.line,.leader{fill:none;strok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spectrum:
-    """Facts of the spectrum of one matrix.
+    """Properties of the spectrum of one matrix.
 
-    ``alpha``: the exponent of the tail; NaN if the matrix is too small or degenerate.
+    ``alpha``: the exponent of the tail. NaN: the matrix is too small or degenerate. Infinity: it
+    has weights that are not finite.
     ``norm``: the largest singular value. ``stable_rank``: the squared Frobenius norm over the
     squared largest singular value.
     """
@@ -81,7 +83,7 @@ class Spectra:
 
     @property
     def alphas(self) -> dict[str, float]:
-        """The exponents by the name of the matrix."""
+        """The exponent of each matrix by its name."""
         return {row.name: row.alpha for row in self.rows}
 
     def blocks(self) -> dict[str, float]:
@@ -97,7 +99,7 @@ class Spectra:
         return {f"alpha/{block}": alpha for block, alpha in self.blocks().items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values; a missing number is None."""
+        """Return everything as JSON values; a number that is not finite is None."""
         rows = [
             {k: _json_value(v) for k, v in asdict(row).items()} | {"shape": [row.rows, row.cols]}
             for row in self.rows
@@ -105,7 +107,7 @@ class Spectra:
         return {"estimator": self.estimator, "matrices": rows, "blocks": self.blocks()}
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table as text."""
+        """Return the cells of the table as text, row by row, without the header."""
         return [
             (
                 row.name,
@@ -153,7 +155,7 @@ def spectra(
 ) -> Spectra:
     """Measure the spectra of all weight matrices of a model.
 
-    The arguments are those of ``TempBalance``. On several ranks every rank must call it: the work
+    The arguments are those of ``TempBalance``. On several ranks every rank must call it. The work
     is spread over them, and all get the same result.
     """
     rules = MatrixRules(skip=tuple(skip), fused=FusedRules(sizes=dict(fused or {})))
@@ -240,24 +242,31 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as fault:
         raise JobError(
-            [f"{file}: expected a file of safetensors, got {fault}; convert it first"], "spectra"
+            [
+                f"{file}: expected a whole file of safetensors, got {fault}; copy it again if "
+                "it is cut off, or convert it from its format"
+            ],
+            "spectra",
         ) from fault
 
 
 def _files(path: Path) -> tuple[list[Path], Path]:
-    """Return the files of a checkpoint and its folder."""
+    """Return the files of a checkpoint and its folder; raise ``JobError`` if there are none."""
     if path.is_dir():
         index = path / INDEX
         if not index.is_file():
             files = sorted(path.glob("*.safetensors"))
             if not files:
                 raise JobError(
-                    [f"{path}: expected *.safetensors in the folder, got none"], "spectra"
+                    [f"{path}: expected *.safetensors in the folder, got none; convert it first"],
+                    "spectra",
                 )
             return files, path
         path = index
     if not path.is_file():
-        raise JobError([f"{path}: expected a file or a folder, got nothing there"], "spectra")
+        raise JobError(
+            [f"{path}: expected a file or a folder, got nothing there; check the path"], "spectra"
+        )
     if path.suffix == ".json":
         try:
             names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
@@ -266,7 +275,16 @@ def _files(path: Path) -> tuple[list[Path], Path]:
                 [f"{path}: expected an index with weight_map, got {fault!r}; give the files"],
                 "spectra",
             ) from fault
-        return [path.parent / name for name in sorted(set(names))], path.parent
+        files = [path.parent / name for name in sorted(set(names))]
+        if lost := [file.name for file in files if not file.is_file()]:
+            raise JobError(
+                [
+                    f"{path}: expected all {len(files)} files of the index in its folder, got none "
+                    f"of {', '.join(lost[:3])}{', ..' * (len(lost) > 3)}; copy these files too"
+                ],
+                "spectra",
+            )
+        return files, path.parent
     return [path], path.parent
 
 
@@ -287,12 +305,15 @@ def _shown(value: float) -> str:
 
 
 def _label(kind: str) -> str:
-    """Return the last component of a name, as much of it as fits next to a line."""
+    """Return the last component of a name, at most ``LABEL`` characters."""
     return kind.rpartition(".")[2][:LABEL]
 
 
 def _plot(rows: Sequence[Spectrum], estimator: str) -> str:
-    """Draw the mean exponent of the blocks, and kinds of matrices that all blocks have."""
+    """Return an SVG of the mean exponent by block, and of ``KINDS`` kinds that all blocks have.
+
+    With fewer than two blocks: the exponent of every matrix.
+    """
     usable = [row for row in rows if np.isfinite(row.alpha)]
     blocks = list(dict.fromkeys(row.block for row in usable if row.block))
     by_kind: dict[str, dict[str, float]] = {}

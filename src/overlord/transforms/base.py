@@ -1,8 +1,8 @@
 """Transform specifications as values, and the tables that pass between the stages.
 
-A specification is frozen and cheap to import and to build. It reports problems at construction
-as far as they show without reading files. ``pipeline.py`` executes specifications; pyarrow and
-tokenizers are imported only there.
+A specification is frozen, and cheap to import and to build. Its constructor raises JobError for all
+problems that it can detect without reading files. ``pipeline.py`` executes specifications; pyarrow
+and tokenizers are imported only there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESERVED_META = ("tokens", "bytes")  # every sample has these
 
 
 class Transform(Protocol):
-    """One step of a pipeline; with ``user_code`` the result of a row may depend on its batch."""
+    """One step of a pipeline; with ``user_code`` the result of a row may depend on its slice."""
 
     kind: ClassVar[str]
 
@@ -71,18 +71,18 @@ def _none() -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Samples in stream order of their rows, ready for the loader's buffer."""
+    """Samples in the order of their rows, ready for the loader's buffer."""
 
     index: np.ndarray  # int64: input row of every sample
     part: np.ndarray  # int32
-    # starts at 0 without unused values; a view of Arrow memory unless rows had to be removed
+    # Offsets start at 0, without unused values; a view of Arrow memory unless rows were removed.
     tokens: Ragged
     # "tokens" and "bytes" (int64) and the user's columns (int64 or float64, or ragged of these).
     meta: dict[str, Column]
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
     items: Items | None = None  # images of the samples; None: the source has none
-    image_bytes_in: int = 0  # bytes of their files
-    image_bytes_out: int = 0  # bytes of their pixels
+    image_bytes_in: int = 0  # bytes of the image files
+    image_bytes_out: int = 0  # bytes of the pixels of the images
     # int64: input rows that lost tokens to ``on_long``, ascending.
     long: np.ndarray = field(default_factory=_none)
     lost: np.ndarray = field(default_factory=_none)  # int64: number of tokens that each lost
@@ -93,7 +93,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
-    """Use token ids from a column of lists, of any integer type."""
+    """Use token ids from a column of lists of whole numbers, of any numeric type."""
 
     column: str = "tokens"
     kind: ClassVar[str] = "tokens"
@@ -114,10 +114,10 @@ class Tokens:
 class Map:
     """Apply a function to a slice, ``fn(columns) -> columns``, or with ``rows`` to each row.
 
-    With ``rows`` it is ``fn(row) -> row``, with ``rows`` and ``rng`` ``fn(row, rng) -> row``.
-
-    The result of ``fn`` replaces the columns. ``holds_lock``: ``fn`` is slow pure Python, so the
-    source should be transformed in a separate process. ``fn`` must then be a function of a module.
+    With ``rows`` the function is ``fn(row) -> row``, with ``rows`` and ``rng``
+    ``fn(row, rng) -> row``. Its result replaces the columns. ``holds_lock``: ``fn`` is slow pure
+    Python, so the source is transformed in a separate process. ``fn`` must then be a function of a
+    module.
     """
 
     fn: Callable[..., Any]
@@ -144,7 +144,7 @@ class Map:
 class Filter:
     """Keep the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) returns True.
 
-    The others are counted.
+    ``fn(columns)`` returns one boolean per row. Rows that are dropped are counted, not quarantined.
     """
 
     fn: Callable[..., Any]
@@ -165,7 +165,10 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Select:
-    """Keep only these columns; before a Map or Filter, only they are read from the file."""
+    """Keep only these columns, and token ids of an earlier transform.
+
+    Before a Map or Filter, only these columns are read from the file.
+    """
 
     columns: tuple[str, ...]
     kind: ClassVar[str] = "select"
@@ -193,14 +196,12 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample for strategies, in addition to ``tokens`` and ``bytes``.
+    """Give each sample a number for strategies, in addition to ``tokens`` and ``bytes``.
 
-    It is a column, or a function of the columns.
-
-    A column of lists gives several numbers per sample, one per item: ``Meta("image_patches",
-    "image_patches")``. They count something, so none may be negative. When ``on_long="split"``
-    splits a sample, its items stay with the first piece. Samples of a source without the column
-    have no items.
+    The number comes from a column, or from a function of the columns. A column of lists gives
+    several numbers per sample, one per item: ``Meta("image_patches", "image_patches")``. Such
+    numbers are counts, so none may be negative. When ``on_long="split"`` splits a sample, its items
+    stay with the first piece. Samples of a source without the column have no items.
     """
 
     name: str
@@ -269,9 +270,10 @@ def function_name(fn: Any) -> str:
 def function_fingerprint(fn: Any) -> str:
     """Return a digest that is the same for the same code and captured constants, in any process.
 
-    It covers the source text if there is one, else byte code and constants. Captured values count
-    if they are plain (numbers, text, tuples of them). Other values are ignored: their address
-    differs in every process.
+    The digest covers the source text if there is one, else byte code and constants. Captured
+    values count if they are plain (numbers, text, containers of these) or functions. Of other
+    values only the type counts, since their address differs in every process. A callable object
+    with a method ``fingerprint`` supplies its own digest.
     """
     if isinstance(fn, functools.partial):
         return digest(
@@ -317,7 +319,7 @@ def _code_text(fn: Any) -> str:
 
 
 def _bytecode(code: Any) -> str:
-    """Return byte code with its constants, nested functions included, but without its location."""
+    """Return byte code with its constants and nested functions, but without file and lines."""
     constants = [_bytecode(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()}({', '.join(constants)}; {', '.join(code.co_names)})"
 
@@ -325,7 +327,7 @@ def _bytecode(code: Any) -> str:
 def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet bound: a recursive function
+    except ValueError:  # the variable has no value yet, as in a recursive function
         return None
 
 

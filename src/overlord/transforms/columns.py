@@ -1,8 +1,8 @@
 """Convert Arrow columns to token ids, texts, numbers and arguments of user functions, and back.
 
-Every reader here returns the values it could read, and a mapping of unreadable rows to reasons. A
-column without a readable row (missing, or of a wrong type) raises ``Unfit``. The pipeline adds the
-transform and the remedy.
+Every ``read_*`` function returns the values of a column, and a mapping of unreadable rows to
+reasons. A column without a readable row (missing, or of a wrong type) raises ``Unfit``. The
+pipeline adds the transform and the remedy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import pyarrow.types as pt
 from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 
-# Metadata of many rows and sources share one array, maybe of float64, which rounds larger whole
-# numbers.
+# Largest whole number of metadata. Numbers of many rows and sources share one array, which may be
+# float64 and would round larger whole numbers.
 EXACT = 2**53
 # Ids are delivered as int64 and indexed as int32 by most kernels; no real vocabulary comes near.
 ID_LIMIT = 2**31
 _TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
-HIDDEN = "\x1fmeta."  # columns made by Meta: user functions neither see nor lose them
+# Prefix of internal columns, such as those of Meta: user functions do not receive them, and their
+# results do not replace them.
+HIDDEN = "\x1fmeta."
 Bad = dict[int, str]  # row -> reason
 
 
 class Unfit(Exception):
-    """A column of which no row can be read in the requested form."""
+    """Raised for a column of which no row can be read in the requested form."""
 
 
 def without_dictionaries(table: pa.Table) -> pa.Table:
@@ -60,7 +62,7 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
-    """Return one column as one array, without a copy if the table has one chunk."""
+    """Return one column as one array; a column of one chunk is not copied. Raises Unfit."""
     kind_of(table, name, wanted)
     chunked = table.column(name)
     array = _one_array(chunked)
@@ -81,10 +83,11 @@ Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column 
 
 
 def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
-    """Return the rows whose values fail ``check``, and whether the others need another type.
+    """Return the rows whose values fail ``check``, and whether to rebuild the column (``retyped``).
 
-    Raises Unfit if no row passes. A column passes as a whole if its type does. Otherwise rows
-    decide: an empty list has the type of its neighbours.
+    Raises Unfit if all rows fail for the same reason. A column whose type passes is not examined
+    row by row. Otherwise each value is checked alone, since an empty list has the type of its
+    neighbours.
     """
     typed = name not in table.column_names or not is_mixed(table.schema.field(name).type)
     if typed:
@@ -108,7 +111,7 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
 
 
 def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
-    """Return the table with the column rebuilt from its values, so that only they decide its type.
+    """Return the table with a column rebuilt from its values, so that these alone decide its type.
 
     The values of ``bad`` rows become null.
     """
@@ -119,9 +122,9 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
 def _each_type(
     array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
 ) -> tuple[list[Any], np.ndarray, Bad]:
-    """Read a mixed column, one group of rows for each type.
+    """Read a mixed column with one call of ``read`` for each type of its values.
 
-    Returns the results of ``read``, the position of each row in their concatenation, and the
+    Returns the results of the calls, the position of each row in their concatenation, and the
     rejected rows.
     """
     arrays, unread = groups(array)
@@ -152,9 +155,9 @@ def check_ids(table: pa.Table, name: str) -> None:
 
 
 def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
-    """Return a list column as token ids, without a copy and without Python per row.
+    """Return a list column as unsigned token ids, if possible without a copy.
 
-    Ids of type int64 are cast to half the size. The type of the ids follows from the type of the
+    Ids of 64 bits are cast to half the size. The type of the ids follows from the type of the
     column alone, never from the values. The bytes of a row are therefore the same in every batch.
     """
     array = column(table, name, "lists of token ids")
@@ -172,7 +175,7 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
 
 
 def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Return a list column as flat values without unused ones, and offsets into them."""
+    """Return the flat values of a list column without unused ones, and the offsets of its rows."""
     if pt.is_fixed_size_list(array.type):
         offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
     else:
@@ -184,14 +187,14 @@ def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
 def _add_faults(
     bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]
 ) -> None:
-    """Add the rows that hold the faulty positions, each with its first reason."""
+    """Add the rows that hold faulty positions of the flat values, each with its first reason."""
     for positions, reason in faults:
         for i in np.unique(np.searchsorted(offsets, positions, side="right") - 1):
             bad.setdefault(int(i), f"{name} {reason}")
 
 
 def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]]:
-    """Return flat values as integers; nulls and fractions are listed by position."""
+    """Return flat values as integers, and the positions of nulls and fractions by reason."""
     faults: list[tuple[np.ndarray, str]] = []
     if pt.is_null(values.type):
         return np.zeros(len(values), np.uint32), [
@@ -201,7 +204,7 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
         faults.append((null_rows(values), "holds a null id"))
         values = values.fill_null(0)
     ids = numpy_of(values)
-    if ids.dtype.kind == "f":  # JSON: one row with a fraction makes the whole column floating
+    if ids.dtype.kind == "f":  # in JSON lines one fraction makes the whole column floating
         whole = np.isfinite(ids) & (np.floor(ids) == ids) & (np.abs(ids) < 2**53)
         faults.append((np.flatnonzero(~whole), "holds an id that is not a whole number"))
         ids = np.where(whole, ids, 0).astype(np.int64)
@@ -236,9 +239,9 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
-    """Return a column as Python strings; bytes are decoded as UTF-8.
+    """Return a column as Python strings, and the rows without valid text; bytes must be UTF-8.
 
-    Rows without text are "" and listed.
+    The string of a row without valid text is "".
     """
     array = column(table, name, "text")
     if is_mixed(array.type):
@@ -278,9 +281,9 @@ def check_numbers(table: pa.Table, name: str) -> None:
 
 
 def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
-    """Return a numeric column as int64 or float64.
+    """Return a numeric column as int64 or float64, and the rows without a usable number.
 
-    Nulls and non-finite numbers are listed, since no plan can use them.
+    Those rows have a null, a number that is not finite, or a whole number beyond 2**53.
     """
     check_numbers(table, name)
     array = column(table, name, "numbers")
@@ -312,7 +315,10 @@ def _is_lists(kind: pa.DataType) -> bool:
 
 
 def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
-    """Return a column of numbers, or of lists of counts, which must not be negative."""
+    """Return a column of numbers, or of lists of counts, and the rows that cannot be used.
+
+    Numbers in lists must not be negative.
+    """
     array = column(table, name, "numbers")
     if is_mixed(array.type):
         parts, order, bad = _each_type(array, name, read_meta)
@@ -327,7 +333,7 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
     values, invalid = plain_numbers(numpy_of(flat), "", {})
     faults.append(
-        (np.array(sorted(invalid), np.int64), "holds a number that is not finite, or too large")
+        (np.array(sorted(invalid), np.int64), "holds a number that is not finite, or beyond 2**53")
     )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
     _add_faults(bad, name, offsets, faults)
@@ -341,7 +347,7 @@ def meta_column(column: Column) -> pa.Array:
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
     """Return a metadata column for samples, given the row and the part of each sample.
 
-    The pieces of a split sample share its number; its items stay with the first piece.
+    All pieces of a split row have its number; its items stay with the first piece.
     """
     if not _is_lists(chunked.type):
         return numpy_of(_one_array(chunked))[row]
@@ -365,7 +371,10 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
 
 
 def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
-    """Return any numeric array as int64 or float64."""
+    """Return any numeric array as int64 or float64, and ``bad`` with the unusable rows added.
+
+    Those rows have a number that is not finite, or a whole number beyond 2**53.
+    """
     if values.dtype.kind == "f":
         widened = values.astype(np.float64)
         for i in np.flatnonzero(~np.isfinite(widened)):
@@ -380,9 +389,9 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
 
 
 def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
-    """Return single numbers as int64 or float64.
+    """Return Python numbers as an array of int64 or float64, and the unusable rows.
 
-    Rows with a whole number that float64 would round are listed.
+    Those rows have a number that is not finite, or a whole number beyond 2**53.
     """
     bad = {
         i: f"{name} is {_TOO_LARGE}"
@@ -408,7 +417,10 @@ def ids_column(ids: Ragged) -> pa.Array:
 
 
 def to_columns(table: pa.Table) -> dict[str, Any]:
-    """Return columns for a user function: numbers as a writable array, other values as a list."""
+    """Return the columns for a user function: numbers as writable arrays, other values as lists.
+
+    A column with nulls is a list. Internal columns are left out.
+    """
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     return {name: _values(column(table, name, "values")) for name in visible}
 
@@ -424,13 +436,13 @@ def _values(array: pa.Array) -> np.ndarray | list[Any]:
 
 
 def _as_float64(values: list[Any]) -> np.ndarray | list[Any]:
-    """Return whole numbers mixed with fractions as an array of float64 if it holds them exactly."""
+    """Return numbers as an array of float64 if it holds them exactly, else the list unchanged."""
     numbers = all(type(v) is float or (type(v) is int and -EXACT <= v <= EXACT) for v in values)
     return np.array(values, np.float64) if numbers else values
 
 
 def to_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the visible columns row by row, in plain Python values."""
+    """Return the rows as dicts of plain Python values, without internal columns."""
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     rows: list[dict[str, Any]] = (
         table.select(visible).to_pylist() if visible else [{} for _ in range(table.num_rows)]
@@ -439,9 +451,9 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
-    """Return the result of a user function as a column.
+    """Return the result of a user function as a column, and the rows that no column can hold.
 
-    Rows with a value that no column can hold are listed.
+    The values of such rows are null in the column.
     """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}
@@ -462,7 +474,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_meta(value: Any) -> Any:
-    """Return a number or a list of numbers; raise for anything else."""
+    """Return a number or a list of numbers. Raises TypeError, or ValueError beyond 2**53."""
     if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) == 1:
         return [as_number(v) for v in value]
     return as_number(value)

@@ -24,7 +24,7 @@ from overlord.transforms.image_items import Prefix
 # A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if the result is still this many times as
 # large as requested.
 GAP = 2
-_TOLERATED = ("extraneous bytes",)  # defects that still show the whole image
+_TOLERATED = ("extraneous bytes",)  # defects of a JPEG that do not affect its pixels
 
 try:
     import simplejpeg
@@ -44,15 +44,15 @@ except ImportError as fault:
         pip_install("image"),
     ) from fault
 
-# Each format by its name: ``Image.open`` tries formats one by one, and warns of large images by a
-# global setting.
+# Opener of each format. ``Image.open`` is not used: it tries formats one by one, and warns of large
+# images by a global setting.
 _OPEN: dict[str, Any] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
     "GIF": GifImagePlugin.GifImageFile,
 }
-# The loader has already checked the limits.
+# Limits without effect: the loader has checked the limits of the source when it planned the image.
 _NO_LIMITS = ImageLimits(
     max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
 )
@@ -68,9 +68,9 @@ _TURNS = {
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
-    """Return the requested part of an image in the requested size.
+    """Return the crop of an image in the requested size. Raises BadImage.
 
-    The result has the bytes ``[height, width, 3]``, or ``[height, width]`` for a grey image.
+    The result is uint8 ``[height, width, 3]``, or ``[height, width]`` for a grey image.
     """
     width, height = prefix.size
     image_header = header(data, _NO_LIMITS)
@@ -107,15 +107,15 @@ def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) ->
     """
     x, y, w, h = prefix.box
     box = (x, y, x + w, y + h)
-    if scale == 1:  # a box as large as the result is a plain crop
+    if scale == 1:  # resizing a box to its own size is a plain crop
         image, box = image.resize((w, h), box=box) if (w, h) != image.size else image, (0, 0, w, h)
     return image.resize(wanted, Image.Resampling.BICUBIC, box=tuple(side / scale for side in box))
 
 
 def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
-    """Return the factor by which a JPEG is reduced while it is decoded.
+    """Return the factor (1, 2, 4 or 8) by which a JPEG is reduced while it is decoded.
 
-    It follows from the item, so it is the same everywhere.
+    The factor follows from the item, so it is the same in every process.
     """
     if not prefix.scaled:
         return 1
@@ -143,7 +143,7 @@ def _pixels(data: np.ndarray, image_header: ImageHeader, scale: int) -> tuple[An
 
 
 def _jpeg(data: np.ndarray, image_header: ImageHeader, scale: int) -> np.ndarray | None:
-    """Decode a JPEG; return None for a subsampling that only Pillow reads."""
+    """Return the pixels of a JPEG at 1/scale of its size; None if only Pillow can decode it."""
     width, height = (-(-side // scale) for side in image_header.stored)
     options = {
         "colorspace": "GRAY" if image_header.mode == "L" else "RGB",
@@ -165,10 +165,8 @@ def _jpeg(data: np.ndarray, image_header: ImageHeader, scale: int) -> np.ndarray
 class _TruncatedFlag:
     """Value for Pillow's LOAD_TRUNCATED_IMAGES that is false in threads that decode here.
 
-    In other threads it has the original value.
-
-    The program or an imported package may set that flag. The outcome of a broken file must not
-    depend on the process that decodes it.
+    In other threads it has the original value. The program or an imported package may set that
+    flag. The outcome of a broken file must not depend on the process that decodes it.
     """
 
     def __init__(self, value: Any):

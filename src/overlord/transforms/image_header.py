@@ -12,17 +12,18 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-# Segments of a file; photographs with depth maps and profiles have some hundreds, PNGs a few
-# thousand.
+# Most segments or chunks of a file that are read. Photographs with depth maps and profiles have
+# some hundreds, PNGs a few thousand.
 MAX_SEGMENTS = 2**16
-MAX_FILL = 64  # fill bytes before a marker
-# Scans of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten.
+# A JPEG marker must end within this many bytes after its first 0xff; the bytes between are fill.
+MAX_FILL = 64
+# Most scans of a progressive JPEG. Each costs a pass over all pixels; encoders write about ten.
 MAX_SCANS = 100
-EXIF_BYTES = 2**16  # bytes that are searched for the orientation
+EXIF_BYTES = 2**16  # most bytes that are searched for the orientation
 
 
 class BadImage(ValueError):
-    """Bytes that cannot be used as an image; ``reason`` is the text for the quarantine."""
+    """Raised for bytes that cannot be used as an image; ``reason`` goes to the quarantine."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -40,9 +41,9 @@ class ImageLimits:
     """
 
     max_pixels_in: int = 178_956_970
-    max_decoded_bytes: int = 2**31  # memory to decode it
+    max_decoded_bytes: int = 2**31  # memory that decoding takes, as estimated
     max_file_bytes: int = 2**26
-    max_aspect: float = 200.0  # long side over short side
+    max_aspect: float = 200.0  # ratio of the long side to the short side
 
 
 DEFAULT_LIMITS = ImageLimits()
@@ -66,15 +67,15 @@ class ImageHeader:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Return (width, height) before the orientation is applied."""
+        """(width, height) in the file, before the orientation is applied."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
     @property
     def decoded_bytes(self) -> int:
-        """Estimate the memory for decoding.
+        """Estimate of the bytes that decoding takes.
 
-        It counts four bytes per pixel to work on and three for the result, coefficients of all
-        scans, and three canvases.
+        Decoding takes up to eight bytes per pixel for work and result, or sixteen with 16 bits per
+        channel. Progressive JPEGs (coefficients of all scans) and WebP (three canvases) take 12.
         """
         each = (
             12
@@ -191,7 +192,7 @@ def _jpeg(view: memoryview) -> ImageHeader:
         if marker in _ALONE:
             continue
         if marker == 0xD9 or marker == 0xD8:
-            raise BadImage("expected an image in the JPEG, got its end")
+            raise BadImage(f"expected an image in the JPEG, got the marker 0xff{marker:02x} first")
         size = view[at] << 8 | view[at + 1]
         if size < 2:
             raise BadImage(f"expected a JPEG segment of at least 2 bytes, got {size}")
@@ -206,13 +207,13 @@ def _jpeg(view: memoryview) -> ImageHeader:
 
 
 def _marker(view: memoryview, at: int) -> tuple[int, int]:
-    """Return the next marker and the offset of its segment."""
+    """Return the JPEG marker at ``at`` and the offset after it. Raises BadImage."""
     if view[at] != 0xFF:
         raise BadImage(f"expected a JPEG marker at byte {at}, got 0x{view[at]:02x}")
     for i in range(at + 1, at + 1 + MAX_FILL):
         if view[i] != 0xFF:
             return view[i], i + 1
-    raise BadImage(f"expected a JPEG marker at byte {at}, got more than {MAX_FILL} fill bytes")
+    raise BadImage(f"expected a JPEG marker at byte {at}, got {MAX_FILL} or more fill bytes")
 
 
 def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, int]:
@@ -306,7 +307,7 @@ def _png(view: memoryview) -> ImageHeader:
 def _png_chunks(view: memoryview) -> tuple[int, int]:
     """Return the number of frames and the orientation, after reading all chunks.
 
-    Only the end of the file shows whether it is truncated.
+    Raises BadImage if the file is truncated, which only its end shows.
     """
     at, frames, orientation, pixels = 33, 1, 1, False
     unpack, total = struct.Struct(">I4s").unpack_from, len(view)
@@ -364,7 +365,7 @@ def _webp(view: memoryview) -> ImageHeader:
 
 
 def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
-    """Return width, height and mode from the first chunk."""
+    """Return width, height and mode from the first chunk of a WebP. Raises BadImage."""
     if name == b"VP8 ":
         if bytes(view[at + 3 : at + 6]) != b"\x9d\x01\x2a":
             raise BadImage(
@@ -426,7 +427,10 @@ def _gif(view: memoryview) -> ImageHeader:
 
 
 def _blocks(view: memoryview, at: int, count: int) -> tuple[int, int]:
-    """Return the offset after a run of data blocks, and the number of blocks read so far."""
+    """Return the offset after the run of data blocks at ``at``, and ``count`` plus their number.
+
+    Raises BadImage if the file ends before the run, or has too many blocks.
+    """
     while count < 4 * MAX_SEGMENTS:
         if at >= len(view):
             raise BadImage(

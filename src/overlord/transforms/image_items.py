@@ -23,8 +23,8 @@ PREFIX_BYTES = 96
 ENCODED, READY = 0, 1  # format of the bytes after the prefix
 DTYPES = ("uint8", "float16", "float32")
 CHANNELS = 3
-# Tokens of an image, far above the limit of any encoder: the size in an item determines the size
-# of the buffers for its pixels.
+# Most tokens of an image, far above the limit of any encoder. The grid in an item determines the
+# size of the buffers for its pixels, so it needs a bound.
 MAX_TOKENS = 2**16
 
 _MAGIC, _VERSION = b"OVIM", 1
@@ -35,7 +35,7 @@ assert _PREFIX.size == PREFIX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Parameters of the pixels to make. ``box`` and ``size`` are in pixels of the upright image."""
+    """Parameters of the pixels of an item. ``box`` and ``size`` are pixels of the upright image."""
 
     form: int = ENCODED
     patch: int
@@ -56,7 +56,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the pixels."""
+        """Number of bytes of the pixels."""
         patches, dim = self.shape
         return patches * dim * np.dtype(self.dtype).itemsize
 
@@ -80,7 +80,7 @@ class Prefix:
 
 
 def read_prefix(item: np.ndarray) -> Prefix:
-    """Parse and validate the prefix of an item: the item may come from another process."""
+    """Return the prefix of an item. Raises BadImage: the item may come from another process."""
     if len(item) < PREFIX_BYTES:
         raise BadImage(f"expected an image item of at least {PREFIX_BYTES} bytes, got {len(item)}")
     magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(
@@ -119,7 +119,10 @@ def read_prefix(item: np.ndarray) -> Prefix:
             f"expected a crop inside the image of {size[0]} x {size[1]} pixels, got {box}"
         )
     if not all(abs(v) < 1e9 for v in mean + std) or not all(abs(v) > 1e-9 for v in std):
-        raise BadImage(f"expected a mean and a std in range, got {mean} and {std}")
+        raise BadImage(
+            "expected a mean and a std in range (below 1e9, std above 1e-9, without sign), got "
+            f"{mean} and {std}"
+        )
     return Prefix(
         form=form,
         patch=patch,
@@ -141,7 +144,7 @@ def item_grid(item: np.ndarray) -> tuple[int, int, int]:
 
 
 def item_shape(item: np.ndarray) -> tuple[int, int, str]:
-    """Return the shape that ``fill`` writes: patches, numbers per patch, and their type."""
+    """Return the shape that ``fill`` writes: (patches, numbers per patch, type of a number)."""
     prefix = read_prefix(item)
     return (*prefix.shape, prefix.dtype)
 
@@ -169,7 +172,7 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
 
 
 def make_ready(item: np.ndarray) -> np.ndarray:
-    """Return the item with its pixels made, or unchanged if it cannot be decoded.
+    """Return the item with pixels instead of the stored file, or unchanged if decoding fails.
 
     A broken item fails where it is used: the outcome of a sample must not depend on where its
     pixels are made.
@@ -201,7 +204,7 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
     if prefix.dtype == "uint8":
         np.copyto(out.reshape(squares.shape), squares)
         return
-    # Bytes are reordered before conversion: they have a quarter of the size of floats.
+    # The bytes are reordered before conversion, since they have a quarter of the size of floats.
     planes = np.ascontiguousarray(squares).reshape(gh * gw, CHANNELS, p * p)
     scale, shift = _affine(prefix)
     into: Any = out.reshape(planes.shape)

@@ -38,16 +38,17 @@ from overlord.transforms.user_functions import RowFrame
 
 log = logging.getLogger("overlord")
 
-ITEM = HIDDEN + "\x1fitem"  # numbers of the items of a row
-RANDOM_KEY = HIDDEN + "\x1fchance"  # seed per row, made while the identity of the row is known
+ITEM = HIDDEN + "\x1fitem"  # numbers of the items of a row in PlannedImages
+RANDOM_KEY = HIDDEN + "\x1fchance"  # seed per row, from its identity: made by the slice stage
 WARN_ROWS = 1000  # rows of a source, all without an image, before a warning
 IMAGE_TYPES = "images (binary, struct<bytes, path>, or lists of these)"
 
 
 def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """Return the one Images transform of a source, or None.
+    """Return the only Images transform of a source, or None.
 
-    It inserts tokens into finished ids, so no later transform may change them.
+    Raises TransformError if it cannot work. Images inserts tokens into finished ids, so no later
+    transform may change these.
     """
     specs = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
     if not specs:
@@ -84,7 +85,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 class PlannedImages:
     """The images of a table, row by row: their parameters, and their files as Arrow views."""
 
-    row: np.ndarray  # int64, ascending
+    row: np.ndarray  # int64, ascending: row of each image in the table
     prefix: list[Prefix]
     file: list[np.ndarray]
 
@@ -119,9 +120,9 @@ def check_images(table: pa.Table, name: str) -> None:
 
 
 def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list[np.ndarray], Bad]:
-    """Return (row of each image, its bytes, rows that cannot be used).
+    """Return the row of each image, its bytes, and the rows that cannot be used.
 
-    Rows ascend, and the images of a row are in the order of the columns.
+    Rows ascend, and the images of a row are in the order of the columns. Raises Unfit.
     """
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     files: list[np.ndarray] = []
@@ -137,15 +138,15 @@ def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list
 
 
 def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Yield rows and their values chunk by chunk.
+    """Yield row numbers and their values, chunk by chunk.
 
-    Joined they may exceed the 2 GB limit of one array.
+    Joined chunks may exceed the 2 GB limit of one array.
     """
     mixed, first = is_mixed(kind_of(table, name, IMAGE_TYPES)), 0
     if not mixed:
         check_images(table, name)
     for chunk in table.column(name).chunks:
-        if mixed:  # rows without images were dropped before
+        if mixed:  # rows with values of other types were dropped before
             yield from ((rows + first, array) for rows, array in groups(chunk)[0])
         else:
             yield (
@@ -158,13 +159,13 @@ def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]
 def _collect(
     array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray], bad: Bad
 ) -> np.ndarray:
-    """Append the images of an array to ``files`` and return their rows. Nulls are not images."""
+    """Append the images of an array to ``files``, and return the row of each; nulls are skipped."""
     kind = array.type
     if pt.is_null(kind) or not len(array):
         return row[:0]
     if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
         flat, offsets = lists(array)
-        # A null list may still have values; usually it has none.
+        # The values of a null list are not images; usually such a list has none.
         if np.diff(offsets)[null_rows(array)].any():
             there = array.is_valid()
             row, (flat, offsets) = row[numpy_of(there)], lists(array.filter(there))
@@ -196,7 +197,7 @@ def _binaries(array: pa.Array, row: np.ndarray, files: list[np.ndarray]) -> np.n
 
 
 def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
-    """Plan every image of the table from its header; a row is bad at its first bad image."""
+    """Plan every image of the table from its header; one bad image makes its row bad."""
     row, files, bad = read_images(table, spec.columns)
     limits, prefixes = spec.limits, list[Prefix]()
     counts = np.bincount(row, minlength=table.num_rows)
@@ -223,7 +224,10 @@ def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
 
 
 def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> None:
-    """Insert placeholders into the ids of a frame, and add metadata and item numbers."""
+    """Insert placeholders into the ids of a frame; add metadata, item numbers and the images.
+
+    Rows with bad images or ids are removed from the frame.
+    """
     images, bad = plan_images(frame.table, spec)
     rest = [n for n in frame.table.column_names if n not in spec.columns and n != RANDOM_KEY]
     frame.table = frame.table.select(rest)  # the image bytes are not copied when rows are removed
@@ -273,7 +277,7 @@ def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
 def _drop_bad(
     frame: RowFrame, images: PlannedImages, ids: Ragged, bad: Bad
 ) -> tuple[PlannedImages, Ragged]:
-    """Return images and ids without the bad rows."""
+    """Remove the bad rows from the frame, and return images and ids without them."""
     if not bad:
         return images, ids
     frame.drop(bad)
@@ -290,8 +294,8 @@ def with_placeholders(
 ) -> tuple[Ragged, np.ndarray]:
     """Return ids with ``out`` placeholders per image, and the position of each image in its row.
 
-    One token per image is inserted (or present: the marker) and then repeated. The type of the ids
-    can hold the placeholder in every batch of the source, with images or without.
+    One token per image is inserted, unless it is present as the marker, and then repeated. The type
+    of the ids can hold the placeholder in every batch of the source, with images or without.
     """
     id_type = np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))
     values, starts = ids.values.astype(id_type, copy=False), ids.offsets
@@ -349,7 +353,7 @@ class ImageTotals:
 def add_items(
     block: Block, frame: RowFrame, chosen: Column, spec: Images, totals: ImageTotals
 ) -> None:
-    """Add the images with the numbers ``chosen`` to the block.
+    """Add the images with the numbers ``chosen`` (a list for each sample) to the block.
 
     The metadata ``bytes`` counts files, never pixels: it must not depend on where pixels are made.
     """
@@ -366,7 +370,8 @@ def add_items(
 def write_items(images: PlannedImages, chosen: Ragged, ready: bool) -> Items:
     """Return the items of documents as bytes.
 
-    ``chosen``: their numbers, document by document; ``ready``: with pixels made.
+    ``chosen``: the numbers of the images, document by document; ``ready``: the items hold pixels,
+    not files.
     """
     numbers = chosen.values[chosen.offsets[0] : chosen.offsets[-1]].tolist()
     parts: list[Any] = []

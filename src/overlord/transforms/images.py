@@ -1,8 +1,8 @@
 """Specification of the images of a source: columns, size, and place of their tokens.
 
-No file is opened here. The module also plans an image from its header. The grid of patches and the
-crop follow from the size of the image and the identity of its sample. ``image_rows.py`` reads
-columns; ``image_decode.py`` makes pixels.
+The module also plans an image from its header: the grid of patches and the crop follow from the
+size of the image and the identity of its sample. It opens no file. ``image_rows.py`` reads columns;
+``image_decode.py`` makes pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANIMATED = ("first", "quarantine")
 META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images.py
 # Mean and standard deviation of CLIP, which most encoders use.
 MEAN, STD = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-RANDOM_NUMBERS = 5  # random numbers per image: two sides, two places, mirrored or not
+RANDOM_NUMBERS = 5  # per image: two sides and two offsets of the crop, mirrored or not
 LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 
 
@@ -33,10 +33,10 @@ LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 class Images:
     """Convert images of one or several columns to tokens and pixels.
 
-    Each becomes ``placeholder`` tokens in its document and pixels for the encoder. ``place``
-    selects the process that makes pixels: the loader, the constructor after planning, or
-    (``"auto"``) the loader if pixels are no larger than the files. It never changes the delivered
-    data and is not part of the fingerprint.
+    Each image becomes ``placeholder`` tokens in its document and pixels for the encoder. ``place``
+    selects the process that makes pixels: the loader, or the constructor after planning. With
+    ``"auto"`` it is the loader if pixels are no larger than the files. ``place`` never changes the
+    delivered data and is not part of the fingerprint.
     """
 
     column: str | tuple[str, ...] = "images"
@@ -164,7 +164,7 @@ class Images:
 
     @property
     def factor(self) -> int:
-        """Return the pixels of one side of a token."""
+        """Pixels of one side of the square that gives one token."""
         return self.patch * self.merge
 
     @property
@@ -200,7 +200,8 @@ class Images:
     ) -> Prefix:
         """Return the parameters of the pixels of an image, from its header.
 
-        ``random``: its row of ``random_numbers``, if the specification uses randomness.
+        ``random``: the image's row of ``random_numbers``, if the specification uses randomness.
+        Raises BadImage for an animation that ``animated`` excludes.
         """
         if image_header.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"expected a still image, got an animated {image_header.format}")
@@ -228,8 +229,8 @@ class Images:
     def _box(self, width: int, height: int, random: Sequence[float]) -> tuple[int, int, int, int]:
         """Return the crop (x, y, width, height).
 
-        It is the whole image; with a size, the largest centred part of that shape; with a random
-        crop, a smaller part anywhere.
+        The crop is the whole image, or with a size the largest centred part of that shape. With a
+        random crop it is a smaller part anywhere in the image.
         """
         w, h = width, height
         if self.size is not None:
@@ -260,9 +261,9 @@ def fit(
 
     Both are multiples of ``factor``, their product is within the bounds, and the shape is kept as
     well as possible. All arithmetic is in whole numbers, so that every machine gets the same size.
-    Each side is rounded to the nearest multiple. If that is too much, both shrink by the same ratio
-    and are rounded down. If it is too little, both grow and are rounded up. The upper bound always
-    holds, the lower one unless the upper one forbids it.
+    Each side is rounded to the nearest multiple. If the product is then too large, both sides
+    shrink by the same ratio and are rounded down. If it is too small, both grow and are rounded up.
+    The upper bound always holds, the lower bound only where the upper one permits it.
     """
     rows, columns = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
@@ -283,9 +284,9 @@ def fit(
 
 
 def _nearest(side: int, factor: int) -> int:
-    """Return the nearest number of multiples of the factor; halfway, the even one, as ``round``.
+    """Return ``side / factor``, rounded to a whole number; a tie is rounded to the even one.
 
-    0 is too little, and ``fit`` enlarges it.
+    The result may be 0, which ``fit`` enlarges.
     """
     whole, rest = divmod(side, factor)
     return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))
@@ -299,7 +300,7 @@ def _root_up(top: int, bottom: int) -> int:
 def random_numbers(key: np.ndarray, number: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) for every image: float64 ``[images, RANDOM_NUMBERS]``.
 
-    They follow from the key of the image's sample and its number in the sample.
+    The numbers follow from the key of the image's row and the number of the image in the row.
     """
     drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(RANDOM_NUMBERS, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53
@@ -322,9 +323,12 @@ def _channels(name: str, value: Any) -> list[str]:
         or len(value) != 3
         or not all(_number(v) and abs(v) < 1e6 for v in value)
     ):
-        return [f"{name}: expected three numbers, for red, green and blue, got {value!r}"]
+        return [
+            f"{name}: expected three numbers, for red, green and blue, between -1e6 and 1e6, got "
+            f"{value!r}"
+        ]
     return (
-        [f"std: expected three numbers above 0, got {value!r}"]
+        [f"std: expected three numbers of at least 1e-6, got {value!r}"]
         if name == "std" and min(value) < 1e-6
         else []
     )

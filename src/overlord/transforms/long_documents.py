@@ -20,7 +20,7 @@ class Pieces:
 
 
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
-    """Return the rows that exceed the context, with the reason for the quarantine."""
+    """Return the rows of more than ``context`` tokens, each with its reason for the quarantine."""
     return {
         int(i): f"expected at most context={context} tokens, got {lengths[i]}"
         for i in np.flatnonzero(lengths > context)
@@ -28,9 +28,10 @@ def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
-    """Return the number of tokens each row loses.
+    """Return the number of tokens that each row loses.
 
-    With "truncate" they are those beyond the context, with "drop" all of a longer row.
+    "truncate" loses the tokens beyond the context, and "drop" all tokens of a longer row. Other
+    values of ``on_long`` lose none.
     """
     if on_long == "truncate":
         return np.maximum(lengths - context, 0)
@@ -40,7 +41,7 @@ def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
 def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
     """Turn the rows ``keep`` into samples of at most ``context`` tokens.
 
-    Rows that "quarantine" or "drop" rejects are not in ``keep``.
+    The caller has left out of ``keep`` the rows that "quarantine" or "drop" rejects.
     """
     starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
     pieces = np.ones(len(keep), np.int64)
@@ -62,9 +63,9 @@ def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> 
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the given ranges, joined in order.
+    """Return the values of the ranges (start, length), joined in order.
 
-    Adjacent ranges are copied as one run, and a single run is a view.
+    Adjacent ranges are copied as one run. If there is only one run, the result is a view.
     """
     if not len(starts):
         return values[:0]

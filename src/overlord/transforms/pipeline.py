@@ -1,12 +1,13 @@
-"""Execute the transforms of a source in two stages, and list rows that cannot be transformed.
+"""Execution of the transforms of a source in two stages.
 
 The *slice stage* is everything up to the last user code. Its batches are always the slices of the
 stream, so that a function of a whole batch returns the same rows in every run. The *row stage* is
 the rest. The result of a row depends on that row alone, so a loader may run it on any rows at any
-time.
+time. Both stages return the rows that cannot be transformed, with their reasons.
 
-Only the columns that the row stage reads pass between the stages, in types it can read. Slices of
-JSON lines may differ in types. The outcome of a row must not depend on the types of its neighbours.
+Only the columns that the row stage reads pass between the stages, in types that it can read. Slices
+of JSON lines may differ in types. The outcome of a row must not depend on the types of its
+neighbours.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ from overlord.transforms.user_functions import (
 class Pipeline:
     """The validated transforms of one source, with their tokenizers loaded.
 
-    Pickled as its arguments; tokenizers are loaded once per process.
+    A Pipeline is pickled as its arguments; tokenizers are loaded once per process.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Pipeline:
             )
         self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
         self._needs = self._row_stage_needs()
-        # By thread: the transform that runs there.
+        # By thread: the transform that the thread executes, its rows, and their identity.
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
@@ -129,8 +130,8 @@ class Pipeline:
             for i, t in enumerate(self.transforms)
             if isinstance(t, Tokenize)
         }
-        # Fixed for the source: files with other id widths may share a batch with a row, which then
-        # has their width.
+        # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
+        # an id may be wider, if its batch has rows of a file with wider ids.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
         if self._images is not None:
             self._id_bytes = max(
@@ -154,7 +155,10 @@ class Pipeline:
         return f"Pipeline({self.source!r}: {first} | {rest})"
 
     def check_tokenizers(self, contents: Mapping[int, str]) -> None:
-        """Raise unless the tokenizer files have these contents, by position of their transform."""
+        """Raise TransformError if a tokenizer file differs from that of the launch.
+
+        ``contents``: digest of each file at launch, by the position of its transform.
+        """
         for i, content in contents.items():
             spec = self.transforms[i]
             assert isinstance(spec, Tokenize)
@@ -162,9 +166,9 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the transforms.
+        """Fingerprint of the transforms.
 
-        Seed, context and on_long are fingerprinted with the job.
+        Seed, context and on_long belong to the fingerprint of the job.
         """
         return digest(*(t.fingerprint() for t in self.transforms))
 
@@ -173,9 +177,9 @@ class Pipeline:
         return self._row_stage_start > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transform that a thread executes, and its row in the file; -1: a whole batch.
+        """Return the transform that a thread executes ("": none) and its row in the file.
 
-        Called by another thread.
+        The row is -1 if the transform processes a whole batch. Runs on: any thread.
         """
         if (current := self._running.get(thread)) is None:
             return "", -1
@@ -184,9 +188,9 @@ class Pipeline:
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
-        """Run user code over one slice of the stream.
+        """Run the transforms up to the last user code over one slice of the stream.
 
-        Without user code the slice is returned unchanged.
+        Without user code, columns of the slice are only checked and selected.
         """
         if self._unchanged_schema is not None and table.schema.equals(self._unchanged_schema):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
@@ -219,7 +223,10 @@ class Pipeline:
         return StagedRows(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
-        """Make samples from rows of the slice stage, in batches of any size."""
+        """Turn rows of the slice stage, in batches of any size, into samples.
+
+        Raises TransformError if a column that a transform reads is unusable in all rows.
+        """
         frame = RowFrame(table)
         try:
             for position in range(self._row_stage_start, len(self.transforms)):
@@ -250,7 +257,7 @@ class Pipeline:
     def _trimmed_block(
         self, frame: RowFrame, tokens: Ragged, lengths: np.ndarray, bad: Bad
     ) -> Block:
-        """Make a block of which rows have to be removed, truncated or split."""
+        """Return the block of rows of which some must be removed, truncated or split."""
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "expected at least one token, got none")
         if self.on_long == "quarantine":
@@ -268,7 +275,7 @@ class Pipeline:
     def _block(
         self, frame: RowFrame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
     ) -> Block:
-        """Make a block. ``row``: per sample, its row in the table of the frame."""
+        """Return the block of samples; ``row`` is the row of each sample in the frame's table."""
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
         for name in self.meta_names:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
@@ -318,7 +325,7 @@ class Pipeline:
         if not frame.table.num_rows:
             return
         self._running[threading.get_ident()] = t, frame, ids
-        # The row stage gets columns that are already checked.
+        # The row stage (``ids`` is None) receives columns that are already checked.
         if (check := _CHECKS.get(type(t))) is not None and ids is not None:
             for name in used_columns(t):
                 _drop_unfit(frame, t, name, check)
@@ -402,9 +409,9 @@ class Pipeline:
     def _generators(
         self, frame: RowFrame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
-        """Return a generator per row, seeded by the identity of the row.
+        """Return one random generator per row, seeded by the identity of the row.
 
-        It is the same in any process and order.
+        A generator is therefore the same in any process and order.
         """
         keys = keyed_hash(
             key64("map", self.seed, self.source, position),
@@ -437,9 +444,9 @@ _CHECKS: dict[type, Check] = {
 
 
 def _drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values ``t`` cannot read.
+    """Drop the rows whose values in column ``name`` the transform ``t`` cannot read.
 
-    Raise Unfit if the whole column has a wrong type.
+    Raises Unfit if it can read no row of the column.
     """
     bad, retype = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
@@ -454,7 +461,7 @@ def _unfit(t: Transform | None, reason: str) -> str:
 def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     none = np.zeros(0, np.int64)
     meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
-    # uint8: concatenation with other ids keeps their type
+    # Ids of type uint8 do not change the type of other ids at concatenation.
     return Block(
         none,
         np.zeros(0, np.int32),
@@ -493,9 +500,9 @@ def _encode_each(frame: RowFrame, texts: list[str], encoder: Encoder) -> Ragged:
 
 
 def _is_row_fault(fault: BaseException) -> bool:
-    """Return whether a row causes the error.
+    """Return whether the text of a row causes the error.
 
-    A Rust panic is not an Exception, but is caused by the text.
+    A panic of the tokenizer (Rust) is not an Exception, but is caused by the text.
     """
     return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
         fault

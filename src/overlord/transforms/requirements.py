@@ -12,17 +12,20 @@ from overlord.transforms.tokenize import Tokenize
 # ----------------------------------------------------------------------------
 # Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
-IDS = "tokens"  # the column of the ids, whatever its name in the file
+IDS = "tokens"  # the column of the ids after Tokenize or Tokens
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
 )
 
 
 def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...] | None:
-    """Return the columns to read in order of first use, or None if user code gets all columns."""
+    """Return the columns to read in order of first use, or None if user code gets all columns.
+
+    Raises TransformError for a combination of transforms that cannot work.
+    """
     needed: dict[str, None] = {}
-    made = False  # ids exist, by Tokenize or Tokens
-    known: set[str] | None = None  # all existing columns, once a Select has named them
+    made = False  # an earlier Tokenize or Tokens has made ids
+    known: set[str] | None = None  # all existing columns after a Select; None: unknown
     everything = mapped = False
     for t in transforms:
         uses = used_columns(t)
@@ -71,7 +74,7 @@ def used_columns(t: Transform) -> tuple[str, ...]:
 def describes(name: str, items: str) -> bool:
     """Return whether list ``name`` must have one number per item of list ``items``.
 
-    ``image_tokens`` and ``image_offset`` have one for each item of ``image_patches``.
+    For example, ``image_tokens`` and ``image_offset`` have one for each item of ``image_patches``.
     """
     stem, _, what = name.rpartition("_")
     return (
@@ -82,19 +85,19 @@ def describes(name: str, items: str) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Detection of loss columns, which name the tokens that have a loss.
+# Detection of loss columns, which select the tokens that have a loss.
 #
-# They are not supported yet. Ignoring one would train on the wrong tokens.
+# Loss columns are not supported yet. A job that ignored one would train on the wrong tokens.
 
 LOSS = ("loss_mask", "labels")
 
 
 def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]:
-    """Return the columns that files of a source must not have.
+    """Return the loss columns that files of a source must not have.
 
-    Files must not have a mask if ids come from a column and no transform drops or reads that mask.
-    A ``Select`` that names a mask is refused here. ``check_map`` refuses a mask that a ``Map``
-    returns.
+    A loss column is refused if ids come from a column and no transform drops or reads it. Raises
+    TransformError for a ``Select`` that keeps a loss column. ``check_map`` refuses a loss column
+    that a ``Map`` returns.
     """
     for position, t in enumerate(transforms):
         if (
@@ -116,9 +119,9 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
 def check_map(
     source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]
 ) -> None:
-    """Raise TransformError for a mask among the columns that the ``Map`` at a position returned.
+    """Raise TransformError if the ``Map`` at a position returned a loss column.
 
-    It is accepted if a later transform replaces or drops it.
+    The column is accepted if a later Map, Select or Tokenize replaces or drops it.
     """
     if (kept := [name for name in LOSS if name in made]) and not _later(
         transforms, position, Map, Select, Tokenize

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Timeouts:
     """Durations in seconds. Tests replace the instance in the module that reads it."""
 
-    batch_s: float = 300.0  # one batch of user code, and the start of the process
-    # A child that exits later is killed: Ctrl-C must end a program within a second.
+    batch_s: float = 300.0  # limit of one batch of transforms, and of the start of the process
+    # A child that has not exited by then is killed: Ctrl-C must end a program within a second.
     close_s: float = 0.5
 
 

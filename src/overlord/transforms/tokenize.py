@@ -28,9 +28,9 @@ TEXTS_PER_BATCH = 32
 class Tokenize:
     """Convert the text of a column to token ids in the smallest type that holds the vocabulary.
 
-    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, are added before and
-    after every text. Padding and truncation in the file are ignored: the ids of a row must not
-    depend on its neighbours.
+    ``tokenizer`` is the path of a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, are added
+    before and after every text. Padding and truncation in the file are ignored: the ids of a row
+    must not depend on its neighbours.
     """
 
     tokenizer: str | Path
@@ -50,7 +50,7 @@ class Tokenize:
                 f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             )
         else:
-            # Equal paths give equal specifications, as text or as Path.
+            # A path gives equal specifications as text and as Path.
             object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))
         for name in ("bos", "eos"):
             token = getattr(self, name)
@@ -82,10 +82,10 @@ class Encoder:
     bos: int | None
     eos: int | None
     dtype: np.dtype[Any]
-    content: str  # fingerprint of the tokenizer file
+    content: str  # digest of the tokenizer file
 
     def encode(self, texts: list[str]) -> Ragged:
-        """Return the ids of every text.
+        """Return the ids of every text, with ``bos`` and ``eos``.
 
         One C call per text copies the ids; ``array.fromlist`` costs half of ``np.array(ids)``.
         """
@@ -109,21 +109,21 @@ class Encoder:
 
 
 _lock = Lock()
-# path -> ((size, mtime), content): 300 sources share one file.
+# path -> ((size, mtime), digest), since hundreds of sources may share one file.
 _digests: dict[str, tuple[tuple[int, int], str]] = {}
-_loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
+_loaded: dict[str, tuple[Any, int]] = {}  # digest of the file -> (tokenizer, highest id)
 
 
 def content_digest(path: str, source: str = "") -> str:
-    """Return a digest of the content of the file.
+    """Return a digest of the content of a file, whatever its path.
 
-    Moving a tokenizer keeps it, editing changes it.
+    Raises TransformError if the file cannot be read.
     """
     return _content(path, source)[0]
 
 
 def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
-    """Load the tokenizer once per process and content; all threads share it."""
+    """Return an encoder; a tokenizer is loaded once per process, and all threads share it."""
     path = str(spec.tokenizer)
     with _lock:
         key, content = _content(path, source)
@@ -138,9 +138,9 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
 
 
 def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
-    """Raise if the tokenizer differs from the one at launch.
+    """Raise TransformError if the tokenizer file differs from that of the launch.
 
-    All processes of a job use one vocabulary.
+    All processes of a job use one vocabulary. ``wanted`` is the digest at launch.
     """
     if encoder.content != wanted:
         problem = (
@@ -172,9 +172,9 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The field ``model`` of a tokenizer.json: the only one that is read here.
+    """The field ``model`` of a tokenizer.json, the only field that this module reads.
 
-    Parsing the whole file takes ten times its size.
+    Parsing the whole file would take ten times its size in memory.
     """
 
     model: _Model | None = None
@@ -182,8 +182,8 @@ class _File(msgspec.Struct):
 
 def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     # Worker threads already run in parallel. Additional threads of tokenizers cost 25 % more CPU
-    # per byte. The variable is read at every call, so this is effective from here on. A value set
-    # by the user is kept.
+    # per byte. The package reads the variable at every call, so the setting takes effect at once. A
+    # value set by the user is kept.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer
@@ -196,7 +196,10 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as fault:  # tokenizers raises plain Exception
         raise TransformError(
-            source, "Tokenize", f"expected a tokenizer.json, got {path}: {fault}"
+            source,
+            "Tokenize",
+            f"expected a tokenizer.json, got {path}: {fault}",
+            "set the path of a file that the package tokenizers can load",
         ) from fault
     if dropout:
         problem = f"expected no dropout in {path}, got {dropout}: ids would differ in every run"
@@ -204,7 +207,7 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    trim_heap()  # memory of parsing: 7 MB of 15 with a file of 1.7 MB
+    trim_heap()  # parsing a file of 1.7 MB leaves 7 MB of freed memory
     return tokenizer, top
 
 

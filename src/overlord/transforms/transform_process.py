@@ -1,6 +1,7 @@
-"""Run the transforms of a source in a separate process.
+"""Execution of the transforms of a source in a separate process.
 
-It is used for sources whose transforms hold the interpreter lock, or with ``workers="processes"``.
+A source whose transforms hold the interpreter lock, or with ``workers="processes"``, gets such a
+process.
 
 Code is sent once, at spawn. Afterwards only data is sent: a small JSON header, then Arrow IPC for
 tables and raw buffers for arrays. Nothing is unpickled on either side, so a message can never
@@ -34,7 +35,10 @@ from overlord.transforms.timeouts import TIMEOUTS
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Message from parent to child; row numbers (slice stage only) and the table follow it."""
+    """Request of the parent to run a stage on a table.
+
+    Row numbers (slice stage only) and the table follow it.
+    """
 
     stage: str
     epoch: int = 0
@@ -52,7 +56,8 @@ class Reply(msgspec.Struct, frozen=True):
     bad: list[tuple[int, str]] = []
     dropped: int = 0
     image_bytes: tuple[int, int] = (0, 0)  # bytes of files, bytes of pixels
-    error: list[str] | None = None  # fields of TransformError, or [name, text] of another error
+    # ["TransformError", its fields...], or [name, text] of another error
+    error: list[str] | None = None
     core_s: float = 0.0  # CPU seconds in the child
 
 
@@ -63,15 +68,15 @@ class _Child:
 
 
 class _CpuSeconds(local):
-    """CPU seconds that the child used for each thread of the parent."""
+    """CPU seconds that the child used for calls of the current thread of the parent."""
 
     seconds = 0.0
 
 
 class TransformWorker:
-    """Executes the stages of a pipeline in a child process.
+    """Executor of the stages of a pipeline in a child process.
 
-    Runs on: any thread, one batch at a time.
+    Runs on: any thread. The child executes one batch at a time.
     """
 
     def __init__(
@@ -88,14 +93,14 @@ class TransformWorker:
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
-    separate_process = True  # the caller waits for another process
+    separate_process = True  # a stage makes the caller wait for another process
 
     @property
     def has_slice_stage(self) -> bool:
         return self._pipeline.has_slice_stage
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transforms that may be running, and no row.
+        """Return a description of the transforms that may be running, and -1: the row is unknown.
 
         The child reports no position during a stage.
         """
@@ -106,14 +111,14 @@ class TransformWorker:
         return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
 
     def core_s(self) -> float:
-        """Return the CPU seconds of the child for the calling thread.
+        """Return the CPU seconds that the child used for calls of the calling thread.
 
-        Several loaders may share a worker.
+        Several loaders may share a child.
         """
         return self._cpu.seconds
 
     def set_deadline(self, seconds: float) -> None:
-        """Set the limit of one batch from now on."""
+        """Set the seconds that one batch may take from now on."""
         if self._child is not None:
             self._deadline_s = seconds
             _set_deadline(self._child.pipe, seconds)
@@ -151,7 +156,7 @@ class TransformWorker:
         )
 
     def close(self) -> None:
-        """End the child: it exits when its pipe closes, and is killed if it does not."""
+        """Close the pipe of the child, which then exits; kill the child if it exits too late."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -200,7 +205,7 @@ class TransformWorker:
         return reply, [name for name, _ in reply.arrays], out
 
     def _stalled(self, stage: str) -> NoReturn:
-        """Kill the child, whose pipe holds a partial message, and raise DataStall."""
+        """Kill the child, whose pipe may hold a partial message, and raise DataStall."""
         self._end_child(wait_s=0.0)
         raise DataStall(
             f"{self.name}, {stage} stage, to finish {self._transforms_text()}", self._deadline_s
@@ -252,14 +257,14 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
         ours.close()
         raise
     finally:
-        theirs.close()  # only the child holds its end now, so its death ends our wait
+        theirs.close()  # only the child has this end now, so its exit ends a wait of the parent
     return _Child(process, ours)
 
 
 def _set_deadline(pipe: Connection, seconds: float) -> None:
     """Set socket timeouts for both directions.
 
-    ``poll`` sees only the first byte of a message, and a send has no timeout.
+    ``poll`` detects only the first byte of a message, and a send has no timeout.
     """
     with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
@@ -268,10 +273,10 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
 
 
 def _serve(pipe: Connection, pipeline: Pipeline) -> None:
-    """Serve calls in the child until the pipe closes; any end of the parent closes it."""
+    """Serve calls in the child until the pipe closes; an exit of the parent closes it too."""
     # Ctrl-C reaches the whole process group; the parent decides when the child exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.die_with_parent()  # even in the middle of a batch
+    forkserver.die_with_parent()  # also ends the child in the middle of a batch
     try:
         _send(pipe, Reply(), [])
         while True:

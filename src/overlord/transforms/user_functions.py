@@ -33,15 +33,15 @@ from overlord.transforms.columns import (
 
 
 class RowFrame:
-    """The rows of a stage, with their input rows and the reasons of removed rows."""
+    """The rows of a stage, the input row of each, and the removed rows with their reasons."""
 
     __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.index = without_dictionaries(table), np.arange(table.num_rows)
-        self.bad: list[tuple[int, str]] = []
-        self.dropped = 0
-        self.at = -1  # the row that a user function is processing; -1: all rows
+        self.bad: list[tuple[int, str]] = []  # (input row, reason) of each bad row
+        self.dropped = 0  # number of rows that a Filter dropped
+        self.at = -1  # the row of the table that a user function is processing; -1: all rows
         self.images: Any = None  # images of the rows (image_rows.PlannedImages), once they are read
 
     def put(self, name: str, values: pa.Array) -> None:
@@ -79,9 +79,9 @@ def run_whole(
 ) -> Any:
     """Call ``fn`` once with all rows and return its checked result.
 
-    If it raises, call it with each row alone and record the rows on which it raises as bad.
-    ``check(result, rows)`` validates a result. An invalid result is a fault of the function, not of
-    a row, and ends the job.
+    If ``fn`` raises, it is called with each row alone. The rows for which it raises again are
+    recorded as bad and removed. ``check(result, rows)`` validates a result; its TransformError ends
+    the job, since an invalid result is a fault of the function and not of a row.
     """
     try:
         result = fn(to_columns(frame.table))
@@ -115,7 +115,7 @@ def _run_alone(
 
 
 def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as columns, in order of first appearance; a missing value is null."""
+    """Return rows as columns in order of first appearance; a missing value is None."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -127,9 +127,9 @@ def run_each(
     check: Callable[[Any], Any],
     generators: Iterator[Any] | None = None,
 ) -> list[Any]:
-    """Call ``fn`` row by row.
+    """Call ``fn`` row by row, and return the results that ``check`` accepts.
 
-    A row that fails or returns an invalid value is recorded as bad and removed.
+    A row for which ``fn`` or ``check`` raises is recorded as bad and removed.
     """
     bad: Bad = {}
     results = []
@@ -149,9 +149,9 @@ def run_each(
 
 
 def _rows(table: pa.Table) -> Iterator[Any]:
-    """Yield rows as dicts.
+    """Yield rows as dicts, or as functions that return a dict if some text is not UTF-8.
 
-    If the table does not convert (text that is not UTF-8), yield calls that convert one row each.
+    Each function converts one row, so that only invalid rows raise an error.
     """
     try:
         yield from to_rows(table)
@@ -168,27 +168,29 @@ def error_text(fault: BaseException) -> str:
 def value_per_row(
     source: str, t: Transform, kinds: str, expected: str
 ) -> Callable[[Any, int], np.ndarray]:
-    """Return a check for one value per row, of one of the numpy ``kinds``."""
+    """Return a check of a result that has one value per row, of one of the numpy ``kinds``."""
 
     def check(result: Any, rows: int) -> np.ndarray:
         try:
             values = np.asarray(result)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # lists of different lengths
             problem = f"expected {rows} {expected}, one per row, got {type(result).__name__}"
-            raise TransformError(source, repr(t), problem) from None
+            remedy = "return one value for each row, in order"
+            raise TransformError(source, repr(t), problem, remedy) from None
         if values.shape != (rows,) or values.dtype.kind not in kinds:
             problem = (
                 f"expected {rows} {expected}, one per row, got {values.dtype} of shape "
                 f"{values.shape}"
             )
-            raise TransformError(source, repr(t), problem)
+            remedy = "return one value for each row, in order"
+            raise TransformError(source, repr(t), problem, remedy)
         return values
 
     return check
 
 
 def meta_per_row(source: str, t: Transform) -> Callable[[Any, int], Any]:
-    """Return a check for one number, or one list of numbers, per row."""
+    """Return a check of a result that has one number, or one list of numbers, per row."""
     numbers = value_per_row(source, t, "biuf", "numbers")
 
     def check(result: Any, rows: int) -> Any:
@@ -207,7 +209,7 @@ def meta_per_row(source: str, t: Transform) -> Callable[[Any, int], Any]:
 
 
 def columns_per_row(source: str, t: Transform) -> Callable[[Any, int], Mapping[str, Any]]:
-    """Return a check for a dict of columns with one value per row."""
+    """Return a check of a result that is a dict of columns with one value per row."""
 
     def check(result: Any, rows: int) -> Mapping[str, Any]:
         plain = isinstance(result, Mapping) and bool(result)
@@ -226,7 +228,7 @@ def columns_per_row(source: str, t: Transform) -> Callable[[Any, int], Mapping[s
 
 
 def meta_values(made: Any, name: str) -> tuple[Column, Bad]:
-    """Return the results of a user function for all rows as numbers, or lists of numbers."""
+    """Return the results of a user function as a column of numbers or lists, and the bad rows."""
     if isinstance(made, np.ndarray):
         return plain_numbers(made, name, {})
     if not any(isinstance(v, list | tuple | np.ndarray) for v in made):

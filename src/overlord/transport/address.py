@@ -1,4 +1,4 @@
-"""Addresses of servers, and the handshake in which both sides prove that they know the token."""
+"""Addresses of servers, and the handshake in which both sides prove that they have the token."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from overlord.transport.timeouts import TIMEOUTS
 #
 #     client: nonce
 #     server: nonce
-#     client: HMAC over roles, nonces and its hello
-#     server: HMAC over the same and its welcome, or a refusal
+#     client: HMAC over its role, both nonces and its hello; then the hello
+#     server: HMAC over its role, both nonces and its welcome; then the welcome, or a refusal
 #
 # Each message is a prefix (magic, version, kind, length) and a short body. Both sides are
 # generators. They yield a number of bytes to receive, or the bytes to send. So blocking sockets
@@ -54,7 +54,8 @@ class Accepted:
 def _packet(kind: int, body: bytes) -> bytes:
     if len(body) > MAX_BODY:
         raise ValueError(
-            f"handshake: expected a hello or a welcome of at most {MAX_BODY} bytes, got {len(body)}"
+            f"handshake: expected a hello or a welcome of at most {MAX_BODY} bytes, got "
+            f"{len(body)}; send large values after the handshake"
         )
     return PREFIX.pack(HANDSHAKE_MAGIC, VERSION, kind, len(body)) + body
 
@@ -67,9 +68,9 @@ class TryLater(LinkRefused):
 
 
 def refusal(text: str, *, later: bool = False) -> bytes:
-    """Return the handshake message that refuses a peer.
+    """Return the handshake message that refuses a peer, with at most 1024 bytes of ``text``.
 
-    ``later``: the peer may connect again.
+    ``later``: the refusal is temporary, so the peer may connect again.
     """
     return _packet(LATER if later else REFUSED, text.encode()[:1024])
 
@@ -83,7 +84,11 @@ def _proof(token: str, role: bytes, nonces: bytes, body: bytes) -> bytes:
 def _read(
     wanted: int, peer: str, body_bytes: int | None = None
 ) -> Generator[int | bytes, bytes, bytes]:
-    """Return the body of the next message, which must be of kind ``wanted``."""
+    """Return the body of the next message, which must be of kind ``wanted``.
+
+    ``body_bytes``: its exact size; None: at most ``MAX_BODY``. Raise ``LinkRefused`` for a refusal
+    by the peer (``TryLater`` for a temporary one), and for any other message.
+    """
     magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
     if magic != HANDSHAKE_MAGIC:
         raise LinkRefused(
@@ -111,7 +116,9 @@ def _read(
         )
     if kind != wanted or (body_bytes is not None and size != body_bytes):
         raise LinkRefused(
-            peer, f"expected handshake message {wanted}, got message {kind} of {size} bytes"
+            peer,
+            f"expected handshake message {wanted}, got message {kind} of {size} bytes; run the "
+            "same version of Overlord on both sides",
         )
     return body
 
@@ -120,11 +127,18 @@ def _decoded(body: bytes, peer: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise LinkRefused(peer, f"expected a map in its handshake, got invalid bytes: {e}") from e
+        raise LinkRefused(
+            peer,
+            f"expected a map in its handshake, got invalid bytes: {e}; run the same version of "
+            "Overlord on both sides",
+        ) from e
 
 
 def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
-    """Run the client's handshake; return the server's welcome."""
+    """Run the client's handshake; return the server's welcome.
+
+    Raise ``LinkRefused`` if the server refuses the client, or does not prove that it has the token.
+    """
     mine = secrets.token_bytes(NONCE_BYTES)
     yield _packet(HELLO, mine)
     theirs = yield from _read(CHALLENGE, peer, NONCE_BYTES)
@@ -133,7 +147,9 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
     answer = yield from _read(WELCOME, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
         raise LinkRefused(
-            peer, "the server does not have the token; check that the address belongs to this job"
+            peer,
+            "expected proof of the token, but the server does not have the token; check that the "
+            "address belongs to this job",
         )
     return _decoded(answer[32:], peer)
 
@@ -141,14 +157,14 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
 def server_side(token: str, peer: str) -> Steps:
     """Run the server's handshake; return ``Accepted``.
 
-    A peer without the token receives only the reason of its refusal.
+    Raise ``LinkRefused`` for a peer without the token. The caller sends it the reason only.
     """
     theirs = yield from _read(HELLO, peer, NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
     yield _packet(CHALLENGE, mine)
     answer = yield from _read(PROOF, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"client", theirs + mine, answer[32:])):
-        raise LinkRefused(peer, "wrong token")
+        raise LinkRefused(peer, "wrong token; connect with the token of this server")
 
     def sign_welcome(welcome: dict[str, Any]) -> bytes:
         body = msgspec.msgpack.encode(welcome)
@@ -186,7 +202,7 @@ class Address:
 
     @property
     def local_name(self) -> str:
-        """Return the name of the abstract unix socket."""
+        """The name of the abstract unix socket, with its leading zero byte."""
         return f"\0overlord-{self.key}"
 
     @staticmethod
@@ -206,7 +222,8 @@ class Address:
 def address_text(address: str) -> str:
     """Return an address as text for errors and logs.
 
-    An address without TCP is written as its unix socket, as ``ss -x`` lists it.
+    An address without TCP is written as its unix socket, as ``ss -x`` lists it. A malformed
+    address is returned unchanged.
     """
     try:
         found = Address.parse(address)
@@ -216,7 +233,10 @@ def address_text(address: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return ``host``, or the address of this machine if ``host`` means all interfaces."""
+    """Return ``host``, or the address of this machine if ``host`` means all interfaces.
+
+    Without a default route, return the host name of this machine.
+    """
     if host not in ("", "0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -235,7 +255,7 @@ def is_loopback(host: str) -> bool:
 
 
 def new_key() -> str:
-    """Return a random key."""
+    """Return a random key for the address of a server."""
     return secrets.token_hex(8)
 
 
@@ -250,15 +270,24 @@ def check_key(key: str) -> str:
 
 
 def listen_local(address: Address) -> socket.socket:
-    """Listen on the unix socket of ``address``."""
+    """Return a socket that listens on the unix socket of ``address``.
+
+    Raise ``OverlordError`` if another server has this key.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     return _listening(
-        sock, address.local_name, f"the local socket of {address}", "another server has this key"
+        sock,
+        address.local_name,
+        f"the local socket of {address}",
+        "another server has this key: end that server, or choose another key",
     )
 
 
 def listen_tcp(host: str, port: int | range) -> socket.socket:
-    """Listen on a TCP port, or on the first free port of a range."""
+    """Return a socket that listens on a TCP port (0: any), or on the first free port of a range.
+
+    Raise ``OverlordError`` if no port is free, or ``host`` is not an address of this machine.
+    """
     if isinstance(port, range):
         return _first_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -281,7 +310,7 @@ def _first_free(host: str, ports: range) -> socket.socket:
                 raise
     raise OverlordError(
         f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all in use; allow "
-        "more ports"
+        "more ports (launch: ports)"
     )
 
 

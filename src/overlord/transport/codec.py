@@ -192,14 +192,15 @@ def _items_packer(wanted: Any) -> Callable[[Any], Any]:
 # fields, or if a field does not match its annotation.
 
 T = TypeVar("T", bound=type)
+_SAME_VERSION = "run the same version of Overlord on both sides"
 
 
 class _Field(NamedTuple):
-    """The decoder of a field: its type alone, a fast path, or the general codec and a check."""
+    """The three ways to decode a field, in the order in which they are tried."""
 
-    plain: frozenset[type]
+    plain: frozenset[type]  # types of values that are valid without a check
     fast: FastDecoder | None
-    check: Check | None
+    check: Check | None  # of a value from the general codec; None: any value is valid
     wanted: str  # the annotation as text, for errors
 
 
@@ -211,16 +212,17 @@ class _Kind:
     names: tuple[str, ...]
     layout: int  # checksum of the names
     fields: tuple[_Field, ...]
-    by_name: bool  # its fields are keyword-only
+    by_name: bool  # some fields are keyword-only, so all are passed by name
 
 
 KINDS: dict[str, _Kind] = {}
 
 
 def register(cls: T) -> T:
-    """Register a record class (a frozen dataclass or a NamedTuple) under its class name.
+    """Register a record class (a frozen dataclass or a NamedTuple) under its name; return it.
 
-    Both sides must register it.
+    Both sides must register it. Raise ``TypeError`` for another kind of class, and if the name
+    belongs to another class.
     """
     if cls.__name__ in KINDS and KINDS[cls.__name__].cls is not cls:
         known = KINDS[cls.__name__].cls
@@ -232,14 +234,15 @@ def register(cls: T) -> T:
         if not cls.__dataclass_params__.frozen or not all(f.init for f in fields(cls)):  # type: ignore[attr-defined]
             raise TypeError(
                 "register: expected a frozen dataclass with all fields as arguments, "
-                f"got {cls.__name__}"
+                f"got {cls.__name__}; set frozen=True, and init=False for no field"
             )
         names, by_name = tuple(f.name for f in fields(cls)), any(f.kw_only for f in fields(cls))
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
         names, by_name = tuple(cls._fields), False
     else:
         raise TypeError(
-            f"register: expected a frozen dataclass or a NamedTuple, got {cls.__name__}"
+            f"register: expected a frozen dataclass or a NamedTuple, got {cls.__name__}; "
+            "declare it as one of these"
         )
     hints = get_type_hints(
         cls, localns={name: kind.cls for name, kind in KINDS.items()} | {cls.__name__: cls}
@@ -315,7 +318,7 @@ def _open_record(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
             if value is NOT:
                 value = open_value(item, columns, depth)
                 if check is not None and not check(value):
-                    raise Refused(f"expected {wanted}, got {describe_value(value)}")
+                    raise Refused(f"expected {wanted}, got {describe_value(value)}", _SAME_VERSION)
             values.append(value)
     except Refused as e:
         raise e.inside(f".{kind.names[len(values)]}") from None
@@ -326,7 +329,9 @@ def _open_record(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
             else kind.cls(*values)
         )
     except Exception as e:
-        raise Refused(f"expected a valid {kind.cls.__name__}, got {type(e).__name__}: {e}") from e
+        raise Refused(
+            f"expected a valid {kind.cls.__name__}, got {type(e).__name__}: {e}", _SAME_VERSION
+        ) from e
 
 
 def _kind(tree: list[Any]) -> _Kind:
@@ -336,14 +341,14 @@ def _kind(tree: list[Any]) -> _Kind:
         near = did_you_mean(name, KINDS) if type(name) is str else ""
         raise Refused(
             f"expected a known record, got {describe_value(name)}{near}",
-            "both sides must register it",
+            "register it on both sides",
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = (
             f"expected a {name} of {', '.join(kind.names) or 'no fields'}, got a record with other "
             "fields"
         )
-        raise Refused(wanted, "both sides must run the same version of Overlord")
+        raise Refused(wanted, _SAME_VERSION)
     return kind
 
 
@@ -398,7 +403,7 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(tree: Tree) -> Tree:
-    """Escape text that is not valid Unicode, as in file names, so that every error can be sent."""
+    """Return ``tree`` with invalid Unicode (as in file names) escaped, so that it can be sent."""
     if type(tree) is str:
         return tree if tree.isascii() else tree.encode("utf-8", "backslashreplace").decode()
     if type(tree) is list:
@@ -413,13 +418,18 @@ def _sendable(tree: Tree) -> Tree:
 def _open_error(tree: list[Any], columns: list[np.ndarray], depth: int) -> Exception:
     name, args, notes = wants(tree, str, list, list)
     if name not in KNOWN or args[:1] != [TUPLE] or any(type(note) is not str for note in notes):
-        raise Refused(f"expected a known exception with its arguments and notes, got {name!r:.60}")
+        raise Refused(
+            f"expected a known exception with its arguments and notes, got {name!r:.60}",
+            _SAME_VERSION,
+        )
     values = open_value(args, columns, depth)
     try:
         error = KNOWN[name](*values)
         str(error)  # an exception whose text cannot be built would fail where it is printed
     except Exception as e:
-        raise Refused(f"expected valid arguments of {name}, got {type(e).__name__}: {e}") from e
+        raise Refused(
+            f"expected valid arguments of {name}, got {type(e).__name__}: {e}", _SAME_VERSION
+        ) from e
     for note in notes:
         error.add_note(note)
     return error
@@ -456,14 +466,21 @@ for _module in (control, data, launcher):
 
 
 def encode_state(state: StreamState) -> EncodedState:
-    """Encode a stream state as opaque bytes."""
+    """Return a stream state as opaque bytes, with its step."""
     return EncodedState(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
 
 
 def decode_state(encoded: EncodedState) -> StreamState:
-    """Decode a stream state; raise ``FrameError`` if the bytes are invalid."""
+    """Return a decoded stream state.
+
+    Raise ``FrameError`` if the bytes are invalid, or contain the state of another step.
+    """
     frame = unpack(np.ascontiguousarray(encoded.data))
     state = decode(frame.header, frame.columns)
     if not isinstance(state, StreamState) or state.step != encoded.step:
-        raise FrameError(f"expected the state of step {encoded.step}, got {type(state).__name__}")
+        raise FrameError(
+            f"expected the state of step {encoded.step}, got {type(state).__name__} of step "
+            f"{getattr(state, 'step', None)}",
+            remedy=_SAME_VERSION,
+        )
     return state

@@ -33,8 +33,7 @@ from overlord.transport.timeouts import TIMEOUTS
 #
 # ``pair`` connects two ends within a process and passes values by reference. A
 # ``SocketConnection`` connects two processes: through shared memory on the same machine, by TCP
-# otherwise. The sender of an array must not change it afterwards. The receiver gets a read-only
-# array.
+# otherwise. The sender of an array must not change it; the receiver gets a read-only array.
 
 
 class _Timeout:
@@ -62,20 +61,20 @@ class Connection(Protocol):
         """
 
     def recv(self, timeout_s: float) -> Any:
-        """Return the next value, or ``TIMEOUT``.
+        """Return the next value, or ``TIMEOUT`` if none arrives in ``timeout_s``.
 
         Raise ``ActorLost`` at the end of the stream, after all received values were returned.
         """
 
     def flush(self) -> None:
-        """Send pending notices to the peer; never wait."""
+        """Send the pending notices about removed segments to the peer; never wait."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a value may have arrived."""
         ...
 
     def close(self, reason: str = "") -> None:
-        """End the connection; the peer receives ``reason``."""
+        """End the connection; the peer's error contains ``reason``. Idempotent."""
 
     @property
     def remote_held(self) -> int:
@@ -90,7 +89,7 @@ class Connection(Protocol):
 
 
 class _Direction:
-    """One direction of a pair: a queue, and the reason for its end."""
+    """One direction of a pair: a queue, and the reason for its end (None while it is open)."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -111,7 +110,7 @@ class _Direction:
 
 
 class LocalConnection:
-    """One end of a pair within a process."""
+    """One end of a connection within a process, as ``pair`` returns it."""
 
     def __init__(self, peer: str, out: _Direction, into: _Direction, pool: SharedMemoryPool | None):
         self.peer, self.pool = peer, pool
@@ -192,6 +191,7 @@ def pair(
     """Return two connected ends within this process.
 
     Values are passed by reference; at most ``PAIR_MESSAGES`` of them wait in each direction.
+    ``names``: of the two ends, in the order of the result; each error names the other end.
     """
     there, back = _Direction(), _Direction()
     return LocalConnection(names[1], there, back, pool), LocalConnection(
@@ -202,8 +202,8 @@ def pair(
 class SocketConnection:
     """A connection to another process, without a thread: ``send`` and ``recv`` do the I/O.
 
-    So a trainer needs one socket and one mapping. Over a unix socket arrays are sent in shared
-    memory. Over TCP they are sent in frames and received into reused buffers.
+    Over a unix socket large arrays are sent in shared memory. Over TCP they are sent in frames and
+    received into reused buffers.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class SocketConnection:
     def max_held(self) -> int:
         """Number of the peer's segments that may be held here.
 
-        Messages beyond it are copied, so that no reader exhausts the peer's pool.
+        Messages that would exceed it are copied, so that no reader exhausts the peer's pool.
         """
         return self._decoder.max_held
 
@@ -283,14 +283,14 @@ class SocketConnection:
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
         """Send a value.
 
-        After ``DataStall`` a partly sent value stays queued; the next call sends the rest first.
+        After ``DataStall`` the value may be queued; the next call sends queued bytes first.
         """
         self._drain(timeout_s)
         self._enqueue(self._encode(value, timeout_s))
         self._drain(timeout_s)
 
     def _encode(self, value: Any, wait_s: float) -> EncodedMessage:
-        """Encode a value and copy its arrays into segments; wait for a free segment."""
+        """Encode a value, and copy large arrays into a segment; wait ``wait_s`` for a free one."""
 
         def take(nbytes: int) -> np.ndarray | None:
             pool = self._encoder.pool
@@ -356,9 +356,9 @@ class SocketConnection:
     # receiving
 
     def recv(self, timeout_s: float, *, polled: bool = False) -> Any:
-        """Return the next value, or ``TIMEOUT``.
+        """Return the next value, or ``TIMEOUT`` if none arrives in ``timeout_s``.
 
-        ``polled``: the caller has just found no data, so wait before reading.
+        ``polled``: the caller has just found the socket empty, so wait before reading.
         """
         deadline = time.monotonic() + timeout_s
         with self._receive_lock:
@@ -382,7 +382,7 @@ class SocketConnection:
                 self._readable.poll(left * 1000)
 
     def _decode_next(self) -> Any:
-        """Return the value of the next message, or ``NOTHING``."""
+        """Return the value of the next message; ``NOTHING`` for a notice or the peer's close."""
         message = self._receive_buffer.ready.popleft()
         if message.kind == BYE:
             reason = bytes(message.body).decode(errors="replace")[:1024]
@@ -400,7 +400,7 @@ class SocketConnection:
             raise
 
     def _read(self) -> None:
-        """Read once and record the end of the stream.
+        """Read from the socket once; record the end of the stream if the peer closed it.
 
         Raise ``BlockingIOError`` if no data has arrived.
         """
@@ -427,7 +427,7 @@ class SocketConnection:
         self._ended = True
 
     def _mark_lost(self, reason: str) -> ActorLost:
-        """Mark the peer as lost: nothing more can be sent, and its leases end.
+        """Mark the peer as lost: nothing more can be sent, and its lease of segments ends.
 
         Received data can still be read. Call with the lock held.
         """
@@ -438,7 +438,7 @@ class SocketConnection:
         return ActorLost(self.peer, self._lost)
 
     def close(self, reason: str = "") -> None:
-        """End the connection. Views of received arrays stay valid."""
+        """End the connection; drop unsent bytes. Views of received arrays stay valid."""
         with self._lock:
             if self._fileno < 0:
                 return
@@ -484,10 +484,11 @@ def open_connection(
 ) -> tuple[SocketConnection, dict[str, Any]]:
     """Connect to the server at ``address``; return the connection and the server's welcome.
 
-    The server uses ``name`` for this client in its errors.
+    The server uses ``name`` for this client in its errors. Raise ``LinkRefused`` if it refuses,
+    ``ActorLost`` if it cannot be reached, ``DataStall`` at the deadline. Retry temporary refusals.
     """
     if transport not in TRANSPORTS:
-        raise OverlordError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
+        raise OverlordError(f"transport: expected {' or '.join(TRANSPORTS)}, got {transport!r}")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -540,14 +541,15 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
             if transport == "unix" or not address.port:
                 raise ActorLost(
                     address_text(str(address)),
-                    f"its local socket does not answer: {e.strerror or e}",
+                    f"its local socket does not answer: {e.strerror or e}; check its process",
                 ) from e
     try:
         return socket.create_connection(
             (address.host, address.port), max(0.001, deadline - time.monotonic())
         )
     except OSError as e:
-        raise ActorLost(str(address), f"it does not answer: {e.strerror or e}") from e
+        text = f"it does not answer: {e.strerror or e}; check the address, and its process"
+        raise ActorLost(str(address), text) from e
 
 
 def _connect_local(address: Address, deadline: float) -> socket.socket:

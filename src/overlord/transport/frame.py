@@ -52,7 +52,9 @@ _SIZES = struct.Struct("<7Q")  # the other sizes; 0 for missing dimensions
 PREFIX_BYTES = _START.size + _CRC.size
 _PADDING = bytes(ALIGN)
 _NO_SIZES, _RESERVED = bytes(_SIZES.size), bytes(6)
-_DAMAGED = "the bytes are damaged, or not from an Overlord connection"
+_DAMAGED = (
+    "check that the peer runs the same version of Overlord; else its memory or network damages data"
+)
 
 
 class Frame(NamedTuple):
@@ -77,7 +79,8 @@ def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
 def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryview]:
     """Return the pieces of a frame in order, for ``sendmsg`` or for copying.
 
-    Columns are viewed, not copied.
+    Columns are viewed, not copied. Raise ``FrameError`` if header or columns exceed a limit, or a
+    column is not a C-ordered array of a known dtype.
     """
     if len(header) > MAX_HEADER_BYTES or len(columns) > MAX_COLUMNS:
         raise FrameError(
@@ -91,7 +94,9 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
     for column in columns:
         code, shape, nbytes = CODES.get(column.dtype), column.shape, column.nbytes
         if code is None or len(shape) > MAX_DIMS or not column.flags.c_contiguous:
-            raise FrameError(_unfit(column), f"column {len(entries)}")
+            raise FrameError(
+                _unfit(column), f"column {len(entries)}", "convert it (astype, ascontiguousarray)"
+            )
         offset = -(-at // ALIGN) * ALIGN
         if len(shape) == 1:  # the usual case
             entries.append(_ENTRY.pack(code, 1, _RESERVED, offset, nbytes, shape[0], _NO_SIZES))
@@ -109,7 +114,8 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
         at = offset + nbytes
     if at > MAX_FRAME_BYTES:
         raise FrameError(
-            f"expected at most {MAX_FRAME_BYTES} bytes, got {at}", remedy="send it in parts"
+            f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got {at}",
+            remedy="send the value in parts",
         )
     start, table = (
         _START.pack(MAGIC, VERSION, 0, len(columns), len(header), at, 0),
@@ -160,15 +166,14 @@ def _start(view: memoryview) -> _Start:
     if version != VERSION:
         raise FrameError(
             f"expected version {VERSION}, got version {version}",
-            remedy="both sides must run the same version of Overlord",
+            remedy="run the same version of Overlord on both sides",
         )
     if reserved or reserved_too:
         raise FrameError("expected zeros in the reserved fields, got other values", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
             f"expected at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
-            f"and {MAX_FRAME_BYTES} in all, got {columns}, "
-            f"{header_bytes} and {total}",
+            f"and {MAX_FRAME_BYTES} bytes in all, got {columns}, {header_bytes} and {total}",
             remedy=_DAMAGED,
         )
     header_at = PREFIX_BYTES + _ENTRY.size * columns
@@ -190,7 +195,8 @@ def unpack(buffer: Any) -> Frame:
         view = memoryview(buffer).cast("B").toreadonly()
     except (TypeError, ValueError) as e:
         raise FrameError(
-            f"expected a buffer of bytes in one piece, got {type(buffer).__name__}"
+            f"expected a contiguous buffer, got {type(buffer).__name__}",
+            remedy="copy the data into bytes",
         ) from e
     start = _start(view)
     if start.frame_bytes != len(view):
@@ -222,8 +228,8 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
         if code >= len(DTYPES) or dims > MAX_DIMS or reserved != _RESERVED:
             raise _wrong(
                 len(columns),
-                f"expected a known dtype and at most {MAX_DIMS} dimensions, got code "
-                f"{code} and {dims} dimensions",
+                f"expected a dtype code below {len(DTYPES)}, at most {MAX_DIMS} dimensions and "
+                f"zeros in the reserved bytes, got code {code}, {dims} and {reserved!r}",
             )
         dtype = DTYPES[code]
         shape = (
@@ -235,18 +241,18 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
         if offset != wanted or nbytes != math.prod(shape) * dtype.itemsize or offset + nbytes > end:
             raise _wrong(
                 len(columns),
-                f"expected {dtype}{shape} at {wanted} of {end} bytes, got {nbytes} bytes "
-                f"at {offset}",
+                f"expected {dtype}{shape} at byte {wanted} of {end}, got {nbytes} bytes at byte "
+                f"{offset}",
             )
         try:
             columns.append(np.ndarray(shape, dtype, view, offset))
         # An empty array may have other dimensions that are larger than any memory.
         except (ValueError, OverflowError) as e:
-            raise _wrong(len(columns), f"expected a valid shape, got {shape}") from e
+            raise _wrong(len(columns), f"expected a shape that fits memory, got {shape}") from e
         at = offset + nbytes
     if at != len(view):
         raise FrameError(
-            f"expected columns up to the end of {len(view)} bytes, got the end of the last at {at}",
+            f"expected the last column to end at byte {len(view)}, got an end at byte {at}",
             remedy=_DAMAGED,
         )
     return columns
@@ -294,10 +300,7 @@ class IncomingMessage(NamedTuple):
 
 
 class OutgoingMessage:
-    """One message to send.
-
-    It keeps alive the memory and the files that it refers to.
-    """
+    """One message to send. It keeps the memory and files alive to which it refers."""
 
     __slots__ = ("files", "keep", "nbytes", "pieces")
 
@@ -405,9 +408,10 @@ class ReceiveBuffer:
         self.ready: deque[IncomingMessage] = deque()
 
     def read(self, sock: socket.socket) -> bool:
-        """Read once; return False once the peer has closed.
+        """Read from the socket once, and append complete messages to ``ready``.
 
-        Raise ``BlockingIOError`` if no data has arrived.
+        Return False if the peer has closed. Raise ``BlockingIOError`` if no data has arrived, and
+        ``FrameError`` if the bytes are invalid.
         """
         target = (
             self._view[self._end :]
@@ -433,7 +437,8 @@ class ReceiveBuffer:
             len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)
         ):
             raise FrameError(
-                f"expected no open files, got {len(self._files)} that no message announced"
+                f"expected no open files, got {len(self._files)} that no message announced",
+                remedy=_DAMAGED,
             )
         return True
 
@@ -469,15 +474,17 @@ class ReceiveBuffer:
                 f"{bytes(self._view[self._start : self._start + HEAD.size])!r}",
                 remedy=_DAMAGED,
             )
-        if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
+        limit = MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size
+        if size > limit:
             raise FrameError(
-                f"expected a message within its size limit, got kind {kind} of {size} bytes",
+                f"expected at most {limit} bytes in a message of kind {kind}, got {size}",
                 remedy=_DAMAGED,
             )
         if files > MAX_FILES or (files and not self._takes_files):
             raise FrameError(
-                f"expected at most {MAX_FILES if self._takes_files else 0} open files, "
-                f"got {files} announced"
+                f"expected a message with at most {MAX_FILES if self._takes_files else 0} open "
+                f"files, got a header that announces {files}",
+                remedy=_DAMAGED,
             )
         return kind, files, size
 
@@ -487,7 +494,7 @@ class ReceiveBuffer:
         except MemoryError as e:
             raise FrameError(
                 f"could not allocate {size} bytes for a message",
-                remedy="raise the memory limit of this process",
+                remedy="free memory, or raise the memory limit of this process",
             ) from e
         self._filled = self._end - body_at
         self._large[: self._filled] = self._view[body_at : self._end]
@@ -497,20 +504,21 @@ class ReceiveBuffer:
     def _finish(self, kind: int, n_files: int, body: bytes | np.ndarray) -> None:
         if n_files > len(self._files):
             raise FrameError(
-                f"expected {n_files} open files with this message, got {len(self._files)}"
+                f"expected {n_files} open files with this message, got {len(self._files)}",
+                remedy=_DAMAGED,
             )
         files, self._files = self._files[:n_files], self._files[n_files:]
         self.ready.append(IncomingMessage(kind, body, files))
 
     def _shift(self) -> None:
-        """Make room for the rest of a partial message."""
+        """Move a partial message to the start of the buffer, to make room for the rest of it."""
         rest = self._end - self._start
         if self._start and rest:
             self._view[:rest] = bytes(self._view[self._start : self._end])
         self._start, self._end = 0, rest
 
     def close(self) -> None:
-        """Close received files that no consumer took."""
+        """Close received files that were not consumed, and drop unread messages."""
         for fd in self._files + [fd for message in self.ready for fd in message.files]:
             os.close(fd)
         self._files.clear()

@@ -50,10 +50,11 @@ from overlord.transport.value_codec import owned
 
 MAX_SEGMENTS = 4096  # segments of one peer: as many as a pool may have
 MAX_FLAGS = 2**16
+_SAME_VERSION = "run the same version of Overlord on both sides"
 
 
 class RemoteNotifier:
-    """The peer's notifier. Every message that may use it keeps it alive."""
+    """The peer's eventfd for released segments. Every message that may use it keeps it alive."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -80,32 +81,39 @@ class PeerSegments:
         return len(self._maps)
 
     def crowded(self, more: list[int], limit: int) -> bool:
-        """Return whether more than ``limit`` segments would be held together with ``more``."""
+        """Return whether the held segments and those in ``more`` are more than ``limit``."""
         if len(self._live) + len(more) <= limit:  # messages are faster to count, and never fewer
             return False
         return len({*more, *self._live.values()}) > limit
 
     def attach(self, flags_fd: int, notifier_fd: int, n_flags: int) -> None:
-        """Map the peer's release flags and keep its notifier."""
+        """Map the peer's release flags and duplicate its notifier.
+
+        Raise ``FrameError`` for a second pool, a number of flags outside 1 to MAX_FLAGS, or files
+        of another kind.
+        """
         if self._flags is not None or not 0 < n_flags <= MAX_FLAGS:
             raise FrameError(
                 f"expected one pool of 1 to {MAX_FLAGS} release flags, got a second pool, or "
-                f"{n_flags} flags"
+                f"{n_flags} flags",
+                remedy=_SAME_VERSION,
             )
         if os.readlink(f"/proc/self/fd/{notifier_fd}") != "anon_inode:[eventfd]":
             raise FrameError(
-                "expected an eventfd as the notifier of the pool, got another kind of file"
+                "expected an eventfd as the notifier of the pool, got another kind of file",
+                remedy=_SAME_VERSION,
             )
         self._flags = map_peer_memfd(flags_fd, n_flags, what="release flags", write=True)
         os.set_blocking(notifier_fd, False)
         self._notifier = RemoteNotifier(os.dup(notifier_fd))
 
     def add(self, segment: int, nbytes: int, fd: int) -> None:
-        """Map a new segment of the peer."""
+        """Map a new segment of the peer from its memfd ``fd``, which stays open."""
         if segment in self._maps or len(self._maps) >= MAX_SEGMENTS:
             raise FrameError(
-                f"expected a new segment of at most {MAX_SEGMENTS}, got segment {segment} while "
-                f"{len(self._maps)} are mapped"
+                f"expected a new segment, and at most {MAX_SEGMENTS} in all, got segment {segment} "
+                f"while {len(self._maps)} are mapped",
+                remedy=_SAME_VERSION,
             )
         self._maps[segment] = map_peer_memfd(fd, nbytes, what=f"segment {segment}")
 
@@ -115,18 +123,22 @@ class PeerSegments:
             self._maps.pop(segment, None)
 
     def view(self, segment: int, flag: int) -> np.ndarray:
-        """Return a new read-only array over a segment.
+        """Return a new read-only array over a segment; raise ``FrameError`` for an unknown one.
 
-        Its release flag is set when its last view dies.
+        The release flag ``flag`` is set when the last view of the array dies.
         """
         memory, flags, notifier = self._maps.get(segment), self._flags, self._notifier
         if memory is None or flags is None or notifier is None:
             raise FrameError(
-                f"expected a segment that was passed, got segment {segment}; known segments: "
-                f"{sorted(self._maps)[:20]}"
+                f"expected one of the mapped segments {sorted(self._maps)[:20]}, got segment "
+                f"{segment}",
+                remedy=_SAME_VERSION,
             )
         if flag >= len(flags) or flag in self._live:
-            raise FrameError(f"expected a release flag that is free, got {flag} of {len(flags)}")
+            raise FrameError(
+                f"expected a free release flag below {len(flags)}, got flag {flag}",
+                remedy=_SAME_VERSION,
+            )
         root = np.frombuffer(memory, np.uint8)
         self._live[flag] = segment
         weakref.finalize(
@@ -169,7 +181,7 @@ _GRANT = struct.Struct("<QQQ")
 _REFERENCE = struct.Struct(f"<QQQBB6x{MAX_DIMS}Q")  # column, grant, offset, dtype, dims, shape
 _NO_DIMS = [(0,) * (MAX_DIMS - n) for n in range(MAX_DIMS + 1)]
 _POOL_BODY = struct.Struct("<I")
-NOTHING = object()  # the result for a message without a value
+NOTHING = object()  # result of decoding a message without a value
 Take = Callable[[int], np.ndarray | None]
 
 
@@ -188,16 +200,17 @@ class EncodedMessage:
 
 
 class MessageEncoder:
-    """Encodes the outgoing messages of one connection."""
+    """The encoder of the outgoing messages of one connection."""
 
     def __init__(self, pool: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
         self.pool, self._name, self._hangup_fd = pool, name, hangup_fd
         self._lease: Lease | None = None
 
     def encode(self, value: Any, take: Take) -> EncodedMessage:
-        """Encode a value and copy arrays that are not in a segment.
+        """Encode a value, and copy arrays that are not in a segment into memory from ``take``.
 
-        Call without a lock: it may take long or wait for a segment.
+        They stay in the frame if they have at most ``INLINE_BYTES`` in all, or ``take`` returns
+        None. Call without a lock: it may take long or wait for a segment.
         """
         header, columns = codec.encode(value)
         encoded = EncodedMessage(header=header, columns=columns, placed={})
@@ -244,7 +257,10 @@ class MessageEncoder:
         return [*out, self._by_reference(encoded, flags)]
 
     def forget_notices(self) -> list[OutgoingMessage]:
-        """Return the notice that lists removed segments, so that the peer unmaps them."""
+        """Return the notice that lists removed segments, so that the peer unmaps them.
+
+        The list is empty if no segment was removed since the last call.
+        """
         if self._lease is None or not self._lease.forgets:
             return []
         gone = [self._lease.forgets.popleft() for _ in range(min(len(self._lease.forgets), 4096))]
@@ -267,14 +283,17 @@ class MessageEncoder:
         ]
 
     def _grant(self, encoded: EncodedMessage) -> dict[int, tuple[int, Segment]]:
-        """Return a release flag for every segment; drop the segments for which none is free."""
+        """Return the release flag of every segment that the message refers to, by segment id.
+
+        A column for which no flag is free is removed from ``encoded.placed``.
+        """
         assert self.pool is not None
         assert self._lease is not None
         flags: dict[int, tuple[int, Segment]] = {}
         for i, (segment, _) in list(encoded.placed.items()):
             if segment.id not in flags:
                 flag = self.pool.grant(self._lease, segment)
-                # The peer holds too many messages: this column is copied through the socket.
+                # The peer holds too many messages, so this column is copied through the socket.
                 if flag < 0:
                     del encoded.placed[i]
                     continue
@@ -308,13 +327,13 @@ class MessageEncoder:
         return OutgoingMessage(SHARED, pieces, [segment.fd for segment in fresh], keep=fresh)
 
     def close(self) -> None:
-        """End the lease of the peer."""
+        """End the lease, so that the pool no longer waits for this peer."""
         if self.pool is not None and self._lease is not None:
             self.pool.detach(self._lease)
 
 
 class MessageDecoder:
-    """Decodes the incoming messages of one connection."""
+    """The decoder of the incoming messages of one connection."""
 
     def __init__(self, memory: Memory, max_held: int):
         self._memory = memory
@@ -344,7 +363,8 @@ class MessageDecoder:
         if len(message.files) != n:
             raise FrameError(
                 f"expected {n} open files with a message of kind {message.kind}, got "
-                f"{len(message.files)}"
+                f"{len(message.files)}",
+                remedy=_SAME_VERSION,
             )
 
     def _apply_notice(self, message: IncomingMessage) -> None:
@@ -353,7 +373,8 @@ class MessageDecoder:
             self._check_files(message, 0)
             if len(body) % 8:
                 raise FrameError(
-                    f"expected segment ids of 8 bytes each in a notice, got {len(body)} bytes"
+                    f"expected segment ids of 8 bytes each in a notice, got {len(body)} bytes",
+                    remedy=_SAME_VERSION,
                 )
             self.segments.forget(np.frombuffer(body, "<i8").tolist())
         elif message.kind == POOL:
@@ -361,7 +382,8 @@ class MessageDecoder:
             if len(body) != _POOL_BODY.size:
                 raise FrameError(
                     f"expected {_POOL_BODY.size} bytes in the message that announces a pool, got "
-                    f"{len(body)}"
+                    f"{len(body)}",
+                    remedy=_SAME_VERSION,
                 )
             self.segments.attach(*message.files, *_POOL_BODY.unpack(body))
 
@@ -400,14 +422,18 @@ class MessageDecoder:
 def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
     """Return the grants and references of a shared message, and the offset of its frame."""
     if len(body) < _COUNTS.size:
-        raise FrameError(f"expected grants and references, got {len(body)} bytes")
+        raise FrameError(
+            f"expected at least {_COUNTS.size} bytes in a shared message, got {len(body)}",
+            remedy=_SAME_VERSION,
+        )
     n_grants, n_references = _COUNTS.unpack_from(body)  # type: ignore[arg-type]
     middle = _COUNTS.size + n_grants * _GRANT.size
     end = middle + n_references * _REFERENCE.size
     at = -(-end // frame.ALIGN) * frame.ALIGN
     if at > len(body):
         raise FrameError(
-            f"expected {n_grants} grants and {n_references} references, got {len(body)} bytes"
+            f"expected {n_grants} grants and {n_references} references, got {len(body)} bytes",
+            remedy=_SAME_VERSION,
         )
     view = memoryview(body)  # type: ignore[arg-type]
     return (
@@ -425,19 +451,26 @@ def _merge_columns(
     total = len(rows) + len(inline)
     if len(placed) != len(rows) or max(placed, default=0) >= max(1, total):
         raise FrameError(
-            f"expected references to distinct columns of {total}, got {sorted(placed)[:20]}"
+            f"expected {len(rows)} references to distinct columns below {total}, got columns "
+            f"{sorted(placed)[:20]}",
+            remedy=_SAME_VERSION,
         )
     rest = iter(inline)
     return [_view(placed[i], views) if i in placed else next(rest) for i in range(total)]
 
 
 def _view(row: tuple[int, ...], views: list[np.ndarray]) -> np.ndarray:
-    """Return a column in a segment. Every field of the reference is checked before it is used."""
+    """Return the array to which a reference points, as a view of its segment.
+
+    Every field of the reference is checked before it is used.
+    """
     i, grant, offset, code, dims = row[:5]
     if grant >= len(views) or code >= len(DTYPES) or dims > MAX_DIMS:
         raise FrameError(
-            f"expected a known segment and dtype, got {grant}, {code}, and {dims} dimensions",
+            f"expected a grant below {len(views)}, a dtype code below {len(DTYPES)} and at most "
+            f"{MAX_DIMS} dimensions, got {grant}, {code} and {dims}",
             f"column {i}",
+            _SAME_VERSION,
         )
     shape, root, dtype = row[5 : 5 + dims], views[grant], DTYPES[code]
     if offset + math.prod(shape) * dtype.itemsize > len(root):
@@ -445,8 +478,11 @@ def _view(row: tuple[int, ...], views: list[np.ndarray]) -> np.ndarray:
             f"expected a range within the {len(root)} bytes of its segment, got "
             f"{dtype}{list(shape)} at {offset}",
             f"column {i}",
+            _SAME_VERSION,
         )
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:
-        raise FrameError(f"expected a valid shape, got {shape}", f"column {i}") from e
+        raise FrameError(
+            f"expected a shape that fits memory, got {shape}", f"column {i}", _SAME_VERSION
+        ) from e

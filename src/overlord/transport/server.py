@@ -71,7 +71,7 @@ class ServerConnection(SocketConnection):
 
     @property
     def reason(self) -> str:
-        """The reason why the connection ended."""
+        """The reason why the connection ended; empty while it is open."""
         return self._lost or ""
 
     @property
@@ -84,7 +84,7 @@ class ServerConnection(SocketConnection):
         return self._send_buffer.nbytes
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """Send a value; wait while too many bytes are queued.
+        """Queue a value for sending; wait while too many bytes or messages are queued.
 
         In the server's thread raise ``DataStall`` at once instead of waiting.
         """
@@ -140,7 +140,10 @@ class ServerConnection(SocketConnection):
             return True  # lost; the next read finds the end
 
     def resume_writing(self) -> bool:
-        """Write to a socket that accepts more; return whether all queued bytes are sent."""
+        """Write to a socket that accepts more; return whether nothing is left to write.
+
+        Nothing is left if all bytes are sent or the connection is lost.
+        """
         with self._drained:
             done = self._try_write()
             self._watched = not done
@@ -148,7 +151,10 @@ class ServerConnection(SocketConnection):
             return done
 
     def receive(self, deliver: Callable[[Any], None]) -> bool:
-        """Read once and deliver complete messages. Return False once the peer has closed."""
+        """Read once and deliver complete messages; after ``close``, drop them.
+
+        Return False if the peer has closed.
+        """
         try:
             self._read()
         except BlockingIOError:
@@ -166,7 +172,7 @@ class ServerConnection(SocketConnection):
             self._drained.notify_all()
 
     def abandon(self) -> None:
-        """Give up a refused connection, but leave its socket to the handshake."""
+        """Mark a refused connection as lost, but leave its socket open for the refusal."""
         with self._lock:
             self._lost = "it was refused"
             self._encoder.close()
@@ -217,7 +223,7 @@ class Pending:
     def read(self) -> Accepted | None:
         """Read available bytes; return ``Accepted`` once the peer has proved that it has the token.
 
-        Raise ``LinkRefused`` if the proof is wrong.
+        Until then return None. Raise ``LinkRefused`` for a wrong proof, ``OSError`` if it is lost.
         """
         while True:
             if isinstance(self._wanted, bytes):
@@ -239,7 +245,7 @@ class Pending:
                     return done.value
 
     def write(self, data: bytes) -> None:
-        """Send a few bytes; raise ``ConnectionResetError`` if the peer does not read."""
+        """Send a few bytes; raise ``ConnectionResetError`` if the socket does not accept all."""
         if self.sock.send(data) != len(data):
             raise ConnectionResetError("it does not read")
 
@@ -247,7 +253,8 @@ class Pending:
 class Server:
     """A server that accepts connections at ``address``.
 
-    ``on_open`` returns the welcome, or raises an error whose text is sent to the refused peer.
+    Callbacks run in the server's thread. ``on_open`` returns the welcome, or raises an error whose
+    text is sent to the refused peer. ``hold``: segments that a client may hold beyond ``MAX_HELD``.
     """
 
     def __init__(
@@ -267,8 +274,8 @@ class Server:
     ):
         if not tcp and not HAS_SHARED_MEMORY:
             raise OverlordError(
-                "server: tcp=False needs shared memory and unix sockets, which this platform "
-                "lacks; leave tcp=True"
+                "server: expected tcp=True on a platform without shared memory and unix sockets, "
+                "got tcp=False; set tcp=True"
             )
         self._token, self._hold, self._handshake_s = token, hold, handshake_s
         self._on_message, self._on_open, self._on_close = (
@@ -314,7 +321,10 @@ class Server:
         return list(self._connections)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send queued messages for up to ``Timeouts.linger_s``, then end all connections."""
+        """Send queued messages for up to ``Timeouts.linger_s``, then end all connections.
+
+        Wait for that for up to ``timeout_s``; in the server's thread, return at once. Idempotent.
+        """
         self.later(self._begin_close)
         if threading.get_ident() != self._thread.ident:
             self._thread.join(timeout_s)
@@ -328,14 +338,14 @@ class Server:
     # for connections, from any thread
 
     def later(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in the server's thread."""
+        """Queue a call of ``work`` in the server's thread; return at once."""
         self._calls.append(work)
         self._waker.wake()
 
     def caught_up(self, timeout_s: float) -> bool:
         """Wait until all data that has already arrived is read; return False at the deadline.
 
-        So a query about the last message of a peer includes a message that is still in its socket.
+        Afterwards, every message that was in a socket at the time of the call was delivered.
         """
         done = threading.Event()
         # The current round may have read its sockets before this call; the next round has not.
@@ -384,9 +394,8 @@ class Server:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
-            self._refuse(
-                oldest, f"it did not finish the handshake in {self._handshake_s:g} s", later=True
-            )
+            reason = f"the client did not finish the handshake in {self._handshake_s:g} s"
+            self._refuse(oldest, reason, later=True)
         for connection in [x for x in self._lingering if x.linger_until <= now or not x.waiting]:
             self.drop(connection, connection.reason)
         if self._paused_until and self._paused_until <= now:
@@ -441,7 +450,7 @@ class Server:
             self._refuse(pending, e.reason)
         except OSError as e:
             self._forget(pending)
-            log.debug("%s disconnected during the handshake: %s", pending.name, e)
+            log.debug("connection of %s lost during the handshake: %s", pending.name, e)
         else:
             if accepted is not None:
                 self._welcome(pending, accepted)
@@ -503,11 +512,11 @@ class Server:
             alive = connection.receive(lambda value: self._on_message(connection, value))
         except FrameError as e:
             self.drop(connection, str(e))
-        except OverlordError as e:  # the callback rejects the message
-            log.warning("disconnected %s: %s", connection.peer, e)
+        except OverlordError as e:  # on_message rejects the message
+            log.warning("disconnected %s, whose message was rejected: %s", connection.peer, e)
             self.drop(connection, str(e))
         except Exception as e:  # an error of the callback ends this connection only
-            log.exception("on_message failed for %s", connection.peer)
+            log.exception("disconnected %s: on_message failed", connection.peer)
             self.drop(connection, f"{type(e).__name__}: {e}")
         else:
             if not alive:
@@ -525,7 +534,7 @@ class Server:
         try:
             self._on_close(connection, reason)
         except Exception:
-            log.exception("on_close failed for %s", connection.peer)
+            log.exception("on_close failed for %s; the server continues", connection.peer)
 
     # closing
 

@@ -32,10 +32,15 @@ SHRINK, GROW, SEAL, FUTURE_WRITE = 0x0002, 0x0004, 0x0001, 0x0010  # linux/fcntl
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 # madvise(2). MAP_POPULATE would touch the pages before huge pages are requested.
 _HUGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
+_SAME_VERSION = "run the same version of Overlord on both sides"
 
 
 def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """Return a sealed memfd of ``nbytes`` and our mapping of it; ``name`` names its owner."""
+    """Return a sealed memfd of ``nbytes`` and our writable mapping of it.
+
+    ``name``: its owner, for errors and ``/proc``. ``others_write``: peers may map it writable.
+    Raise ``OverlordError`` if the memory cannot be allocated. The caller closes the descriptor.
+    """
     try:
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
@@ -78,27 +83,34 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
 
 
 def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap.mmap:
-    """Check a memfd of a peer and map it.
+    """Check a memfd of a peer and map it, read-only unless ``write``.
 
-    Reading a file that can shrink, or is shorter than announced, would kill this process.
+    Reading a file that can shrink, or is shorter than announced, would kill this process. Raise
+    ``FrameError`` for such a file. ``what``: name of the memory in errors.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise FrameError("expected shared memory, got another kind of file", what)
+        raise FrameError("expected shared memory, got another kind of file", what, _SAME_VERSION)
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError as e:
-        raise FrameError("expected shared memory, got a file that cannot be sealed", what) from e
+        raise FrameError(
+            "expected shared memory, got a file that cannot be sealed", what, _SAME_VERSION
+        ) from e
     if not seals & SHRINK:
-        raise FrameError("expected memory that cannot shrink, got no seal", what)
+        raise FrameError("expected memory that cannot shrink, got no seal", what, _SAME_VERSION)
     if nbytes <= 0 or found.st_size != nbytes:
-        raise FrameError(f"expected {nbytes} bytes, as announced, got {found.st_size}", what)
+        raise FrameError(
+            f"expected {nbytes} bytes, as announced, got {found.st_size}", what, _SAME_VERSION
+        )
     access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     try:
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
     except (OSError, ValueError) as e:
         raise FrameError(
-            f"could not map {nbytes} bytes: {e}", what, "raise the memory limit of this process"
+            f"could not map {nbytes} bytes: {e}",
+            what,
+            "raise the limit of address space (ulimit -v) of this process",
         ) from e
     # Holes stay untouched: touching them would allocate memory that the peer only announced.
     if found.st_blocks * 512 >= nbytes:
@@ -107,12 +119,12 @@ def map_peer_memfd(fd: int, nbytes: int, *, what: str, write: bool = False) -> m
 
 
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
-    """Give the kernel each advice: use huge pages, populate all pages at once.
+    """Advise the kernel to use huge pages for a mapping and to populate all its pages at once.
 
-    Single page faults would cost as much as the copy.
+    Single page faults would cost as much as the copy. Unsupported advice is ignored.
     """
     for each in advice:
-        # The kernel is older, or has no huge pages for shared memory.
+        # An older kernel, or one without huge pages for shared memory, refuses the advice.
         with contextlib.suppress(OSError):
             mapped.madvise(each)
 
@@ -159,9 +171,9 @@ class Segment:
         return not self.grants and not self.viewed
 
     def new_array(self, nbytes: int, on_death: object) -> np.ndarray:
-        """Return a new array over the segment.
+        """Return an array of the first ``nbytes`` bytes of the segment.
 
-        The array is the base of all its views, so it dies with the last view.
+        All its views have the same base, and ``on_death`` is called when the last of them dies.
         """
         root = np.frombuffer(self.map, np.uint8)
         self._local = weakref.ref(root, on_death)  # type: ignore[arg-type]
@@ -189,7 +201,7 @@ class Lease:
     def __init__(self, name: str, hangup_fd: int = -1):
         self.name, self.hangup_fd = name, hangup_fd
         self.known: set[int] = set()  # ids of segments whose memfd was passed
-        self.forgets: deque[int] = deque()  # of these, the segments that were removed since
+        self.forgets: deque[int] = deque()  # ids of removed segments that the peer has to unmap
         self.held: dict[int, Segment] = {}  # by flag
         self.gone = False
         self.fd, self._map = sealed_memfd(
@@ -222,10 +234,9 @@ class Lease:
             self._unused.append(flag)
 
     def drop(self) -> None:
-        """End the lease of a lost peer.
+        """End the lease of a lost peer, and retire the segments that it holds.
 
-        The peer may still read, if only its connection is lost. So its segments are not filled
-        again.
+        The peer may still read them if only its connection is lost, so they are not filled again.
         """
         self.collect()
         self.gone = True
@@ -242,7 +253,7 @@ class Lease:
 
 
 class SharedMemoryPool:
-    """A pool of shared memory; a call with a size returns a ``uint8`` array that nothing views.
+    """A pool of shared-memory segments; a call with a size returns an unused ``uint8`` array.
 
     It has the interface of ``BufferPool``. A call waits while all segments are in use.
     """
@@ -278,9 +289,10 @@ class SharedMemoryPool:
         self.segments_made = 0  # over the life of the pool; constant in steady state
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` of unused memory with undefined content.
+        """Return an unused array of ``nbytes`` bytes with undefined content.
 
-        Raise ``DataStall`` after ``wait_s``.
+        Raise ``DataStall`` if no segment is free within the pool's ``wait_s``, and
+        ``OverlordError`` if ``nbytes`` exceeds ``max_bytes``.
         """
         return self.wait(nbytes, self.wait_s)
 
@@ -295,7 +307,7 @@ class SharedMemoryPool:
     # allocating
 
     def take(self, nbytes: int) -> np.ndarray | None:
-        """Return ``nbytes`` without waiting, or None if no segment is free."""
+        """Return an unused array of ``nbytes`` bytes, or None if no segment is free; never wait."""
         with self._lock:
             if os.getpid() != self._pid:  # a forked child must not write to its parent's memory
                 self._reset()
@@ -310,11 +322,15 @@ class SharedMemoryPool:
             return segment.new_array(nbytes, self._on_death)
 
     def wait(self, nbytes: int, wait_s: float) -> np.ndarray:
-        """Return ``nbytes``, waiting up to ``wait_s`` for a free segment."""
+        """Return an unused array of ``nbytes`` bytes; wait up to ``wait_s`` for a free segment.
+
+        Raise ``DataStall`` if none is free by then, ``OverlordError`` if ``nbytes`` exceeds
+        ``max_bytes``.
+        """
         if nbytes > self.max_bytes:
             raise OverlordError(
-                f"shared-memory pool {self.name!r}: expected at most max_bytes={self.max_bytes}, "
-                f"got a request for {nbytes}; raise it (launch: ring_bytes)"
+                f"shared-memory pool {self.name!r}: expected a request of at most "
+                f"max_bytes={self.max_bytes}, got {nbytes} bytes; raise it (launch: ring_bytes)"
             )
         found = self.take(nbytes)
         if found is not None:
@@ -335,15 +351,18 @@ class SharedMemoryPool:
             self._wait_lock.release()
 
     def _find_free(self, nbytes: int, at_most: int) -> Segment | None:
-        """Return the free segment that was used last: its memory may still be cached."""
+        """Return the free segment of ``nbytes`` to ``at_most`` bytes that was used last, or None.
+
+        Its memory may still be in the caches of the processor.
+        """
         fits = [s for s in self._segments if nbytes <= s.nbytes <= at_most and s.free]
         return max(fits, key=lambda s: s.last_use, default=None)
 
     def _grow(self, nbytes: int) -> Segment | None:
-        """Return a new segment, or None if the pool is full.
+        """Return a new segment of at least ``nbytes``, or None if the pool is full.
 
-        If the budget is used up, return a free segment that is too large. Otherwise replace free
-        segments that are too small.
+        If the pool has no room, return a larger free segment, or else replace the free segments
+        that were used longest ago.
         """
         size = min(segment_size(nbytes), self.max_bytes)
         if size < nbytes:
@@ -399,7 +418,10 @@ class SharedMemoryPool:
             self.notifier.notify()
 
     def _wait_for_release(self, seconds: float) -> None:
-        """Wait until a peer releases a segment, or a peer that no thread watches disconnects."""
+        """Wait up to ``seconds`` until a segment is released or a watched peer disconnects.
+
+        Peers with a ``hangup_fd`` are watched here, because no thread reads their connections.
+        """
         if self.notifier.fd < 0:
             time.sleep(min(seconds, 0.1))
             return
@@ -434,7 +456,10 @@ class SharedMemoryPool:
     # for connections
 
     def locate(self, array: np.ndarray) -> tuple[Segment, int] | None:
-        """Return the segment that holds an array and the offset there; None if no segment does."""
+        """Return the segment that contains an array, and the array's offset in bytes there.
+
+        Return None if the array is not in a segment of this pool.
+        """
         if not self._addresses:
             return None
         address: int = array.__array_interface__["data"][0]
@@ -462,16 +487,19 @@ class SharedMemoryPool:
             self.notifier.notify()
 
     def grant(self, lease: Lease, segment: Segment) -> int:
-        """Grant a segment to a peer for one message.
+        """Lend a segment to the peer of a lease for one message.
 
-        Return the release flag of the message; -1 if none is free.
+        Return the release flag of the message; -1 if none is free, so that it must be copied.
         """
         with self._lock:
             lease.collect()
             return lease.grant(segment)
 
     def close(self) -> None:
-        """Remove all segments. Live views keep their memory, here and in peers."""
+        """End all leases and remove all segments. Live views keep their memory, here and in peers.
+
+        Idempotent.
+        """
         with self._lock:
             for lease in self._leases:
                 lease.drop()
@@ -500,7 +528,7 @@ class Notifier:
 
 
 def segment_size(nbytes: int) -> int:
-    """Return a segment size of at least ``nbytes``, in steps of a quarter of a power of two.
+    """Return ``nbytes`` rounded up to a quarter of the power of two below it, at least 64 KiB.
 
     So messages of similar sizes share segments.
     """

@@ -18,6 +18,7 @@ from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 
 MAX_DEPTH = 64  # levels of nested values; messages have about 8
 MAX_INT_BYTES = 4096
+_SAME_VERSION = "run the same version of Overlord on both sides"
 LONG_BYTES = 2**14  # bytes of this size and more are sent as a column
 # a one-dimensional array up to this size is in the header: a column costs more than the copy
 SMALL_BYTES = 256
@@ -40,7 +41,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 class Refused(Exception):
-    """A value, or encoded bytes, that cannot be accepted.
+    """A value that cannot be encoded, or a header that cannot be decoded.
 
     Each level of nesting adds its key to the path.
     """
@@ -63,7 +64,8 @@ class Refused(Exception):
 def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
     """Encode a value as a header and columns.
 
-    Arrays are copied only if they are strided or big-endian.
+    An array is copied if it is strided, big-endian, or so small that it goes into the header.
+    Other columns view their arrays. Raise ``FrameError`` for a value that cannot be encoded.
     """
     columns: list[np.ndarray] = []
     try:
@@ -76,7 +78,9 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
         raise FrameError(
-            f"expected valid Unicode, got {e.object!r:.60} with a lone surrogate", "value"
+            f"expected valid Unicode, got {e.object!r:.60} with a lone surrogate",
+            "value",
+            "escape it, or send it as bytes",
         ) from e
 
 
@@ -113,7 +117,7 @@ def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _too_deep() -> Refused:
-    return Refused(f"expected at most {MAX_DEPTH} nested values, got more")
+    return Refused(f"expected at most {MAX_DEPTH} levels of nesting, got more", "flatten the value")
 
 
 def _pack_items(tag: int) -> Packer:
@@ -136,8 +140,8 @@ def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) 
     if not KEYS.issuperset(set(map(type, value))):
         wrong = next(key for key in value if type(key) not in KEYS)
         raise Refused(
-            f"expected keys that are strings or whole numbers, got {wrong!r:.60} of "
-            f"{type(wrong).__name__}"
+            f"expected keys of type str or int, got {wrong!r:.60} of type {type(wrong).__name__}",
+            "convert the keys",
         )
     if PLAIN.issuperset(set(map(type, value.values()))):
         return value if type(value) is dict else dict(value)
@@ -171,25 +175,29 @@ def _pack_scalar(value: np.generic) -> Tree:
 
 def _wrong_dtype(dtype: Any) -> Refused:
     return Refused(
-        f"expected an array of one of {', '.join(map(str, DTYPES))}, got {dtype!r}", "convert it"
+        f"expected an array of one of {', '.join(map(str, DTYPES))}, got {dtype!r}",
+        "convert it with astype",
     )
 
 
 def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
-    """Append an array to the columns in a form that a frame accepts; return its index."""
+    """Append an array to the columns in a form that a frame accepts; return its index.
+
+    Raise ``Refused`` for another dtype, or too many dimensions.
+    """
     if array.dtype not in CODES:
         little = array.dtype.newbyteorder("<")
         if little not in CODES:
             raise _wrong_dtype(array.dtype)
         array = array.astype(little)
     if array.ndim > MAX_DIMS:
-        raise Refused(f"expected at most {MAX_DIMS} dimensions, got {array.ndim}")
+        raise Refused(f"expected at most {MAX_DIMS} dimensions, got {array.ndim}", "reshape it")
     columns.append(array if array.flags.c_contiguous else array.copy(order="C"))
     return len(columns) - 1
 
 
 def owned(array: np.ndarray) -> bool:
-    """Return whether numpy allocated the memory of the array, or of the array that it views.
+    """Return whether the memory of the array belongs to it or to the array that it views.
 
     If so, the array is not in shared memory, which is sent by reference.
     """
@@ -228,19 +236,25 @@ def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _with_big_ints(tree: Tree) -> Tree:
-    """Return the tree with integers of more than 64 bits as bytes."""
+    """Return the tree with integers of more than 64 bits as bytes.
+
+    Raise ``Refused`` for one of more than ``MAX_INT_BYTES``, or as a key.
+    """
     if type(tree) is int and not -(2**63) <= tree < 2**64:
         size = tree.bit_length() // 8 + 1
         if size > MAX_INT_BYTES:
             raise Refused(
-                f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {size}"
+                f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {size}",
+                "send it as text",
             )
         return [BIG_INT, tree.to_bytes(size, "little", signed=True)]
     if type(tree) is list:
         return [_with_big_ints(item) for item in tree]
     if type(tree) is dict:
         if any(type(key) is int and not -(2**63) <= key < 2**64 for key in tree):
-            raise Refused("expected integer keys of at most 64 bits, got a larger one")
+            raise Refused(
+                "expected integer keys of at most 64 bits, got a larger one", "use strings as keys"
+            )
         return {key: _with_big_ints(item) for key, item in tree.items()}
     return tree
 
@@ -255,7 +269,9 @@ def decode(header: Any, columns: list[np.ndarray]) -> Any:
     except Refused as e:
         raise e.as_error() from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as e:
-        raise FrameError(f"expected a header in MessagePack, got {type(e).__name__}: {e}") from e
+        raise FrameError(
+            f"expected a header in MessagePack, got {type(e).__name__}: {e}", remedy=_SAME_VERSION
+        ) from e
 
 
 def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
@@ -268,12 +284,13 @@ def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
         opener = OPENERS.get(tree[0]) if tree and type(tree[0]) is int else None
         if opener is None:
             raise Refused(
-                f"expected a known tag, got {describe_value(tree[0]) if tree else 'none'}"
+                f"expected a known tag, got {describe_value(tree[0]) if tree else 'none'}",
+                _SAME_VERSION,
             )
         return opener(tree, columns, depth + 1)
     if kind is dict:
         return _open_dict(tree, columns, depth + 1)
-    raise Refused(f"expected a plain value, got {kind.__name__}")
+    raise Refused(f"expected a plain value, got {kind.__name__}", _SAME_VERSION)
 
 
 def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[Any]:
@@ -291,7 +308,7 @@ def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[
 
 def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> dict[Any, Any]:
     if not KEYS.issuperset(set(map(type, tree))):
-        raise Refused("expected keys that are strings or whole numbers, got keys of other types")
+        raise Refused("expected keys of type str or int, got other types", _SAME_VERSION)
     key = None
     try:
         for key, item in tree.items():
@@ -303,34 +320,38 @@ def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> d
 
 
 def describe_value(value: Any) -> str:
-    """Return a value as text for errors; only the type of a value that is not plain.
+    """Return a plain value as at most 60 characters of text, or else the name of its type.
 
-    Other values may be large or fail in ``repr``.
+    Values of other types may be large or fail in ``repr``.
     """
     return f"{value!r:.60}" if type(value) in OPEN_PLAIN else type(value).__name__
 
 
 def wants(tree: list[Any], *kinds: type) -> list[Any]:
-    """Return the values after the tag, which must have exactly these types."""
+    """Return the values after a tree's tag; raise ``Refused`` unless they have these types."""
     if len(tree) != len(kinds) + 1 or any(
         type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
     ):
         raise Refused(
             f"expected {', '.join(k.__name__ for k in kinds)} after tag {tree[0]}, got "
-            f"{', '.join(map(describe_value, tree[1:5]))}"
+            f"{', '.join(map(describe_value, tree[1:5])) or 'nothing'}",
+            _SAME_VERSION,
         )
     return tree[1:]
 
 
 def _column(i: Any, columns: list[np.ndarray]) -> np.ndarray:
     if type(i) is not int or not 0 <= i < len(columns):
-        raise Refused(f"expected one of {len(columns)} columns, got {describe_value(i)}")
+        raise Refused(
+            f"expected the index of one of {len(columns)} columns, got {describe_value(i)}",
+            _SAME_VERSION,
+        )
     return columns[i]
 
 
 def _open_array(tree: list[Any], columns: list[np.ndarray], depth: int) -> np.ndarray:
     if len(tree) != 2:
-        raise Refused(f"expected the number of one column, got {len(tree) - 1} values")
+        raise Refused(f"expected the index of a column, got {len(tree) - 1} values", _SAME_VERSION)
     return _column(tree[1], columns)
 
 
@@ -338,7 +359,9 @@ def open_small(tree: list[Any]) -> np.ndarray:
     code, data = wants(tree, int, bytes)
     if not 0 <= code < len(DTYPES) or len(data) % DTYPES[code].itemsize or len(data) > SMALL_BYTES:
         raise Refused(
-            f"expected a small array of a known dtype, got code {code} and {len(data)} bytes"
+            f"expected a dtype code below {len(DTYPES)} and whole items of at most {SMALL_BYTES} "
+            f"bytes in all, got code {code} and {len(data)} bytes",
+            _SAME_VERSION,
         )
     return np.frombuffer(data, DTYPES[code])
 
@@ -353,18 +376,25 @@ def _open_ragged(tree: list[Any], columns: list[np.ndarray], depth: int) -> Ragg
 def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or not values.ndim:
         return (
-            f"expected values and a column of offsets, got {values.dtype}{values.shape} and "
-            f"{offsets.dtype}{offsets.shape}"
+            "expected values of at least one dimension and a column of integer offsets that is "
+            f"not empty, got {values.dtype}{values.shape} and {offsets.dtype}{offsets.shape}"
         )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
-        return f"expected increasing offsets within 0..{len(values)}, got decreasing or larger ones"
+        return (
+            f"expected offsets from 0 to {len(values)} that never decrease, got {offsets[0]} to "
+            f"{offsets[-1]}, or decreasing ones"
+        )
     return ""
 
 
 def _open_scalar(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     code, data = wants(tree, int, bytes)
     if not 0 <= code < len(DTYPES) or len(data) != DTYPES[code].itemsize:
-        raise Refused(f"expected a number of a known dtype, got code {code} and {len(data)} bytes")
+        raise Refused(
+            f"expected a dtype code below {len(DTYPES)} and the bytes of one number, got code "
+            f"{code} and {len(data)} bytes",
+            _SAME_VERSION,
+        )
     return np.frombuffer(data, DTYPES[code])[0]
 
 
@@ -372,7 +402,8 @@ def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int
     (data,) = wants(tree, bytes)
     if len(data) > MAX_INT_BYTES:
         raise Refused(
-            f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {len(data)}"
+            f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {len(data)}",
+            _SAME_VERSION,
         )
     return int.from_bytes(data, "little", signed=True)
 
@@ -380,7 +411,9 @@ def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int
 def _open_long(tree: list[Any], columns: list[np.ndarray], depth: int) -> bytes:
     column = _open_array(tree, columns, depth)
     if column.dtype != np.uint8 or column.ndim != 1:
-        raise Refused(f"expected a column of bytes, got {column.dtype}{column.shape}")
+        raise Refused(
+            f"expected a column of bytes, got {column.dtype}{column.shape}", _SAME_VERSION
+        )
     return column.tobytes()
 
 
@@ -392,7 +425,11 @@ def _open_columns(tree: list[Any], columns: list[np.ndarray], depth: int) -> Col
         for key, c in made.items()
         if type(key) is not str or type(c) not in (np.ndarray, Ragged)
     ]:
-        raise Refused("expected a column, got something else").inside(f"[{wrong[0]!r:.60}]")
+        raise Refused(
+            "expected an array or Ragged with a string as key, got "
+            f"{type(made[wrong[0]]).__name__} with a key of type {type(wrong[0]).__name__}",
+            _SAME_VERSION,
+        ).inside(f"[{wrong[0]!r:.60}]")
     return Columns(made, step)
 
 

@@ -4,15 +4,18 @@ A *method* (``methods.py``) is one function from costs to bins. A placement algo
 (``placement.py``) applies it to buckets and microbatches. ``place`` chooses the
 algorithm. Cost (the time to compute a bin) and size (the tokens in it) are separate arrays.
 
-Objectives: ``iteration`` for ranks that wait for each other once per step: level buckets first,
-then the microbatches in each. ``microbatch`` for ranks that wait after every microbatch: level all
-bins of an index.
+A *bin* is one microbatch of one bucket, and an *index* is the number of a microbatch.
 
-Levels: ``both``. ``inter``: buckets only, stream order inside; with ``microbatch`` the stream is
-divided into runs, each balanced by itself. ``intra``: items go to buckets in turn, balanced inside.
-``interleaved``: indices of equal cost, then each over the buckets, lightest first. Its bucket
-totals are almost as level as with ``iteration``, its indices almost as level as with
-``microbatch``. No microbatch stays empty while another of its bucket can give a sample.
+Objectives: ``iteration`` is for ranks that wait for each other once per step. It levels buckets
+first, then the microbatches in each. ``microbatch`` is for ranks that wait after every microbatch.
+It levels all bins of an index.
+
+Levels: ``both`` balances buckets and microbatches. ``inter`` balances buckets only, with stream
+order inside; with ``microbatch`` the stream is divided into runs, each balanced by itself.
+``intra`` gives items to buckets in turn, and balances inside each. ``interleaved`` serves both
+objectives at once: bucket totals are almost as level as with ``iteration``, indices almost as
+level as with ``microbatch``. No microbatch stays empty while another of its bucket can give a
+sample.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ __all__ = [
 
 LEVELS = ("both", "inter", "intra", "interleaved")
 OBJECTIVES = ("iteration", "microbatch")
-ONCE = ("intra", "interleaved")  # levels without an objective of their own: "iteration"
-WORTH = 0.005  # share of the step that an additional microbatch must save at least
+ONCE = ("intra", "interleaved")  # levels that accept the objective "iteration" only
+WORTH = 0.005  # least share of the step's time that an additional microbatch must save
 # share of a microbatch that an additional one costs by itself (1.2 ms of 43, measured at 4k on one
 # H200)
 ONE_MORE = 0.03
-FINE = 24  # bits of the common unit of tokens and memory
+FINE = 24  # bits of the capacity in the common unit of tokens and memory
 
 
 def place(
@@ -71,18 +74,19 @@ def place(
     objective: str = "iteration",
     keep_order: bool = False,
 ) -> ItemPlacement:
-    """Return buckets and microbatches for all items.
+    """Return buckets and microbatches for all items; raise ``PlanError`` for invalid arguments.
 
-    Capacity and memory bounds hold whatever the method does.
+    Capacity and memory bounds hold whatever the method does. ``keep_order``: microbatch k of all
+    buckets together is run k, or sub-draw k, of the stream.
     """
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
         return _place(problem, level, objective, keep_order)
-    # Memory that does not bind changes no plan. Only if it binds are both counted as one size.
+    # A memory bound that holds anyway changes no plan. Otherwise both are counted as one size.
     found = _place(replace(problem, memory=None), level, objective, keep_order)
     if not within_memory(problem, found):
         found = _place(joined(problem), level, objective, keep_order)
-        assert within_memory(problem, found), "one size stands for both"
+        assert within_memory(problem, found), "the joint size bounds tokens and memory"
     return found
 
 
@@ -119,9 +123,9 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> I
 
 
 def _by_method(p: PackingProblem, level: str, objective: str) -> ItemPlacement | None:
-    """Place by the requested method, if necessary with one additional microbatch.
+    """Return the placement by the requested method, or None if it cannot keep the capacity.
 
-    Greedy takes over where the method fails.
+    One microbatch more than the least number is tried if the problem allows it.
     """
     way = (
         placement.own_bins_swapped
@@ -147,7 +151,10 @@ def _or_one_more(
     way: placement.Way,
     time: Callable[[PackingProblem, ItemPlacement], float],
 ) -> ItemPlacement:
-    """Add one microbatch to a full and uneven step, if that pays off and M grows anyway."""
+    """Return ``found``, or the placement with one microbatch more if that saves enough time.
+
+    One more is tried only if the step is uneven and has more microbatches than requested already.
+    """
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
     if not p.may_add(found.n_microbatches) or time(p, found) <= bound + worth:
@@ -167,13 +174,12 @@ def within_memory(p: PackingProblem, found: ItemPlacement) -> bool:
 
 
 def joined(p: PackingProblem) -> PackingProblem:
-    """Return the problem with tokens and memory as one size, in units of a microbatch.
+    """Return the problem with tokens and memory as one size, in fractions of a microbatch.
 
-    The size of an item is the larger of its two shares.
-
-    Shares add up, so neither bound can be broken. The loss: items that need much of one and little
-    of the other could share a bin, but are counted as if each needed both. So at worst there are
-    twice the microbatches.
+    The size of an item is the larger of its shares of tokens and of memory. Shares add up, so
+    neither bound can be broken. But items that need much of one and little of the other could
+    share a bin, and are counted as if each needed both. So at worst there are twice the
+    microbatches.
     """
     assert p.memory is not None
     unit = 2 ** max(0, FINE - max(1, p.capacity).bit_length())
@@ -190,10 +196,13 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
     method_named(p.method)
     if level != "both" and keep_order:
-        raise PlanError(f"level {level!r}: expected keep_order=False", remedy='use level "both"')
+        raise PlanError(
+            f"level {level!r}: expected keep_order=False, got True", remedy='use level "both"'
+        )
     if level in ONCE and objective == "microbatch":
         raise PlanError(
-            f'level {level!r}: expected objective "iteration"', remedy='use level "both" or "inter"'
+            f'level {level!r}: expected objective "iteration", got "microbatch"',
+            remedy='use level "both" or "inter"',
         )
     if p.group_size is not None and (
         not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
@@ -216,7 +225,8 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
         i = int(p.sizes.argmax())
         raise PlanError(
             f"item {i}: expected at most the {p.capacity} tokens of a microbatch, got "
-            f"{int(p.sizes[i])} with its padding"
+            f"{int(p.sizes[i])} with its padding",
+            remedy="raise the capacity, or leave out the item",
         )
     if (p.memory is None) != (p.memory_capacity <= 0):
         raise PlanError(
@@ -227,5 +237,6 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
         i = int(p.memory.argmax())
         raise PlanError(
             f"item {i}: expected at most the memory of a microbatch, "
-            f"{p.memory_capacity:g}, got {float(p.memory[i]):g}"
+            f"{p.memory_capacity:g}, got {float(p.memory[i]):g}",
+            remedy="raise memory_capacity, or leave out the item",
         )

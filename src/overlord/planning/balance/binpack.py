@@ -20,16 +20,16 @@ from overlord.hashing import RADIX_FROM, order_by_key, position_in_key, radix_or
 # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 FEW_BINS = 24
 MANY_BINS = 12  # from this number on one pass over all bins is cheaper than one pass for each
-# rounds that place fewer items than this on average are slower than the heap
+# after 64 rounds, the heap is faster if rounds have placed fewer than 32 items on average
 FEW_ROUNDS, WORTH_A_ROUND = (64, 32)
 NOWHERE = -1  # bin of an item without room
 
 
 def by_falling(values: np.ndarray) -> np.ndarray:
-    """Return the stable order by falling value of non-negative float64: twice as fast as argsort.
+    """Return the stable order by falling value of non-negative float64 numbers.
 
-    The bits of non-negative floats sort like the floats. numpy radix-sorts 16-bit keys, so four
-    passes suffice.
+    It takes half the time of argsort: the bits of non-negative floats sort like the floats, and
+    numpy radix-sorts 16-bit keys, so four passes suffice.
     """
     if len(values) < RADIX_FROM:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
@@ -53,12 +53,10 @@ def lpt(
     sizes: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the bin of every item.
+    """Return the bin of every item by LPT; ``start``: initial loads of the bins.
 
-    With a capacity, it is the lightest bin with room, and NOWHERE from the first item on that finds
-    none.
-
-    ``start``: initial loads of the bins.
+    With a capacity (0: none) it is the lightest bin with room. If no bin has room for an item, it
+    and all cheaper items have NOWHERE.
     """
     order = by_falling(costs)
     c = costs[order]
@@ -71,7 +69,7 @@ def lpt(
         [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
     )
     bins[order] = ranked
-    # A choice without the capacity that keeps it is also the choice with it, and cheaper to find.
+    # A placement found without the capacity that happens to keep it is the same with it.
     if (
         capacity
         and sizes is not None
@@ -86,9 +84,10 @@ def lpt(
 
 
 def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Place items by falling cost, each into the lightest bin with room.
+    """Return the bin of every item, given by falling cost: each gets the lightest bin with room.
 
-    Items without cost count a little, or they would all go into one bin.
+    ``loads`` and ``room`` of the bins change. Items without cost count a little, or they would all
+    go into one bin.
     """
     crowded = _by_heap_with_room if len(loads) < FEW_BINS else _by_rounds_with_room
     return crowded(np.maximum(c, max(float(c[0]), 1.0) * 2.0**-40), s, loads, room)
@@ -97,7 +96,10 @@ def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
 def settle(
     bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int
 ) -> np.ndarray:
-    """Move the cheapest items of overfull bins to the lightest bins with room."""
+    """Return ``bins`` after moving the cheapest items of overfull bins to the lightest with room.
+
+    Items in NOWHERE are moved, too. Items that find no room have NOWHERE.
+    """
     order = by_falling(costs)
     order = order[order_by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
     counts = np.bincount(bins + 1, minlength=n_bins + 1)
@@ -131,7 +133,7 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
     bins, at, rounds = np.empty(len(c), np.int32), 0, 0
     while at < len(c):
         rounds += 1
-        # loads so uneven that only few bins take the rest
+        # loads are so uneven that few bins get all remaining items
         if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:
             bins[at:] = _by_heap(c[at:], loads)
             break
@@ -181,7 +183,7 @@ def _by_rounds_with_room(
     smallest = np.minimum.accumulate(s[::-1])[::-1]
     alive = np.arange(len(loads))
     while at < len(c):
-        alive = alive[room[alive] >= smallest[at]]  # too full for all later items
+        alive = alive[room[alive] >= smallest[at]]  # drop bins too full for all later items
         order = alive[room[alive] >= s[at]]
         order = order[np.argsort(loads[order], kind="stable")][: len(c) - at]
         if not len(order):
@@ -209,9 +211,9 @@ def pack_inside(
     capacity: int = 0,
     tight: bool = False,
 ) -> np.ndarray:
-    """Place by LPT into ``n_bins`` bins in every parent at once.
+    """Return the bin of every item inside its parent, by LPT in all parents at once.
 
-    Round r places the r-th item of each parent that has one.
+    Round r places the r-th item of each parent that has one. Items without room have NOWHERE.
 
     ``tight``: by falling size into the fullest bin with room, for parents that are almost full.
     """
@@ -245,9 +247,9 @@ def pack_inside(
 def _choose(
     load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lightest (or tightest) bin with room of each of the first k parents.
+    """Return, for the first k parents, the lightest bin with room, and whether there is one.
 
-    There is none where ``found`` is False.
+    ``tight``: the bin with the least room instead of the lightest.
     """
     score = room if tight else load
     if len(load) >= MANY_BINS:
@@ -272,13 +274,13 @@ def fill_up(
     capacity: int,
     most: float,
 ) -> np.ndarray:
-    """Fill bins as far as possible with items ``left`` (by falling size).
+    """Fill bins as far as possible with the items ``left``, which are sorted by falling size.
 
     Return the bin of each, NOWHERE for items that are not taken.
 
     In every round each bin takes the largest item left that it has room for; no bin costs more than
-    ``most`` in total. Long items are placed together, so that bins hold as much work as bins of
-    this capacity can.
+    ``most`` in total. So long items share bins, which then hold as much work as their capacity
+    allows.
     """
     bins, room, slack = (
         np.arange(n_bins),
@@ -286,14 +288,14 @@ def fill_up(
         np.full(n_bins, most),
     )
     size, cost = sizes[left], costs[left]
-    # the most expensive from this item on: it falls like the sizes
+    # highest cost from each item on, negated like the sizes: both columns rise
     small, cheap = (-size, -np.maximum.accumulate(cost[::-1])[::-1])
     taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
     while len(at):
         wants = np.searchsorted(
             at, np.maximum(np.searchsorted(small, -room), np.searchsorted(cheap, -slack))
         )
-        going = wants < len(at)  # the others will never have room again
+        going = wants < len(at)  # the other bins have no room for any item left
         bins, room, slack, wants = bins[going], room[going], slack[going], wants[going]
         if not len(bins):
             break
@@ -317,9 +319,9 @@ def fill_up(
 
 
 def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
-    """Return the number of rounds in which every bin surely has room for its next item; at least 1.
+    """Return a number of rounds, at least 1, in which every bin has room for its next item.
 
-    ``size`` and ``cost`` are those of the largest and of the most expensive next item.
+    ``size`` is that of the largest item left, ``cost`` that of the most expensive one.
     """
     by_size = int(room.min()) // size if size else n_items
     # a little less: slack is rounded when it shrinks
@@ -328,7 +330,7 @@ def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_
 
 
 def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return bins of consecutive items, a new bin whenever the next item does not fit."""
+    """Return the bin of every item in order; a new bin begins whenever the next does not fit."""
     ends = np.cumsum(sizes).tolist()
     cuts, at, base = [0], 0, 0
     while at < len(ends):
@@ -342,7 +344,7 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def next_fit_inside(
     parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int
 ) -> np.ndarray:
-    """Apply ``next_fit`` in every parent, in arrival order.
+    """Return the bin of every item inside its parent, by ``next_fit`` in arrival order.
 
     One search per bin number serves all parents.
     """
@@ -371,12 +373,13 @@ def next_fit_inside(
 
 
 def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = False) -> np.ndarray:
-    """Place by falling size into the fullest bin with room.
+    """Return the bin of every item, placed by falling size into the fullest bin with room.
 
-    It packs tightest (fill .995) and balances worst, so it is the last resort.
+    It packs tightest (fill .995) and balances worst, so it is the last resort. Items without room
+    have NOWHERE.
 
-    Of bins with equal room it takes the one that reached it last, or the ``lowest``, as
-    ``pack_inside`` does.
+    Of bins with equal room it takes the one filled last. With ``lowest``, it takes the one with the
+    lowest number, as ``pack_inside`` does.
     """
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)
@@ -417,7 +420,7 @@ def cut_inside(
     capacity: int = 0,
     by_count: bool,
 ) -> np.ndarray:
-    """Return the bin of every item: each parent's items in order, divided evenly into ``n_bins``.
+    """Return the bin of every item: the items of a parent, in order, are divided into ``n_bins``.
 
     ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 means none. A
     parent with at least ``n_bins`` items has no empty bin. In a parent with fewer, every item has a
@@ -445,8 +448,9 @@ def even_marks(
 ) -> np.ndarray:
     """Return the first item of each bin in each parent: int64 [parents, n_bins + 1].
 
-    ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; if there are
-    too few, counts are equal.
+    ``size`` holds the items parent by parent, ``counts`` their number in each parent. The division
+    is even by size, or ``by_count``. Every bin gets at least ``least`` items; a parent with too few
+    is divided by count.
     """
     k, n = np.arange(n_bins + 1), counts[:, None]
     equal = k * (n // n_bins) + np.minimum(k, n % n_bins)
@@ -465,9 +469,9 @@ def even_marks(
 
 
 def _within(ends: list[int], marks: list[int], capacity: int) -> list[int]:
-    """Move the marks of one parent as little as the capacity demands.
+    """Return the marks of one parent, moved as little as the capacity demands.
 
-    ``ends`` has its running size from 0 on.
+    ``ends`` is the running sum of its sizes, from 0 on.
     """
     n, m = len(ends) - 1, len(marks) - 1
     low = [0] * m + [n]  # an earlier start of bin k leaves no room for the rest
@@ -490,11 +494,11 @@ def spread(
     m: int,
     bound: float | None = None,
 ) -> np.ndarray:
-    """Fill empty microbatches from others of the same bucket that hold several samples.
+    """Return the microbatches after filling empty ones from others of the same bucket.
 
-    Bucket totals stay as they are. ``bound``: the time of a step whose ranks wait after every
-    microbatch. A sample then moves only if it makes no index slower, or all indices together by
-    LITTLE of the step at most.
+    A microbatch with several samples gives one; bucket totals do not change. ``bound``: the lower
+    bound of the step's time, for ranks that wait after every microbatch. A sample then moves only
+    if it makes no index slower, or all indices together by LITTLE of the step at most.
     """
     bins, limit = bucket.astype(np.int64) * m + microbatch, None
     if bound is not None:
@@ -511,11 +515,11 @@ def none_empty(
     n_bins: int,
     limit: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Give empty bins a sample of their parent: the cheapest that does not leave its own bin empty.
+    """Return ``bins`` after moving a cheap item of the same parent into each empty bin.
 
-    ``bins`` counts over the parents: bin b of parent p is ``p * n_bins + b``. One item fits any
-    bin, so no capacity is broken. ``limit``: bin b of any parent takes no item more expensive than
-    ``limit[b]``.
+    The most expensive item of each bin stays, so that no bin becomes empty. ``bins`` counts over
+    the parents: bin b of parent p is ``p * n_bins + b``. One item fits any bin, so no capacity is
+    broken. ``limit``: bin b of any parent takes no item more expensive than ``limit[b]``.
     """
     counts = np.bincount(bins, minlength=n_parents * n_bins)
     empty = (counts == 0).reshape(n_parents, n_bins)

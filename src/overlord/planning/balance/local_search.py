@@ -1,7 +1,7 @@
 """Local search: exchange of items between heavy and light rows after an uneven packing.
 
 A row is a bucket, and its items are samples or bins. Every round examines many pairs of rows at
-once, and every choice is the first of the best. So the result is the same on every machine.
+once, and takes the first of equally good exchanges. So the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from overlord.planning.balance import binpack
 SWAP_ROUNDS = 64
 SWAP_LAST = 16  # exchanges of the heaviest row alone, after the rounds find no more
 SWAP_MISSES = 8  # consecutive rounds without an exchange
-# exchanges examined in a round: few rows at a time if rows are long, since those need it least
+# exchanges examined in a round; rows with many items, which need exchanges least, share fewer pairs
 SWAP_CELLS = 1 << 18
 # items of a row that are examined, the most expensive; with an empty place, two such rows have
 # SWAP_CELLS exchanges
@@ -32,13 +32,14 @@ def even_out(
     capacity: int = 0,
     moves: bool = True,
 ) -> np.ndarray:
-    """Swap items between rows until no row is heavier than ``aim``, or no exchange helps.
+    """Return the rows of items after exchanges that make rows heavier than ``aim`` lighter.
 
-    A row heavier than ``aim`` swaps an item with a light row, or gives one away.
+    It ends when no row is heavier, no exchange helps, or after SWAP_ROUNDS rounds. A heavy row
+    swaps an item with a light row; with ``moves`` it may also give one away.
 
     A round pairs the heaviest rows with the lightest; after rounds without an exchange, with the
-    next lightest. For every pair it takes the exchange that comes nearest to the middle. A row
-    stays within ``capacity``.
+    next lightest. For every pair it takes the exchange that brings both loads closest together. No
+    exchange makes the sizes of a row exceed ``capacity`` (0: none).
     """
     loads = np.bincount(rows, weights=costs, minlength=n_rows)
     if n_rows < 2 or not len(rows) or loads.max() <= aim:
@@ -57,7 +58,7 @@ def even_out(
             break
         light = order[::-1][(np.arange(len(heavy)) + missed * len(heavy)) % (n_rows // 2)]
         missed = 0 if _swap(held, c, s, loads, room, heavy, light) else missed + 1
-    for _ in range(SWAP_LAST):  # rows without a partner: with the best of many
+    for _ in range(SWAP_LAST):  # the heaviest row alone, with the best of many light rows
         heaviest = int(loads.argmax())
         light = np.argsort(loads, kind="stable")[
             : max(1, min(n_rows // 2, SWAP_CELLS // (8 * width * width)))
@@ -72,9 +73,10 @@ def even_out(
 
 
 def _items_by_row(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
-    """Return the items of every row, in stream order; of a long row only the most expensive.
+    """Return the items of every row as one array [rows, places], each row in stream order.
 
-    ``len(rows)`` stands for no item. With ``moves`` every row has at least one of these.
+    Of a long row only the SWAP_ITEMS most expensive items are listed. ``len(rows)`` marks an empty
+    place; with ``moves`` every row has at least one.
     """
     counts = np.bincount(rows, minlength=n_rows)
     order = order_by_key(rows, n_rows)
@@ -90,7 +92,7 @@ def _items_by_row(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool)
 
 
 def _number(counts: np.ndarray) -> np.ndarray:
-    """Return 0, 1, ... up to each count, concatenated."""
+    """Return 0, 1, ..., count - 1 for each count, concatenated."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -105,9 +107,9 @@ def _swap(
     *,
     one: bool = False,
 ) -> bool:
-    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place.
+    """Apply the best exchange of every pair (heavy, light) in place; return whether there was one.
 
-    Return whether there was one.
+    ``one``: apply only the best exchange of all pairs.
     """
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]

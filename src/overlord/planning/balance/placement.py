@@ -1,8 +1,8 @@
-"""Placements for a given number of microbatches; None if the capacity cannot be kept.
+"""Placement algorithms. A function ``way(problem, m)`` places all items into m microbatches.
 
-They differ in what they level. Two-level: bucket totals first. Flat: all bins at once. Levelled and
-alternating: one microbatch index after the other. Best fit: nothing, it only packs tightly.
-``balance.place`` chooses among them.
+It returns None if it cannot keep the capacity. The algorithms differ in what they level. Two-level:
+bucket totals first. Flat: all bins at once. Levelled and alternating: one microbatch index after
+the other. Best fit levels nothing and packs tightly. ``balance.place`` chooses among them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, n
 from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
 
-LEVEL = 1.0005  # over the bound: good enough to stop the search
+LEVEL = 1.0005  # factor on the lower bound at which the local search stops
 NEAR = 4  # microbatches above the least number that are tried one by one
-# items times indices above which indices are not filled one by one: that takes more than seconds
+# items times indices above which indices are not filled one by one: it would take many seconds
 MUCH = 1 << 25
-# items above which the last percent of the room is not searched: one microbatch more costs less
+# items above which a step that is more than 99 % full gets one microbatch more: searching for a
+# packing would cost more
 MANY = 1 << 16
 
 
@@ -40,7 +41,7 @@ class ItemPlacement:
 class PackingProblem:
     """Items to place into ``n_buckets`` x M bins of ``capacity``.
 
-    M is at least ``microbatches`` and grows until all items fit.
+    M, the number of microbatches, is at least ``microbatches`` and grows until all items fit.
     """
 
     costs: np.ndarray  # float64, none negative
@@ -59,7 +60,7 @@ class PackingProblem:
     spare: bool = True
 
     def least_microbatches(self) -> int:
-        """Return a number of microbatches that every placement needs.
+        """Return a lower bound of the number of microbatches, at least ``microbatches``.
 
         All tokens must fit, and items above half the capacity share no bin.
         """
@@ -70,14 +71,14 @@ class PackingProblem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Return whether one microbatch more than needed is allowed, to level the ranks.
+        """Return whether one microbatch more than the ``m`` needed is allowed, to level the ranks.
 
-        It is not if the items fit into the requested number of microbatches.
+        It is not allowed if the items fit into the requested number of microbatches.
         """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
     def bound(self) -> float:
-        """Return a lower bound of the heaviest bucket: the mean, or the most expensive item."""
+        """Return a lower bound of the heaviest bucket: the mean or the most expensive item."""
         return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
@@ -87,10 +88,9 @@ Way = Callable[[PackingProblem, int], ItemPlacement | None]
 def first(p: PackingProblem, ways: Iterable[Way]) -> ItemPlacement:
     """Return the placement of the first algorithm of ``ways`` that keeps the capacity.
 
-    It has as few microbatches as any of these algorithms needs.
-
-    Many items of just over a third of the capacity need far more than the least number. Then M is
-    searched by doubling and halving.
+    The search starts at the lower bound of M and ends at an M below which all algorithms fail. Many
+    items of just over a third of the capacity need far more than the bound. Then M is searched by
+    doubling and halving.
     """
     ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
     while (found := _at(p, ways, failed + ahead)) is None:
@@ -122,15 +122,18 @@ def waited(p: PackingProblem, found: ItemPlacement) -> float:
 
 
 def two_level(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Level buckets by cost, then the microbatches of each bucket.
+    """Level buckets by cost, then the microbatches of each bucket; None if the capacity breaks.
 
-    Bucket totals differ by a fraction of a percent.
+    Bucket totals typically differ by a fraction of a percent.
     """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
 def whole(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Place into one microbatch: ranks wait for each other once a step, whatever the objective."""
+    """Place as ``two_level`` if m is 1, else return None.
+
+    With one microbatch, ranks wait for each other once a step, whatever the objective.
+    """
     return two_level(p, m) if m == 1 else None
 
 
@@ -149,9 +152,10 @@ def _then_inside(
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
-    """Return the bucket of every item.
+    """Return the bucket of every item by the method; NOWHERE or overfull if there is no room.
 
-    With groups: first over groups, then in each, as level as one pass.
+    With groups of buckets, items are placed over groups first, then in each group. An exchange
+    between buckets follows ``greedy``. m = 0: no capacity.
     """
     room = m * p.capacity
     if p.group_size is None or p.group_size == p.n_buckets:
@@ -171,9 +175,9 @@ def buckets(p: PackingProblem, m: int) -> np.ndarray:
 
 
 def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
-    """Return the microbatches in every bucket.
+    """Return the microbatch of every item inside its bucket; None if a bucket cannot be packed.
 
-    A bucket that LPT cannot pack is packed tightly instead.
+    A bucket that the method cannot pack is packed tightly instead.
     """
     bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
@@ -209,9 +213,9 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 def nested(
     p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
-    """Return bins in every parent, by the method.
+    """Return the bin, 0 to ``n_bins`` - 1, of every item inside its parent, by the method.
 
-    Greedy handles all parents in one sweep if they are many and their bins few.
+    ``greedy`` places in all parents at once if they are many and their bins few.
     """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
@@ -226,14 +230,14 @@ def nested(
 
 
 def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
-    """Return the items of every part, in stream order."""
+    """Return the items of every part, each in stream order. ``part`` is by item."""
     return np.split(
         order_by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1]
     )
 
 
 def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Give items to buckets in turn; only the microbatches of each are balanced."""
+    """Give items to buckets in turn, and balance the microbatches of each bucket."""
     return _then_inside(
         p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
     )
@@ -242,7 +246,7 @@ def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
 def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
     """Keep stream order in every bucket, divided evenly into microbatches.
 
-    The division is by count if nothing is balanced, else by size.
+    The division is by count with method ``none``, else by size.
     """
     needed = (
         int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
@@ -264,9 +268,9 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
 
 
 def runs(p: PackingProblem, m: int) -> np.ndarray:
-    """Divide the stream into m consecutive runs of about equal size.
+    """Return the run of every item, if the stream is divided into m runs of about equal size.
 
-    Each run has a sample for every bucket if there are enough.
+    Each run has an item for every bucket if there are enough.
     """
     marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
@@ -278,9 +282,9 @@ def in_runs(p: PackingProblem, m: int) -> ItemPlacement | None:
 
 
 def by_substep(p: PackingProblem) -> ItemPlacement:
-    """Use sub-draw k as microbatch k of all buckets.
+    """Use each sub-draw as the next microbatch of all buckets.
 
-    A sub-draw that does not fit takes as many microbatches as it needs.
+    A sub-draw that does not fit into one takes as many microbatches as it needs.
     """
     assert p.substep is not None
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
@@ -296,14 +300,14 @@ def by_substep(p: PackingProblem) -> ItemPlacement:
         found = first(part, (in_runs,))
         slot[rows], done = done + found.microbatch, done + found.n_microbatches
     placed = _deal_indices(p, slot, done, "sub-draws")
-    assert placed is not None, "every part was packed by the same methods just now"
+    assert placed is not None, "the same methods packed every part before"
     return placed
 
 
 def _deal_indices(
     p: PackingProblem, slot: np.ndarray, m: int, algorithm: str
 ) -> ItemPlacement | None:
-    """Balance every index over the buckets.
+    """Balance the items of every index (``slot``) over the buckets; None if one does not fit.
 
     The heaviest bin of an index goes to the bucket with the lowest total so far.
     """
@@ -322,7 +326,7 @@ def _deal_indices(
 def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (bucket of every bin, total of every bucket) for loads by [index, bin].
 
-    The lightest bucket gets the heaviest bin of each index.
+    In each index, the heavier a bin, the lighter the bucket that gets it.
     """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
     for k, row in enumerate(loads):
@@ -333,7 +337,7 @@ def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
-    """Place these items in one microbatch of every bucket.
+    """Return the bucket of each of these items in one microbatch; None if they do not fit.
 
     The method is tried first, then greedy, then best fit.
     """
@@ -349,16 +353,17 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
 
 
 def flat(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
-    """Place by LPT over all bins at once."""
+    """Place by LPT over all bins at once; ``once`` as in ``_arrange``."""
     return _arrange(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
 
 def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
-    """Fill indices that cannot be low with as much work as they hold, and place the rest by LPT.
+    """Fill indices with an expensive item as far as possible, and place all other items by LPT.
 
-    If LPT finds no room for the rest, more indices are filled: that packs tighter.
+    Such an index is slow in any case. If LPT finds no room, more indices are filled, which packs
+    tighter. ``once`` as in ``_arrange``.
     """
     if _is_large(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
@@ -373,11 +378,11 @@ def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPacking:
-    """Bins of which the first indices are filled with as much work as they hold."""
+    """A placement in progress: the bins of the first indices are filled as far as possible."""
 
-    indices: int
-    bins: np.ndarray  # int32; NOWHERE for the items left
-    left: np.ndarray  # by falling size
+    indices: int  # number of filled indices
+    bins: np.ndarray  # int32: bin of every item; NOWHERE for the items left
+    left: np.ndarray  # items without a bin, by falling size
 
 
 def _fill_indices(
@@ -385,8 +390,9 @@ def _fill_indices(
 ) -> PartialPacking | None:
     """Fill index after index while the most expensive item left costs more than the mean bin.
 
-    No placement can make the index of such an item lower. Return None if the remaining indices
-    cannot hold the rest, or if the search would take too long.
+    No placement can make the index of such an item cheaper. ``before``: continue from it;
+    ``at_least``: number of indices to fill. Return None if the remaining indices cannot hold the
+    rest, or if the search would take too long.
     """
     if len(p.costs) * m > MUCH:
         return None
@@ -419,10 +425,10 @@ def _fill_indices(
 def _with_the_rest(
     p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the bins of all items.
+    """Return the bins of all items, NOWHERE for items without room.
 
-    LPT places the items left into the indices that are not filled yet, whose bins have the initial
-    loads ``start``.
+    LPT places the items left into the indices that are not filled yet. ``start``: initial loads of
+    the bins of these indices.
     """
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
@@ -432,17 +438,17 @@ def _with_the_rest(
 
 
 def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Minimize the sum of the slowest rank and of the slowest bin of every index.
+    """Return the best of three placements for ranks that wait after microbatches and after steps.
 
-    This is for ranks that wait at both, after every microbatch and once a step. The result is the
-    best of three placements: with regard to bucket totals, flat and levelled.
+    The measure is the cost of the slowest rank plus that of the slowest bin of every index. The
+    three are flat, levelled, and levelled with regard to bucket totals.
     """
     found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
 
 
 def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Place as ``levelled``, but give a bucket with light bins more in its other microbatches."""
+    """Place as ``levelled``, but give a bucket with light bins more in its later microbatches."""
     n, filled = p.n_buckets, _fill_indices(p, m)
     if filled is None:
         return None
@@ -469,9 +475,9 @@ def _number_bins(
     algorithm: str,
     once: bool,
 ) -> ItemPlacement:
-    """Assign microbatch indices to bins that have a bucket.
+    """Return the placement of bins whose buckets are known: assign their microbatch indices.
 
-    Heavy bins come first in every bucket, so that the microbatches of an index are alike.
+    Heavy bins come first in every bucket, so that the bins of an index have similar costs.
     """
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
@@ -487,13 +493,13 @@ def _number_bins(
 
 
 def own_bins(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
-    """Place all bins by a method that is not greedy."""
+    """Place over all bins at once by the problem's method; ``once`` as in ``_arrange``."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
     return _arrange(p, bins, m, f"bins of {p.method}", once)
 
 
 def own_bins_swapped(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Place as ``own_bins``, then swap bins between buckets until those are level."""
+    """Place as ``own_bins``, then swap bins between buckets until the buckets are level."""
     return own_bins(p, m, once=True)
 
 
@@ -505,15 +511,15 @@ def better_flat(p: PackingProblem, m: int) -> ItemPlacement | None:
     if m == 1:
         return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
-    # these pack tighter
+    # two levels and best fit pack tighter than flat and levelled
     found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 
 def tight(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Place steps that are too full for two levels: all bins at once.
+    """Place over all bins at once, for steps that are too full for ``two_level``.
 
-    Then bins are swapped between buckets until those are level.
+    Then bins are swapped between buckets until the buckets are level.
     """
     found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
@@ -532,9 +538,10 @@ def _is_large(p: PackingProblem) -> bool:
 def _arrange(
     p: PackingProblem, bins: np.ndarray, m: int, algorithm: str, once: bool = False
 ) -> ItemPlacement | None:
-    """Sort bins by load and divide them into microbatch indices.
+    """Return the placement of filled bins: sort them by load, and divide them into indices.
 
-    The heaviest bin of each index goes to the bucket with the lowest total so far.
+    The heaviest bin of each index goes to the bucket with the lowest total so far. None if a bin
+    exceeds the capacity.
 
     ``once``: ranks wait for each other once a step, so bins may change their bucket whatever their
     index.

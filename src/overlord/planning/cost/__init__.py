@@ -1,12 +1,12 @@
 """Cost functions: the compute cost of a sample, from its metadata.
 
 A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens":
-lengths})``. Only ratios matter. The library's functions use one rounding per operation and no maths
+lengths})``. Only ratios matter. The functions below use one rounding per operation and no maths
 library. So costs, and with them plans, are equal on every machine. Costs can be added and scaled:
 ``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
 
-Yours may be any function, also by a name (``register_cost``). Give it a ``fingerprint`` if its
-parameters change, and a ``unit`` of ``"s"`` if it returns seconds.
+A cost function of yours may be any function; ``register_cost`` gives it a name. Set its attribute
+``fingerprint`` if its parameters can change, and ``unit = "s"`` if it returns seconds.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     lengths = [[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]]
     measured = cost.fit(lengths, [0.045, 0.050, 0.043, 0.036, 0.112])
 
-Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``,
-none of them negative. The sums are exact before they are rounded (``math.fsum``) and the equations
-are solved in fractions. So a fit repeated on another machine gives the same cost and the same
-plans.
+The model is ``linear * sum(len) + square * sum(len ** 2) + constant``. Its coefficients, none
+negative, minimize the squares of the relative errors. The sums are exact before they are rounded
+(``math.fsum``), and the equations are solved in fractions. So a fit repeated on another machine
+gives the same cost and the same plans.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from overlord.planning.cost.models import Cost, over_lengths
 from overlord.planning.cost.ring import RingCosts, SizeFit
 
 TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
-LEAST = 4  # one more than the number of coefficients
-# share of a column's square that the others must leave unexplained; the measurements of
-# tests/unit/test_cost.py leave 0.17
+LEAST = 4  # different microbatches that a fit needs: one more than the number of coefficients
+# share of the square of each term that the other terms must leave unexplained; the measurements
+# of tests/unit/test_cost.py leave 0.17
 APART = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted(Cost):
-    """Seconds of a document: ``linear * length + square * length ** 2``.
+    """A fitted cost: ``linear * length + square * length ** 2`` seconds for each document.
 
     Every rank pays ``constant`` once per microbatch: it changes no plan, and is kept for
-    predictions. Errors are relative, over the measurements.
+    predictions. ``worst_error`` and ``mean_error`` are relative errors over the measurements.
     """
 
     linear: float
@@ -57,7 +57,7 @@ class Fitted(Cost):
         )
 
     def seconds(self, lengths: Any) -> float:
-        """Return the seconds of one microbatch with documents of these lengths."""
+        """Return the predicted seconds of one microbatch with documents of these lengths."""
         a, b, one = _terms(lengths)
         return self.linear * a + self.square * b + self.constant * one
 
@@ -89,9 +89,10 @@ def fit(
     column: str = "tokens",
     ranks: Sequence[int] | np.ndarray | None = None,
 ) -> Fitted | RingCosts:
-    """Fit a cost to measured microbatches and their times in seconds.
+    """Fit a cost to measured microbatches and their times in seconds; raise if it is not possible.
 
-    A microbatch is an array of lengths, or a mapping of columns.
+    A microbatch is an array of document lengths, or a mapping of columns with the lengths in
+    ``column``.
 
     Measure microbatches that differ in tokens and in the lengths of their documents. Include 64
     short ones, a few long ones, and one as long as the context. Take the median of some runs after
@@ -205,9 +206,9 @@ def _lengths(sample: Any, column: str) -> Any:
         return sample
     if column not in sample:
         raise PlanError(
-            f"cost.fit: a microbatch has no column {column!r}; known: "
+            f"cost.fit: expected column {column!r} in every microbatch, got only "
             f"{', '.join(map(str, sample))}",
-            remedy="give column=",
+            remedy="give column= the name of the column with the lengths",
         )
     return sample[column]
 
@@ -220,25 +221,30 @@ def _terms(lengths: Any) -> tuple[float, float, float]:
             f"cost.fit: expected the lengths of a microbatch's documents, got {lengths!r:.80}"
         ) from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
-        raise PlanError("cost.fit: a microbatch has no documents, or one without a valid length")
+        raise PlanError(
+            "cost.fit: expected documents with finite lengths of at least 0 in every microbatch, "
+            f"got {lengths!r:.80}",
+            remedy="leave out empty microbatches, and correct the lengths",
+        )
     return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
 
 
 def _check_apart(gram: list[list[Fraction]]) -> None:
-    """Raise for measurements from which the terms cannot be separated."""
+    """Raise ``PlanError`` unless each term of the model can be separated from the others."""
     for i, term in enumerate(TERMS):
         others = [j for j in range(3) if j != i]
         explained = _determinant(gram, others) * gram[i][i]
         if explained == 0 or _determinant(gram, [0, 1, 2]) / explained < APART:
             raise PlanError(
-                f"cost.fit: {term} cannot be separated from the rest in these measurements",
+                f"cost.fit: expected measurements that separate {term} from the other terms, got "
+                "some in which they change together",
                 remedy="measure microbatches of different tokens, each divided into short and into "
                 "long documents",
             )
 
 
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
-    """Return the best least-squares solution without negative coefficients."""
+    """Return the coefficients, none negative, with the smallest sum of squared relative errors."""
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
     solutions = [
         _solve(gram, right, list(chosen))
@@ -254,7 +260,7 @@ def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[
 
 
 def _solve(gram: list[list[Fraction]], right: list[Fraction], chosen: list[int]) -> list[Fraction]:
-    """Solve by Cramer's rule for the chosen terms; the others are zero."""
+    """Return the coefficients of the chosen terms by Cramer's rule; all others are zero."""
     whole, solution = _determinant(gram, chosen), [Fraction(0)] * 3
     for i in chosen:
         swapped = [[right[r] if c == i else gram[r][c] for c in range(3)] for r in range(3)]

@@ -21,8 +21,8 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 class Cost:
     """A cost function of metadata columns. Costs can be added and scaled: ``2 * a + b`` is a cost.
 
-    A sum may be a backbone and its encoder in one plan, a factor a slower device. ``unit`` is "s",
-    "FLOPs", "tokens", or "" if only ratios have a meaning.
+    For example, a sum combines a backbone with its encoder, and a factor stands for a slower
+    device. ``unit`` is "s", "FLOPs", "tokens", or "" if only ratios have a meaning.
     """
 
     __slots__ = ()
@@ -52,12 +52,12 @@ class Cost:
 
     @property
     def fingerprint(self) -> str:
-        """Text of the cost's parameters: equal for equal costs, in every process."""
+        """Text of the cost's parameters, which is equal for equal costs in every process."""
         return repr(self)
 
     @property
     def title(self) -> str:
-        """Short text, with the few numbers by which people know a model."""
+        """Short text for display, with the main parameters only."""
         return repr(self)
 
 
@@ -71,8 +71,9 @@ class Sum(Cost):
         units = sorted({unit_of(part) for part in self.parts} - {""})
         if len(units) > 1:
             raise PlanError(
-                f"costs in {' and '.join(units)} cannot be added",
-                remedy="give both in one unit: cost.fit gives seconds",
+                f"costs in {' and '.join(units)} cannot be added: expected one unit, got "
+                f"{len(units)}",
+                remedy="measure both with cost.fit, which gives seconds",
             )
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
@@ -98,7 +99,10 @@ class Scaled(Cost):
 
     def __post_init__(self) -> None:
         if not 0 <= self.factor < float("inf"):
-            raise PlanError(f"expected a factor of at least 0 for a cost, got {self.factor!r}")
+            raise PlanError(
+                f"cost: expected a finite factor of at least 0, got {self.factor!r}",
+                remedy="multiply by a finite number of at least 0",
+            )
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         return self.factor * np.asarray(self.of(columns), np.float64)
@@ -115,7 +119,7 @@ class Scaled(Cost):
 
 @dataclass(frozen=True, slots=True)
 class LengthCost(Cost):
-    """``linear * length + square * length ** 2``.
+    """A cost by length: ``linear * length + square * length ** 2``.
 
     For a ragged column (images) it is the sum over a sample's items.
     """
@@ -136,14 +140,15 @@ class LengthCost(Cost):
 def over_lengths(
     columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Return the cost of each length of a metadata column.
+    """Return ``cost_of`` of metadata column ``name``, one number for each node.
 
-    For a ragged column it is the sum over the items of every sample.
+    For a ragged column it is the sum over the items of every sample. Raise ``PlanError`` if the
+    column is missing.
     """
     if not isinstance(columns, Mapping):
         raise PlanError(
-            f"a cost: expected metadata columns by name, got {type(columns).__name__}",
-            remedy=f"as in {{{name!r}: lengths}}",
+            f"cost: expected metadata columns by name, got {type(columns).__name__}",
+            remedy=f"call the cost with a mapping such as {{{name!r}: lengths}}",
         )
     if name not in columns:
         raise PlanError(
@@ -154,7 +159,7 @@ def over_lengths(
     if not isinstance(column, Ragged):
         return cost_of(np.asarray(column, np.float64))
     items = cost_of(column.values[column.offsets[0] : column.offsets[-1]].astype(np.float64))
-    # bincount adds one by one, in order: the same sum on every machine.
+    # bincount adds one item after another, in order: the same sum on every machine.
     return np.bincount(
         np.repeat(np.arange(len(column)), column.lengths), weights=items, minlength=len(column)
     )
@@ -165,7 +170,7 @@ def unit_of(fn: CostFn) -> str:
 
 
 def fingerprint_of(fn: CostFn) -> str:
-    """Return the ``fingerprint`` of a cost, or its name if it has none."""
+    """Return the ``fingerprint`` of a cost, or its module and name if it has none."""
     mine = getattr(fn, "fingerprint", None)
     return (
         str(mine)
@@ -186,7 +191,7 @@ def fingerprint_of(fn: CostFn) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(Cost):
-    """A cost in FLOPs: projections and feed-forward per token, attention per pair of tokens."""
+    """Forward FLOPs of a transformer: a term per token and one per pair of tokens (attention)."""
 
     hidden: int
     layers: int
@@ -214,10 +219,10 @@ class Transformer(Cost):
         return f"Transformer(hidden={self.hidden}, layers={self.layers}, heads={self.heads})"
 
     def of(self, length: np.ndarray) -> np.ndarray:
-        """Return the FLOPs of documents of these lengths."""
+        """Return the forward FLOPs of each document, by its length."""
         if not self.window:
             return self.per_token * length + self.per_pair * (length * length)
-        # Tokens up to the window attend to all before them, later ones to the window.
+        # Tokens inside the first window attend to all tokens before them, later ones to a window.
         near = np.minimum(length, float(self.window))
         return self.per_token * length + self.per_pair * (
             near * near + 2.0 * near * (length - near)
@@ -240,9 +245,10 @@ class Transformer(Cost):
 
     @property
     def per_pair(self) -> float:
-        """FLOPs per length squared.
+        """FLOPs of attention per length squared.
 
-        Scores and weighted sum are 2 FLOPs each by channel; a causal mask leaves half of the pairs.
+        The scores and the weighted sum take 2 FLOPs each per channel. A causal mask leaves half of
+        the pairs.
         """
         return (2.0 if self.causal else 4.0) * self.heads * self.head_dim * self.layers
 
@@ -264,9 +270,10 @@ def transformer(
     vocab: int = 0,
     column: str = "tokens",
 ) -> Transformer:
-    """Return the cost of a model by its layer shapes.
+    """Return the cost of a model by its layer shapes; the fields of ``Transformer`` explain them.
 
-    ``ffn`` defaults to 8/3 of hidden (4 without a gate), ``head_dim`` to hidden / heads.
+    ``ffn`` defaults to 8/3 of ``hidden`` (4 times ``hidden`` without a gate), ``kv_heads`` to
+    ``heads``, and ``head_dim`` to ``hidden / heads``. Raise ``PlanError`` for invalid shapes.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     positive = {
@@ -327,7 +334,7 @@ def vit(
 ) -> Transformer:
     """Return the cost of an image encoder whose patches all attend to each other.
 
-    ``patch``: width and height of a patch in pixels.
+    ``patch``: width and height of a patch in pixels. ``ffn`` defaults to 4 times ``hidden``.
     """
     _check(
         "vit",
@@ -361,20 +368,21 @@ def _check(where: str, positive: Mapping[str, object], others: Mapping[str, obje
     ]
     if wrong:
         raise PlanError(
-            f"cost.{where}: expected whole numbers of at least 1 (0 where something may be "
-            f"absent), got {', '.join(wrong)}"
+            f"cost.{where}: expected whole numbers, of at least 1 for "
+            f"{', '.join(positive)} and of at least 0 for {', '.join(others)}, got "
+            f"{', '.join(wrong)}"
         )
 
 
-# Table 1 gives layers, heads, hidden size and top-k. Everything else is not the paper's:
-# feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and 1.8B
-# parameters;
+# Table 1 gives layers, heads, hidden size and top-k. All other parameters are chosen here. For the
+# encoders: feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and
+# 1.8B parameters.
 vit_1b = vit(hidden=1408, layers=39, heads=16, ffn=6144)
 vit_2b = vit(hidden=1664, layers=48, heads=16, ffn=8192)
-# the vocabulary of Llama 3, all heads with keys of their own and 8/3 of hidden, which gives 12.6B
-# parameters;
+# The vocabulary of Llama 3, as many key heads as heads, and a feed-forward width of 8/3 of hidden
+# give 12.6B parameters.
 llama_12b = transformer(hidden=4608, layers=45, heads=36, vocab=128_256)
-# key heads, expert width, experts and vocabulary as Mixtral 8x7B was published;
+# Key heads, expert width, experts and vocabulary are those of the published Mixtral 8x7B.
 mixtral_8x7b = transformer(
     hidden=4096,
     layers=32,
@@ -385,7 +393,7 @@ mixtral_8x7b = transformer(
     experts=8,
     vocab=32_000,
 )
-# a guess for a model that was not published: 16 experts of this width give 25B parameters.
+# A guess for a model that was not published: 16 experts of this width give 25B parameters.
 tmoe_25b = transformer(
     hidden=2048, layers=42, heads=16, ffn=5632, active_experts=2, experts=16, vocab=128_256
 )
@@ -410,7 +418,10 @@ _REGISTERED: dict[str, CostFn] = {}
 
 
 def register_cost(name: str, fn: CostFn) -> None:
-    """Register ``fn(columns) -> one number each`` as ``name``, for ``.cost(name)``."""
+    """Register ``fn(columns) -> one number for each node`` as ``name``, for ``.cost(name)``.
+
+    A second function under the same name replaces the first. Names of built-in costs are refused.
+    """
     if not isinstance(name, str) or not name or not callable(fn):
         raise PlanError(f"register_cost: expected a name and a function, got {name!r} and {fn!r}")
     if name in _BUILT_IN:
@@ -419,7 +430,7 @@ def register_cost(name: str, fn: CostFn) -> None:
 
 
 def named(cost: CostFn | str) -> CostFn:
-    """Return a cost by its name, or the function itself."""
+    """Return a cost by its name, or the function itself; raise for an unknown name."""
     if callable(cost):
         return cost
     known = {**_BUILT_IN, **_REGISTERED}
@@ -433,7 +444,10 @@ def named(cost: CostFn | str) -> CostFn:
 def checked_costs(
     cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost"
 ) -> np.ndarray:
-    """Return the checked costs of n nodes from a function, which may be user code."""
+    """Return the costs of n nodes by a cost or its name; raise unless each is finite and >= 0.
+
+    ``what``: the purpose, for errors: "cost" or "memory".
+    """
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
     if not isinstance(fn, Cost) and (problem := signature_problem(fn, ("columns",))):
         raise PlanError(f"{what}: {problem}")

@@ -1,6 +1,6 @@
-"""DGraph: a step's samples on their way to ranks.
+"""DGraph: the samples of a step, and their placement in progress.
 
-It is a value, and every primitive returns a new one.
+A graph is a value, and every primitive returns a new one.
 
     graph = DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(fn)
     plan = graph.balance("greedy").broadcast_at("TP").plan()
@@ -121,9 +121,10 @@ class DGraph:
     def select(
         self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
     ) -> DGraph:
-        """Return the graph over these metadata columns, and over these sources only.
+        """Return the graph with these metadata columns, and nodes of these sources only.
 
-        A ragged column gives a node per item.
+        A ragged column gives a node per item. Costs are removed. Without ``meta`` the columns stay,
+        and with ``sources=None`` the sources.
 
         ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, unless
         metadata gives the number.
@@ -131,7 +132,7 @@ class DGraph:
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
             raise PlanError(
-                f"select: merge expected a whole number of at least 1, got {merge!r}",
+                f"select: expected merge as a whole number of at least 1, got {merge!r}",
                 self.buffer.step,
             )
         buffer, names, sources = (
@@ -175,17 +176,19 @@ class DGraph:
     ) -> DGraph:
         """Return the graph with the samples that the job's mixture has drawn.
 
-        For a hand-made buffer, ``schedule`` draws the step from the candidates.
+        For a hand-made buffer, ``schedule`` (or weights) draws the step from the candidates. Only
+        then may ``schedule``, ``draw``, ``seed`` and ``look_ahead`` be given.
 
-        With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are
-        taken. The default is the preference of the job's schedule; without that, the first ones are
-        taken, as without look-ahead.
+        With look-ahead, ``prefer(candidates, place)`` scores each candidate, and those with the
+        lowest scores are taken. The default is the preference of the job's schedule; without that,
+        the first candidates are taken.
         """
         self._before("mix", "mix", self.mixed or None)
         given, drawn_by_job = self.buffer, self.buffer.drawn or bool(self.buffer.wanted)
         if drawn_by_job and (schedule is not None or look_ahead != 1 or draw != "exact" or seed):
             remedy = "call .mix(); change mixture, draw, seed or look_ahead of the job"
-            raise PlanError("the job's mixture has drawn this step already", given.step, remedy)
+            problem = "mix: expected no mixture, since the job's has drawn this step already"
+            raise PlanError(problem, given.step, remedy)
         if given.drawn and given.overflow == "grow":
             return replace(self, mixed=True, trail=(*self.trail, "mix()"))
         self._before("mix", "balance", self.placement)  # the placement of other nodes
@@ -193,7 +196,7 @@ class DGraph:
         if not drawn_by_job:
             if schedule is None:
                 raise PlanError(
-                    "a hand-made buffer has no draw yet",
+                    "mix: expected a schedule for a hand-made buffer, which has no draw yet",
                     given.step,
                     "give .mix() a schedule or weights",
                 )
@@ -231,10 +234,10 @@ class DGraph:
         )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Return the graph with buckets of ranks that consume the same samples.
+        """Return the graph with buckets along an axis; the ranks of a bucket get the same samples.
 
         ``axis`` is ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups
-        of buckets first.
+        of so many buckets first, then inside each group; it must divide the number of buckets.
         """
         self._before("distribute", "balance", self.placement)
         try:
@@ -252,12 +255,13 @@ class DGraph:
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
         """Return the graph with the cost of each node.
 
-        ``fn`` gets the metadata columns of the nodes and returns one number each; or it is a name
-        known to ``ov.cost``.
+        ``fn`` receives the metadata columns of the nodes and returns one number for each node. It
+        may also be the name of a built-in or registered cost.
 
-        ``memory``: share of each node in a microbatch's memory, in any unit;
-        ``balance(memory_capacity=)`` bounds it. Ragged columns of samples are passed as they are
-        (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
+        ``memory``: a second such function, for the memory of each node in any unit;
+        ``balance(memory_capacity=)`` bounds its sum in a microbatch. Ragged columns of samples are
+        passed as they are (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was
+        selected.
         """
         self._before("cost", "balance", self.placement)
         whole, n = len(self.sample) == len(self.buffer), len(self.sample)
@@ -293,10 +297,11 @@ class DGraph:
     ) -> DGraph:
         """Return the graph with buckets and microbatches for all nodes.
 
-        ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of
+        ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or a name given to
         ``register_balance``. ``objective``: ranks wait for each other once an ``iteration`` or
-        after every ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter``
-        (buckets only), ``intra`` (inside buckets only), ``interleaved`` (both objectives at once).
+        after every ``microbatch``; by default as set by ``Job.sync``. ``level``: ``both``,
+        ``inter`` (buckets only), ``intra`` (inside buckets only), or ``interleaved`` (both
+        objectives at once).
 
         ``capacity`` is that of one microbatch. The default is the batch's context for samples, and
         none for items, which are then placed once for the whole step. ``memory_capacity`` also
@@ -326,7 +331,7 @@ class DGraph:
         check_memory(self, memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
-        # items placed once for the whole step have no microbatches to wait at
+        # items placed once for the whole step have no microbatches after which ranks wait
         if objective is None:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
@@ -373,7 +378,10 @@ class DGraph:
         return split_graph(self, capacity, {"groups": groups, **rules})
 
     def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
-        """Return the graph with a given placement, for strategies that do not balance."""
+        """Return the graph with a given placement, for strategies that place without ``balance``.
+
+        ``what`` names the operation in the graph's trail.
+        """
         done = f"{what}: {placement.algorithm}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
 
@@ -387,9 +395,10 @@ class DGraph:
     ) -> DGraph:
         """Return the graph with items placed after their samples, instead of by ``balance``.
 
-        ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the
-        slot, for a trainer that encodes before each microbatch. ``"iteration"``: all together.
-        ``stay``: items stay on the ranks of their sample's bucket.
+        ``per="microbatch"``: items whose samples have the same microbatch index, over all buckets,
+        are balanced together and keep the index. It is for a trainer that encodes before each
+        microbatch. ``"iteration"``: all items are balanced together. ``stay``: items stay on the
+        ranks of their sample's bucket.
         """
         self._before("follow", "balance", self.placement)
         check_module(self, "follow(): the other graph", samples)
@@ -397,7 +406,7 @@ class DGraph:
             raise PlanError(
                 "follow(): expected distributed items and balanced samples",
                 self.buffer.step,
-                "call .distribute(axis) first",
+                "call .distribute(axis) on both graphs, and .balance() on the samples, first",
             )
         graph = (
             self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
@@ -407,7 +416,8 @@ class DGraph:
         node[samples.sample] = np.arange(len(samples.sample))
         if (at := node[self.sample]).min(initial=0) < 0:
             raise PlanError(
-                "follow(): a sample of these items was not placed",
+                "follow(): expected a placed sample for every item, but a sample of these items "
+                "was not placed",
                 self.buffer.step,
                 "select the same sources in both graphs",
             )
@@ -434,12 +444,11 @@ class DGraph:
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
 
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Return the graph with the axes along which the trainer broadcasts.
+        """Return the graph with more axes along which the trainer broadcasts.
 
-        The axes are ``TP``, ``CP``, ``PP`` and ``DP``, nested in any order.
-
-        One rank of each group (coordinate 0) fetches for all it serves; the others get nothing.
-        ``plan.fetchers()`` lists them.
+        The axes are ``TP``, ``CP``, ``PP`` and ``DP``, nested in any order. The rank with
+        coordinate 0 along them fetches for its group; the other ranks fetch nothing.
+        ``plan.fetchers()`` lists the ranks that fetch.
         """
         try:
             both = broadcast_dims((*self.broadcast, *dims))
@@ -450,7 +459,7 @@ class DGraph:
         )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
-        """Return the validated plan.
+        """Return the validated plan; raise ``PlanError`` if a primitive is missing.
 
         Other balanced graphs of the same samples become modules: ``plan(encoder=images)``.
         """
@@ -496,16 +505,17 @@ class DGraph:
         ).validate()
 
     def placeholders(self) -> Placeholders | None:
-        """Return the place of each item's output in its sample; None for samples."""
+        """Return the tokens of its sample that each item's output replaces; None for samples."""
         if not self.items:
             return None
         column = next(iter(self.columns))
         return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
 
     def sizes(self) -> np.ndarray:
-        """Return the sizes of the nodes that count against the capacity.
+        """Return the sizes of the nodes that count against the capacity: int64.
 
-        The size of a sample is its tokens with padding, that of an item its first ragged column.
+        The size of a sample is its tokens with padding. That of an item is its value in the first
+        selected ragged column, such as its patches.
         """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
@@ -523,13 +533,13 @@ class DGraph:
         )
 
     def check_sizes(self, capacity: int) -> None:
-        """Raise for a sample that no microbatch can hold; the error names it."""
+        """Raise ``PlanError`` for a node larger than ``capacity``; 0: no limit."""
         sizes = self.sizes()
         if capacity and len(sizes) and int(sizes.max()) > capacity:
             i = int(sizes.argmax())
             raise PlanError(
-                f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens "
-                f"with padding, a microbatch holds {capacity}",
+                f"sample {self.buffer[int(self.sample[i])]}: expected at most the {capacity} "
+                f"tokens of a microbatch, got {int(sizes[i])} with padding",
                 self.buffer.step,
                 "raise the context, or let on_long truncate or split long samples",
             )
@@ -556,9 +566,9 @@ class DGraph:
 
     @property
     def loader(self) -> Binding:
-        """The loader of each node.
+        """The loader of each node of a planned step (``session.graph(step)``).
 
-        Only a planned step has it (``session.graph(step)``); in a strategy it raises.
+        In a strategy it raises ``PlanError``, since plans must not depend on loaders.
         """
         if self.bound is None:
             raise loader_is_hidden("graph.loader", self.buffer.step)
@@ -567,28 +577,28 @@ class DGraph:
 
     @property
     def constructor(self) -> tuple[str, ...]:
-        """The constructor of each bucket, by bucket number. Planning sets it."""
+        """The constructor of each bucket of a planned step; in a strategy it raises."""
         if self.bound is None:
             raise unbound(self.buffer.step)
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """Return each applied transform or grouping, with the node states before and after it."""
+        """Return each applied primitive, with the states of the nodes before and after it."""
         return edges_of(self.trail, self.bound is not None)
 
     def to_mermaid(self) -> str:
-        """Return a Mermaid flowchart from sources to microbatches, with their load over the mean.
+        """Return a Mermaid flowchart from sources to microbatches; long lists are shortened.
 
-        Long lists are shortened.
+        Loads are costs over the mean bucket.
         """
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)
 
     def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
-        """Write one self-contained page with the slot and cost of every sample.
+        """Write one self-contained HTML page with the slot and cost of every sample.
 
-        ``modules`` as in ``plan``.
+        ``modules`` as in ``plan``. Of a large step only the most expensive samples are listed.
         """
         from overlord.planning.graph.page import write_page
 

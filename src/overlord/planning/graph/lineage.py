@@ -24,17 +24,23 @@ if TYPE_CHECKING:
 
 
 def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) -> Assignment:
-    """Return the assignment of a mixed, distributed and balanced graph; else raise."""
+    """Return the assignment of a graph; raise ``PlanError`` unless mixed, distributed, balanced.
+
+    ``name``: module of the plan. ``ends``: placeholders of items; None for samples.
+    """
     if not graph.mixed:
         raise PlanError(
-            f"module {name!r} was never mixed", graph.buffer.step, "call .mix() after from_buffer"
+            f"module {name!r}: expected a mixed graph, got one without .mix()",
+            graph.buffer.step,
+            "call .mix() after from_buffer",
         )
     if graph.axis is None or graph.placement is None:
         missing = "distribute" if graph.axis is None else "balance"
         raise PlanError(
-            f"module {name!r} was never given {missing}()",
+            f"module {name!r}: expected a distributed and balanced graph, got one without "
+            f".{missing}()",
             graph.buffer.step,
-            'balance("none") keeps stream order',
+            'call .distribute(axis), then .balance(); balance("none") keeps stream order',
         )
     p, n = graph.placement, graph.tree.n_buckets(graph.axis)
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
@@ -61,7 +67,10 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
 
 
 def check_module(graph: DGraph, what: str, other: Any) -> None:
-    """Raise unless ``other`` is a graph of the same samples on the same mesh."""
+    """Raise ``PlanError`` unless ``other`` is a graph of the same samples on the same mesh.
+
+    ``what`` names ``other`` in the error.
+    """
     if not isinstance(other, type(graph)):
         raise PlanError(
             f"{what}: expected a DGraph, got {type(other).__name__}",
@@ -73,21 +82,21 @@ def check_module(graph: DGraph, what: str, other: Any) -> None:
         for n in ("source", "epoch", "file", "row", "part")
     ):
         raise PlanError(
-            f"{what} was made from other samples",
+            f"{what}: expected a graph of the same samples, got one of others",
             graph.buffer.step,
             "start both graphs from one mixed graph",
         )
     if other.tree != graph.tree:
         problem = f"{what}: expected a graph on {graph.tree}, got one on {other.tree}"
         raise PlanError(
-            problem, graph.buffer.step, "give both graphs the place that the strategy is given"
+            problem, graph.buffer.step, "make both graphs with the place that the strategy gets"
         )
 
 
 def check_memory(graph: DGraph, capacity: float | None) -> None:
-    """Raise unless memory has a function and a bound, or neither.
+    """Raise ``PlanError`` unless a graph has a memory function and a valid bound, or neither.
 
-    The error names a node that alone breaks the bound.
+    Also raise if one node alone exceeds the bound.
     """
     if capacity is not None and (
         not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
@@ -114,8 +123,8 @@ def check_memory(graph: DGraph, capacity: float | None) -> None:
     ):
         i = int(graph.memory.argmax())
         raise PlanError(
-            f"sample {graph.buffer[int(graph.sample[i])]} takes "
-            f"{float(graph.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
+            f"sample {graph.buffer[int(graph.sample[i])]}: expected at most {capacity:.12g} of "
+            f"memory, that of a microbatch, got {float(graph.memory[i]):.12g}",
             graph.buffer.step,
             "raise memory_capacity, or let on_long truncate or split long samples",
         )
@@ -137,7 +146,7 @@ STATES = {
 
 
 class Edge(NamedTuple):
-    """One transform or grouping that took all nodes from one state to the next."""
+    """One applied primitive, with the states of the nodes before and after it."""
 
     before: str
     after: str
@@ -158,16 +167,16 @@ class Binding:
         return self.names[int(self.index[i])]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of nodes by holder, without holders of none."""
+        """Return the number of nodes by holder, without holders that have none."""
         n = np.bincount(self.index, minlength=len(self.names)).tolist()
         return {name: count for name, count in zip(self.names, n, strict=True) if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
-    """Bindings that planning added to a graph.
+    """The plan of a planned graph, and the loaders and constructors of that plan.
 
-    ``loader`` is by sample of the plan, whatever the nodes are.
+    ``loader`` is by sample of the plan, even if nodes are items.
     """
 
     plan: LoadingPlan
@@ -176,7 +185,7 @@ class Bound:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view: the owner may be a user function."""
+    """Return a read-only view of an array, whose owner may be user code."""
     if not array.flags.writeable:
         return array
     view = array.view()
@@ -186,17 +195,16 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 def unbound(step: int) -> PlanError:
     return PlanError(
-        "no constructor is bound before the step is planned",
+        "graph.constructor: expected a planned step, got a graph to which no constructor is bound",
         step,
-        "session.graph(step).constructor names them by bucket",
+        "use session.graph(step).constructor once the step is planned",
     )
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """Return the states of the nodes before and after each operation.
+    """Return an Edge for each primitive of a trail; ``planned`` adds one for ``plan()``.
 
-    An operation that is not in ``STATES``, such as balance, pack or one of a user, places the
-    nodes.
+    A primitive that is not in ``STATES``, such as ``balance`` or a user's, places the nodes.
     """
     edges, state = [], "buffered"
     for what in trail:
@@ -222,9 +230,9 @@ def planned_graph(
     loaders: tuple[str, ...],
     sync: str = "microbatch",
 ) -> DGraph:
-    """Return the graph of a planned step: the nodes of its backbone with their bindings.
+    """Return the graph of a planned step, for display: the nodes of its backbone and their loaders.
 
-    For display; it has the metadata of the plan only.
+    Its only metadata is ``tokens``. ``loader``: number in ``loaders`` of each sample's loader.
     """
     from overlord.planning.graph.dgraph import DGraph
 

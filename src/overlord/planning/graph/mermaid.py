@@ -1,4 +1,4 @@
-"""Draw a graph as a Mermaid flowchart; long lists are shortened, with a note."""
+"""Mermaid flowcharts of graphs. A long list is shortened, with a note of its length."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
 
 SHOWN = 8  # sources, loaders and buckets with a box of their own
-CELLS = 4  # microbatches of a bucket
+CELLS = 4  # microbatches of a bucket with a box of their own
 _CODES = str.maketrans({c: f"#{ord(c)};" for c in '#"<>&`'})  # the entity codes of Mermaid
 
 
 def escaped(text: str) -> str:
-    """Return text that is valid in a quoted label: names of sources are the user's."""
+    """Return text that is valid in a quoted label of Mermaid, such as the name of a source."""
     return "".join(c if c.isprintable() else " " for c in text.translate(_CODES))
 
 
 def flowchart(graph: DGraph) -> str:
-    """Return a chart of sources, loaders of a planned step, primitives, buckets and microbatches.
+    """Return a Mermaid chart of sources, loaders, primitives, buckets and microbatches.
 
-    Loads are costs over the mean.
+    Only a planned step has loaders. Loads are costs over the mean bucket.
     """
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
@@ -40,7 +40,7 @@ def flowchart(graph: DGraph) -> str:
 
 
 def _fronts(graph: DGraph) -> list[str]:
-    """Return the lines of the origins of nodes: sources, then the loaders that held them."""
+    """Return the chart's lines of the sources of nodes and the loaders that held them."""
     names, of = graph.buffer.names, graph.buffer.source[graph.sample]
     counts = np.bincount(of, minlength=len(names))
     shown = _largest(counts)
@@ -73,9 +73,9 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
 
 
 def _buckets(graph: DGraph, p: ItemPlacement, n: int, origin: str) -> list[str]:
-    """Return the lines of all buckets if there are few.
+    """Return the chart's lines of buckets and their microbatches.
 
-    Of many, return the most expensive and the lightest, which show an imbalance.
+    More than SHOWN buckets are reduced to the most expensive and the cheapest ones.
     """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     if graph.tasks is not None:  # a sample may be on several buckets

@@ -26,21 +26,25 @@ SCRIPTS = ("data.js", "chart.js", "flow.js", "panels.js", "main.js")
 def write_page(
     graph: DGraph, path: str | os.PathLike[str], modules: Mapping[str, DGraph] | None = None
 ) -> None:
-    """Write the page of a graph. Other graphs of the same samples are its further modules."""
+    """Write the page of a graph; ``modules`` are other graphs of the same samples.
+
+    Raise ``PlanError`` for an incomplete graph, ``OverlordError`` if the file cannot be written.
+    """
     text = page(step_of(graph, modules or {}))
     try:
         with open(path, "w", encoding="utf-8") as out:
             out.write(text)
     except OSError as fault:
         raise OverlordError(
-            f"{os.fspath(path)}: the page cannot be written: {fault.strerror or fault}"
+            f"{os.fspath(path)}: the page cannot be written: {fault.strerror or fault}; "
+            "give a path in a writable directory"
         ) from fault
 
 
 def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> PageStep:
-    """Return a planned step of a graph; a graph without a plan is planned here.
+    """Return the data of a graph's step, for its page.
 
-    The error names a missing call.
+    A graph that was not planned is planned here; ``PlanError`` names a primitive that is missing.
     """
     if graph.bound is not None and not modules:
         return PageStep(
@@ -68,9 +72,9 @@ def page(step: PageStep) -> str:
 
 
 def in_script(value: Any) -> str:
-    """Return JSON that is safe in a script element.
+    """Return a value as JSON text that is safe in a script element of HTML.
 
-    The name of a source cannot end the element, or open a comment.
+    The name of a source can neither end the element nor open a comment.
     """
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -2,8 +2,9 @@
 
 Columns are base64 of little-endian arrays: a page may hold 30,000 samples.
 
-A page stays below three megabytes. If a step is too large for that, loads are summed: microbatches
-first, then the lightest sources. Only the most expensive samples are listed. The page says so.
+A page stays below three megabytes. If a step is too large for that, loads are summed: over
+microbatches first, then over the cheapest sources. Only the most expensive samples are listed, and
+the page shows a note.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from overlord.plan.plan import Assignment, LoadingPlan
     from overlord.planning.graph.lineage import Binding, Edge
 
-BUDGET = 2_600_000  # characters of all columns; names and the page itself are extra
-CELLS = 60_000  # loads by (bucket, microbatch, source), over all modules
-GRID = 32_768  # loads by (bucket, microbatch), over all modules
-SOURCES = 12  # sources with loads of their own if sources are summed
+BUDGET = 2_600_000  # most characters of all columns; names and the page itself are extra
+CELLS = 60_000  # most loads by (bucket, microbatch, source), over all modules
+GRID = 32_768  # most loads by (bucket, microbatch), over all modules
+SOURCES = 12  # sources with loads of their own if the others are summed
 ID_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens")
 ITEM_COLUMNS = ("bucket", "microbatch", "slot", "size", "cost")
 # boxes of the flow picture, at most
@@ -36,7 +37,7 @@ BINS = 24  # of the histograms of lengths: powers of two
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageStep:
-    """One planned step for a page. ``loader`` is by sample; None if no loader is known."""
+    """A planned step to show on a page. ``loader`` is by sample; None if loaders are unknown."""
 
     plan: LoadingPlan
     place: Mesh
@@ -45,9 +46,10 @@ class PageStep:
 
 
 def column(values: np.ndarray) -> list[str]:
-    """Return [kind, base64] with the smallest kind that holds the values.
+    """Return [kind, base64] of a column of numbers, none negative if they are integers.
 
-    Integers above 2**32 become doubles, exact to 2**53.
+    Floats become ``f4``. Integers get the smallest kind that holds them; from 2**32 on they become
+    doubles, exact to 2**53.
     """
     if values.dtype.kind == "f":
         kind = "f4"
@@ -58,7 +60,7 @@ def column(values: np.ndarray) -> list[str]:
 
 
 def facts(step: PageStep) -> dict[str, Any]:
-    """Return all data of the page."""
+    """Return all data of a step's page as a JSON value."""
     plan, n = step.plan, len(step.plan.modules)
     names = ["backbone", *sorted(name for name in plan.modules if name != "backbone")]
     modules = [_module(step, name, CELLS // n, GRID // n) for name in names]
@@ -141,7 +143,10 @@ def _sums(flat: np.ndarray, n: int, a: Assignment) -> dict[str, Any]:
 
 
 def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, Any]:
-    """Return non-empty loads by (bucket, microbatch, source); coarser if there are too many."""
+    """Return non-empty loads by (bucket, microbatch, source).
+
+    If there are more than ``most``, they are summed over microbatches, then over cheap sources.
+    """
     n, source = len(plan.names), plan.source[a.sample].astype(np.int64)
     alone: list[int] | None = None  # sources that are not summed; None: all
     for coarser in ("", "microbatches", "sources"):
@@ -169,7 +174,10 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
 
 
 def _list_samples(step: PageStep, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
-    """Return ids and slots of the samples that fit the budget, the most expensive first."""
+    """Return the ids of listed samples, and add their slots to ``modules``.
+
+    If all samples exceed ``budget`` characters, the most expensive ones are listed, in their order.
+    """
     plan = step.plan
     whole = _listed(step, np.arange(len(plan)))
     size = _characters(whole["ids"]) + sum(map(_characters, whole["items"]))
@@ -211,9 +219,10 @@ def _characters(columns: dict[str, Any]) -> int:
 
 
 def _flow(step: PageStep, a: Assignment) -> dict[str, Any]:
-    """Return boxes of four layers and the loads between neighbours.
+    """Return the flow picture: the boxes of its layers, and the loads between adjacent layers.
 
-    Long lists are summed into ranges or one last box.
+    The layers are sources, loaders if known, buckets and microbatches. Long lists are summed into
+    ranges or one last box.
     """
     plan, source = step.plan, step.plan.source[a.sample].astype(np.int64)
     layers: list[tuple[str, list[Any], np.ndarray]] = []
@@ -251,9 +260,9 @@ def _flow(step: PageStep, a: Assignment) -> dict[str, Any]:
 
 
 def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any], np.ndarray]:
-    """Return boxes by number, and the box of every item.
+    """Return a list of boxes by number, and the position in it of every item's box.
 
-    The most expensive boxes keep their order; all others become one box ``-1``.
+    At most ``most`` boxes are listed: the most expensive in their order, the others as one, ``-1``.
     """
     weight, count = np.bincount(of, weights=cost, minlength=n), np.bincount(of, minlength=n)
     there = np.flatnonzero(count)
@@ -265,7 +274,10 @@ def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any]
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ranks as text: runs as 0-7, steps as 0, 8, ..., 56."""
+    """Return ranks as short text: "0-7" if consecutive, "0, 8, ..., 56" if evenly spaced.
+
+    Of other lists, the first seven and the last are named.
+    """
     if len(numbers) > 2:
         step = numbers[1] - numbers[0]
         if list(numbers) == list(range(numbers[0], numbers[-1] + 1, step or 1)):

@@ -1,11 +1,11 @@
 """Mixing schedules, as ``ov.schedule``: source weights by step and by trainer reports.
 
-A schedule is any ``schedule(step, feedback) -> weights``: weights by source name (others weigh 0),
-or one for every source in order. It is called once for every planned step, in step order, so it may
-learn. A schedule that learns has ``state_dict()`` (plain JSON values) and
-``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also chooses among
-look-ahead candidates, the lowest scores first. The library's schedules are below;
-``register_schedule`` gives yours a name for job files.
+A schedule is any function ``schedule(step, feedback) -> weights``. It returns weights by source
+name (sources without one have weight 0), or one weight for every source in order. It is called once
+for every planned step, in step order, so it may learn. A schedule that learns has ``state_dict()``
+(plain JSON values) and ``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores``
+also chooses among look-ahead candidates, the lowest scores first. ``register_schedule`` gives your
+schedule a name for job files.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _registered: dict[str, Callable[..., Any]] = {}
 class Registered:
     """A schedule made by a registered factory.
 
-    It behaves like the schedule, and keeps its name and arguments for job files.
+    It has all attributes of the schedule, and keeps the factory's name and arguments for job files.
     """
 
     def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
@@ -143,9 +143,8 @@ class Registered:
 def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
     """Allow job files to use ``mixture: {schedule: name, ...}`` with the factory's arguments.
 
-    Return a function that does the same in Python.
-
-    A name can be registered again only for the same factory, after it was edited.
+    Return a function that makes the schedule from these arguments in Python. A name can be
+    registered again only for a factory of the same module and name, such as an edited one.
     """
     if not isinstance(name, str) or not name or not callable(factory):
         raise JobError(
@@ -154,7 +153,7 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     known = BUILT_IN.get(name) or _registered.get(name)
     if known is not None and _place(known) != _place(factory):
         raise JobError(
-            [f"expected an unused name, got {name!r} of {_place(known)}; choose another"],
+            [f"expected an unused name, got {name!r} of {_place(known)}; choose another name"],
             "register_schedule",
         )
     if name not in BUILT_IN:
@@ -163,12 +162,12 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
 
 
 def factories() -> dict[str, Callable[..., Any]]:
-    """Return all named schedules."""
+    """Return the factories of all named schedules, built-in and registered."""
     return {**BUILT_IN, **_registered}
 
 
 def make(name: str, /, **arguments: Any) -> Any:
-    """Return a schedule by its name, as for a job file."""
+    """Return the schedule that the factory of a name makes from ``arguments``."""
     if name in BUILT_IN:
         return BUILT_IN[name](**arguments)
     if name not in _registered:
@@ -187,9 +186,9 @@ def _place(fn: Any) -> str:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """Return the weights of a schedule, checked, one for every source in order.
+    """Return one weight for every source in order; raise ``JobError`` for invalid weights.
 
-    Numbers of numpy are accepted.
+    Sources that a mapping does not name have weight 0. Numbers and arrays of numpy are accepted.
     """
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
@@ -219,7 +218,7 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
 
 
 def as_float(weight: Any) -> Any:
-    """Return a number of any library as a float, and other values unchanged for the check."""
+    """Return a number of Python or numpy as a float, and any other value unchanged."""
     return (
         float(weight)
         if isinstance(weight, (int, float, np.integer, np.floating))

@@ -1,4 +1,4 @@
-"""Base of the library's schedules: inner schedules, names, state, and the argument check."""
+"""Base class of the built-in schedules: inner schedules, names, state, and argument checks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Weights = Mapping[str, float] | Sequence[float]
 
 
 class Schedule(Protocol):
-    """``schedule(step, feedback) -> weights``.
+    """A function ``schedule(step, feedback) -> weights``.
 
-    Called once for every planned step, in step order.
+    It is called once for every planned step, in step order.
     """
 
     def __call__(self, step: int, feedback: Feedback) -> Weights: ...
@@ -27,7 +27,7 @@ Part = Mapping[str, float] | Schedule  # accepted wherever a schedule needs weig
 
 
 class Base:
-    """A schedule as a frozen dataclass.
+    """A built-in schedule; subclasses are frozen dataclasses whose fields are its parameters.
 
     Schedules with equal parameters are equal; their learned state is not a parameter.
     """
@@ -40,7 +40,7 @@ class Base:
 
     @property
     def fingerprint(self) -> str:
-        """Text that saved states compare, the same in every process."""
+        """Text of the parameters for comparison with a saved state, the same in every process."""
         return self._written(stable)
 
     def _written(self, form: Callable[[Any], str]) -> str:
@@ -51,7 +51,7 @@ class Base:
         return f"{self.kind}({', '.join(f'{name}={form(value)}' for name, value in given.items())})"
 
     def parameters(self) -> dict[str, Any]:
-        """Return the arguments that make this schedule again, without defaults."""
+        """Return the arguments that make an equal schedule, without those at their default."""
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}  # type: ignore[arg-type]
         return {
             name: value
@@ -60,12 +60,12 @@ class Base:
         }
 
     def parts(self) -> dict[str, Any]:
-        """Return the inner schedules, by their name in the state."""
+        """Return the inner schedules by name; ``state_dict`` uses the same names."""
         return {f.name: value for f in fields(self) if callable(value := getattr(self, f.name))}  # type: ignore[arg-type]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the sources that the arguments give a weight."""
+        """Names of the sources that the arguments mention."""
         return tuple(
             dict.fromkeys(
                 name for part in self.parts().values() for name in getattr(part, "sources", ())
@@ -73,14 +73,17 @@ class Base:
         )
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Self:
-        """Return this schedule with the weights of the job's sources and their sizes in rows."""
+        """Return this schedule with defaults from the job: weights and rows of its sources.
+
+        ``rows``: number of rows by source; None: unknown without reading the source.
+        """
         inner = {name: bind(part, weights, rows) for name, part in self.parts().items()}
         changed = {name: part for name, part in inner.items() if part is not getattr(self, name)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether reports change the weights. If not, planning need not wait for them."""
+        """Whether reports of trainers change the weights."""
         return any(learns(part) for part in self.parts().values())
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +95,8 @@ class Base:
         parts = self.parts()
         if unknown := [key for key in state if not has_state(parts.get(key))]:
             raise ValueError(
-                f"schedule {self.kind}: the state is of another schedule, it has {unknown[0]!r}"
+                f"schedule {self.kind}: expected the state of such a schedule, got the state of "
+                f"another schedule, with {unknown[0]!r}"
             )
         for key, inner in state.items():
             parts[key].load_state_dict(inner)
@@ -100,13 +104,13 @@ class Base:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Constant(Base):
-    """The same weights at every step.
+    """A schedule with the same weights at every step.
 
-    Plain weights inside other schedules are also of this class.
+    Plain weights inside other schedules become objects of this class.
     """
 
     kind: ClassVar[str] = "constant"
-    # pairs (name, weight), sorted by name: the given order has no meaning
+    # given as a mapping; stored as pairs (name, weight), sorted by name
     weights: Any
 
     def __post_init__(self) -> None:
@@ -133,7 +137,7 @@ class Constant(Base):
 
 
 class Check:
-    """Collects the problems of a schedule's arguments, so that one error lists all of them."""
+    """The check of a schedule's arguments; ``done`` raises one error that lists all problems."""
 
     def __init__(self, schedule: Base):
         self.schedule = schedule
@@ -144,7 +148,7 @@ class Check:
             raise JobError(self.found, f"schedule.{self.schedule.kind}")
 
     def set(self, name: str, value: Any) -> None:
-        """Set a field to its checked form, although the object is frozen."""
+        """Set a field of the schedule to its checked form, although the dataclass is frozen."""
         object.__setattr__(self.schedule, name, value)
 
     def whole(self, least: int, *names: str) -> None:
@@ -180,7 +184,7 @@ class Check:
         return False
 
     def part(self, name: str, value: Any) -> Any:
-        """Return weights as a schedule, or the given schedule itself."""
+        """Return weights as a ``Constant``, or the given schedule itself; record any problem."""
         if isinstance(value, Mapping):
             try:
                 return Constant(value)
@@ -192,8 +196,8 @@ class Check:
             )
         elif hasattr(value, "prefer"):
             self.found.append(
-                f"{name}: {value!r} chooses samples, so it must be the outermost; give it this "
-                "schedule as its weights"
+                f"{name}: expected a schedule without prefer(), got {value!r}; make it the outer "
+                "schedule, and pass this one as its weights"
             )
         return value
 
@@ -203,9 +207,9 @@ class Check:
 
 
 def bind(part: Any, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Any:
-    """Return a mixture with values that only the job knows.
+    """Return ``part.bound(weights, rows)``: a schedule with defaults from the job.
 
-    Schedules that need none are returned unchanged.
+    Schedules and weights without ``bound`` are returned unchanged.
     """
     return part.bound(weights, rows) if callable(getattr(part, "bound", None)) else part
 
@@ -217,7 +221,7 @@ def has_state(part: Any) -> bool:
 
 
 def learns(part: Any) -> bool:
-    """Return whether a schedule learns: it has ``takes_feedback``, or a state.
+    """Return whether a schedule uses reports: its ``takes_feedback``, else whether it has a state.
 
     A plain function of the step does not.
     """
@@ -226,9 +230,9 @@ def learns(part: Any) -> bool:
 
 
 def follows_from_step(part: Any) -> bool:
-    """Return whether the weights are a function of the step alone, without user code.
+    """Return whether a schedule is built in, inner ones included, and uses no reports.
 
-    Then the schedule may be called for any step.
+    Such a schedule may be called for any step, in any order.
     """
     return (
         isinstance(part, Base)
@@ -248,9 +252,9 @@ def weight_problems(weights: Any) -> list[str]:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights that sum to 1.
+    """Return weights scaled to the sum 1; at least one must be above 0.
 
-    One rounding per operation and an exactly rounded sum: equal on every machine.
+    The result is equal on every machine: one rounding per operation, and an exactly rounded sum.
     """
     top = max(weights.values())
     scaled = {name: weight / top for name, weight in weights.items()}
@@ -259,9 +263,9 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def named(given: Weights, step: int, where: str) -> Mapping[str, float]:
-    """Return the weights of an inner schedule, which must be by source name.
+    """Return ``given``, the weights of an inner schedule; raise unless valid and by source name.
 
-    Only the job knows the order of its sources.
+    A list is refused, since schedules do not receive the order of the sources.
     """
     if not isinstance(given, Mapping):
         raise JobError(
@@ -283,9 +287,10 @@ def is_real(value: Any) -> bool:
 
 
 def stable(value: Any) -> str:
-    """Return a value as text without addresses.
+    """Return a value as text that is the same in every process.
 
-    The text of a function without a ``fingerprint`` is its name.
+    It is the ``fingerprint`` if the value has one, else its ``repr``. A ``repr`` with a memory
+    address is replaced by the name of the function or type.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {stable(inner)}" for key, inner in value.items()) + "}"

@@ -1,9 +1,9 @@
 """Curricula: schedules that also choose which of the look-ahead candidates a step takes.
 
 ``prefer`` gives every candidate a score; the lowest are taken first, ties in stream order. The
-score is the excess of a sample's difficulty over the limit of the step. So all samples that are
-easy enough tie and keep their order, and after the ramp the plain stream is taken. Samples that are
-passed over come later; nothing is dropped.
+score is the excess of a sample's difficulty over the limit of the step. So samples up to the limit
+tie and keep their order, and after the ramp the plain stream is taken. Samples that are passed over
+come later; none is dropped.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Curriculum(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """Return the highest difficulty at a step.
+        """Return the highest difficulty of an easy sample at a step.
 
-        It rises evenly from ``low`` at step 0, and is unlimited from ``steps`` on.
+        It rises evenly from ``low`` at step 0 towards ``high``, and is infinite from ``steps`` on.
         """
         return _rise(self.low, self.high, step, self.steps)
 
@@ -86,9 +86,9 @@ class LengthWarmup(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """Return the greatest length at a step.
+        """Return the greatest length of a short sample at a step.
 
-        It rises evenly from ``start`` at step 0, and is unlimited from ``steps`` on.
+        It rises evenly from ``start`` at step 0 towards ``end``, and is infinite from ``steps`` on.
         """
         return _rise(self.start, self.end, step, self.steps)
 
@@ -109,9 +109,9 @@ def curriculum(
     """Return a schedule that takes easy samples first.
 
     A sample is easy if its ``column`` is at most a threshold, which rises from ``low`` to ``high``
-    over ``steps``.
+    over ``steps`` steps. ``weights``: default is the sources' own weights.
 
-    The column is metadata (``ov.Meta``), with the same scale in every source. It needs
+    The column is metadata (``ov.Meta``), with the same scale in every source. The schedule needs
     ``Job(look_ahead=...)`` above 1: a step chooses among ``look_ahead`` times its samples. A larger
     value makes a sharper curriculum.
     """
@@ -121,9 +121,10 @@ def curriculum(
 def length_warmup(
     start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens"
 ) -> LengthWarmup:
-    """Return a schedule that takes short samples first.
+    """Return a schedule that takes short samples first, for a job with ``look_ahead`` above 1.
 
-    The limit rises from ``start`` to ``end`` tokens over ``steps``.
+    The limit of ``column`` rises from ``start`` to ``end`` over ``steps`` steps. ``weights``:
+    default is the sources' own weights.
     """
     return LengthWarmup(start, end, steps, weights, column)
 
@@ -150,15 +151,15 @@ def _rise(low: float, high: float, step: int, steps: int) -> float:
 
 
 def _above(candidates: Buffer, column: str, threshold: float) -> np.ndarray:
-    """Return the excess of each candidate over the threshold. NaN counts as the largest."""
+    """Return the excess of each candidate's ``column`` over the threshold; infinity for NaN."""
     if threshold == math.inf:
         return np.zeros(len(candidates))
     values = candidates.column(column)
     if isinstance(values, Ragged):
         raise PlanError(
-            f"metadata {column!r} holds several values a sample",
+            f"curriculum: expected one number for each sample in {column!r}, got lists",
             candidates.step,
-            "a curriculum needs one number each",
+            "give each sample one number with ov.Meta",
         )
     difficulty = np.asarray(values, np.float64)
     return np.where(np.isnan(difficulty), math.inf, np.maximum(difficulty - threshold, 0.0))

@@ -1,4 +1,4 @@
-"""Online data mixing: sources with a higher loss are drawn more, learned while training.
+"""Online data mixing (ODM): weights learned from losses; a source with a higher loss gets more.
 
 The method is Exp3, as in "Efficient Online Data Mixing".
 
@@ -27,13 +27,13 @@ from overlord.planning.schedule.base import (
     weight_problems,
 )
 
-# a larger loss counts as this one: sums stay finite, and only this source would be drawn either way
+# upper limit of a loss: keeps sums finite, and such a source would get all draws with any value
 LARGEST = 1e6
 
 
 @dataclass(slots=True)
 class Learned:
-    """The state that ODM learned from reports."""
+    """What ODM has learned from reports: rewards, last losses, and counts of updates."""
 
     updates: int = 0
     reward: dict[str, float] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Odm(Base):
     def _take_weights(self, check: Check) -> None:
         if callable(self.weights) and not isinstance(self.weights, Constant):
             check.found.append(
-                f"weights: expected the weights to begin with, by source name, got {self.weights!r}"
+                f"weights: expected initial weights by source name, got {self.weights!r}"
             )
             return
         names = (
@@ -89,8 +89,8 @@ class Odm(Base):
             share = self.floor if isinstance(self.floor, float) else 0.0
             if share * len(self.sources) > 1 + 1e-9:
                 check.found.append(
-                    f"floor: {share:g} for each of {len(self.sources)} sources is more "
-                    "than there is"
+                    f"floor: expected shares that sum to at most 1, got {share:g} for each of "
+                    f"{len(self.sources)} sources"
                 )
             return
         floors = dict(self.floor)
@@ -104,7 +104,7 @@ class Odm(Base):
             ]
         if not wrong and math.fsum(floors.values()) > 1 + 1e-9:
             check.found.append(
-                f"floor: the floors sum to {math.fsum(floors.values()):g}, more than 1"
+                f"floor: expected shares that sum to at most 1, got {math.fsum(floors.values()):g}"
             )
         check.set(
             "floor",
@@ -114,7 +114,7 @@ class Odm(Base):
         )
 
     def __call__(self, step: int, feedback: Feedback) -> dict[str, float]:
-        """Learn from the reports of one step and return the resulting weights."""
+        """Update the learned state from the reports of one step, and return the new weights."""
         prior = shares(self._prior(step, feedback))
         reported = self._observe(list(prior), feedback)
         known = self.learned
@@ -132,7 +132,7 @@ class Odm(Base):
         return prior
 
     def _observe(self, names: list[str], feedback: Feedback) -> bool:
-        """Keep valid losses, count the others. Return whether there was a valid one."""
+        """Store valid losses and count invalid ones; return whether there was a valid one."""
         known, any_good = self.learned, False
         for name in names:
             if (key := f"{self.metric}/{name}") not in feedback:
@@ -144,10 +144,9 @@ class Odm(Base):
         return any_good
 
     def _reward(self, names: list[str]) -> None:
-        """Update the rewards once.
+        """Update the rewards once, from the last loss of each source.
 
-        A source without a report counts with its last loss. A source that never had a report counts
-        with the mean of the others.
+        A source that never had a report counts with the mean of the others.
         """
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)
@@ -158,13 +157,13 @@ class Odm(Base):
         known.updates += 1
 
     def _rewards(self, names: list[str]) -> dict[str, float]:
-        """Return the rewards; a source that was added later starts at the mean of the others."""
+        """Return the reward of each source; one without a reward has the mean of the others."""
         known = self.learned.reward
         middle = math.fsum(known.values()) / len(known) if known else 0.0
         return {name: known.get(name, middle) for name in names}
 
     def _mixed(self, prior: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights of Exp3's rule, which starts and explores with the given weights."""
+        """Return the weights by Exp3's rule, which starts and explores with weights ``prior``."""
         n, t, reward = len(prior), self.learned.updates, self._rewards(list(prior))
         rate = self.rate if self.rate is not None else _exploration(n, t - 1)
         explore = n * _exploration(n, t)
@@ -216,7 +215,10 @@ class Odm(Base):
             "loss": {str(name): float(x) for name, x in state["loss"].items()},
         }
         if not all(math.isfinite(x) for column in numbers.values() for x in column.values()):
-            raise ValueError("schedule odm: the state holds a value that is not a number")
+            raise ValueError(
+                "schedule odm: expected finite rewards and losses in the state, got one that is "
+                "infinite or not a number"
+            )
         self.learned.updates = int(state["updates"])
         self.learned.reward, self.learned.loss = numbers["reward"], numbers["loss"]
         self.learned.ignored = {str(name): int(n) for name, n in state["ignored"].items()}
@@ -225,7 +227,7 @@ class Odm(Base):
 def _exploration(n: int, t: int) -> float:
     """Return Exp3's exploration share for each of n sources after t updates.
 
-    A square root is correctly rounded on every machine.
+    The result is equal on every machine, since square roots are correctly rounded.
     """
     if t < 1:
         return 1 / n
@@ -241,13 +243,15 @@ def odm(
     rate: float | None = None,
     metric: str = "loss",
 ) -> Odm:
-    """Return a schedule that draws more from sources that are learned worst.
+    """Return a schedule that draws more from sources with a higher loss.
 
-    It uses the losses in ``client.report(step, {"loss/web": 2.31, ...})``.
+    Trainers report the losses: ``client.report(step, {"loss/web": 2.31, ...})``; ``metric`` is the
+    part before the slash.
 
     ``weights`` are those of the first ``warmup`` steps and of later exploration; a list of names
-    means equal weights. No source gets less than ``floor``. A loss counts as ``loss / scale``.
-    ``decay`` below 1 forgets old losses. ``rate`` fixes the learning rate, which otherwise falls
-    with the number of reports. Invalid losses are ignored and counted.
+    means equal weights. ``floor``: the least share of each source. A loss counts as
+    ``loss / scale``. ``decay`` below 1 reduces the effect of older losses. ``rate`` fixes the
+    learning rate, which otherwise falls with the number of reports. Invalid losses are ignored and
+    counted.
     """
     return Odm(weights, warmup, floor, scale, decay, rate, metric)

@@ -1,8 +1,8 @@
 """Schedules by step alone: constant, staged, linear, cosine, temperature.
 
-Weights are relative: only their ratios are drawn. A ramp goes from the shares of one mixture to
-those of another, so that it is even whatever their sums. At its ends, and beyond, the weights are
-exactly the given ones. Every argument that takes weights also takes another schedule.
+Only the ratios of weights matter. A ramp goes from the shares of one mixture to those of another,
+so the sums of their weights do not matter either. At its ends, and beyond, the weights are exactly
+the given ones. Every argument that takes weights also takes another schedule.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ class Staged(Base):
         ]
         if given and not wrong and 0 not in given:
             check.found.append(
-                f"stages: the first stage begins at step {min(given)}; give weights for steps "
-                "before it, from 0 on"
+                f"stages: expected a first stage at step 0, got the first at step {min(given)}; "
+                "give weights from step 0 on"
             )
         made = {first: check.part(f"stages[{first!r}]", part) for first, part in given.items()}
         check.done()
         check.set("stages", tuple(sorted(made.items(), key=lambda stage: stage[0])))
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
-        # Every stage is called at every step, so that one that learns from feedback has learned
-        # when it begins.
+        # Every stage is called at every step, so that one that learns receives every report.
         weights = [part(step, feedback) for _, part in self.stages]
         return weights[bisect_right([first for first, _ in self.stages], step) - 1]
 
@@ -86,17 +85,17 @@ class Staged(Base):
 
 
 def staged(stages: Mapping[int, Part]) -> Staged:
-    """Return a schedule with weights by step ranges.
+    """Return a schedule with weights by step ranges; ``stages`` maps first steps to weights.
 
-    As in ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``: each entry holds until the next
-    one starts.
+    Each entry is in force until the next one starts, as in
+    ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``. An entry for step 0 is required.
     """
     return Staged(stages)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Linear(Base):
-    """A ramp in equal steps. Arguments: see ``linear``."""
+    """A ramp in equal steps; ``linear`` describes its arguments."""
 
     kind: ClassVar[str] = "linear"
     start: Any
@@ -113,7 +112,7 @@ class Linear(Base):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Cosine(Base):
-    """A ramp along half a cosine. Arguments: see ``cosine``."""
+    """A ramp along half a cosine; ``cosine`` describes its arguments."""
 
     kind: ClassVar[str] = "cosine"
     start: Any
@@ -141,9 +140,9 @@ def _ramp_weights(
 ) -> Any:
     """Return the weights of a ramp at a step.
 
-    ``curve(k, n)``: the fraction of the ramp, 0 to 1, that is done after k of n steps.
+    ``curve(k, n)``: the fraction, 0 to 1, of the way from ``start`` to ``end`` after k of n steps.
     """
-    # Both ends are called at every step: one that learns must receive every report.
+    # Both ends are called at every step, so that one that learns receives every report.
     first = named(ramp.start(step, feedback), step, f"{ramp.kind}.start")
     last = named(ramp.end(step, feedback), step, f"{ramp.kind}.end")
     done = min(max(step - ramp.begin, 0), ramp.steps)
@@ -153,7 +152,7 @@ def _ramp_weights(
 
 
 def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) -> dict[str, float]:
-    """Return interpolated shares, clamped to their ends, which rounding could exceed slightly."""
+    """Return shares at fraction ``t`` from ``first`` to ``last``; rounding never exceeds these."""
     out = {}
     for name in sorted({*first, *last}):
         a, b = first.get(name, 0.0), last.get(name, 0.0)
@@ -162,14 +161,17 @@ def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) ->
 
 
 def linear(start: Part, end: Part, steps: int, begin: int = 0) -> Linear:
-    """Return a ramp from ``start`` to ``end`` in equal steps, which ends at ``begin + steps``."""
+    """Return a ramp from ``start`` to ``end`` in equal steps, from step ``begin`` on.
+
+    It ends at step ``begin + steps``.
+    """
     return Linear(start, end, steps, begin)
 
 
 def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
-    """Return a ramp from ``start`` to ``end`` along half a cosine.
+    """Return a ramp from ``start`` to ``end`` along half a cosine, fastest in the middle.
 
-    It is slow at both ends and fastest in the middle.
+    It begins at step ``begin`` and ends at step ``begin + steps``.
     """
     return Cosine(start, end, steps, begin)
 
@@ -190,12 +192,14 @@ class Temperature(Base):
         check = Check(self)
         ramped = self.end_tau is not None or self.steps is not None
         if ramped and (self.end_tau is None or self.steps is None):
-            check.found.append("end_tau, steps: a ramp of the temperature needs both")
+            check.found.append(
+                "end_tau, steps: expected both for a ramp of the temperature, got one of them"
+            )
         elif ramped:
             check.real("a finite number above 0", lambda tau: 0 < tau < math.inf, "tau", "end_tau")
             check.whole(1, "steps")
         else:
-            check.real("a number above 0 (infinity: all sources alike)", lambda tau: tau > 0, "tau")
+            check.real("a number above 0 (infinity: equal weights)", lambda tau: tau > 0, "tau")
         check.whole(0, "begin")
         if self.sizes is not None and check.mapping("sizes", self.sizes):
             check.found += _size_problems(dict(self.sizes))
@@ -248,8 +252,8 @@ class Temperature(Base):
             some = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
             raise JobError(
                 [
-                    f"sizes: how many rows {some} has is known only by reading it; give "
-                    f"sizes={{name: rows}}"
+                    f"sizes: expected formats that store their number of rows, got {some} without "
+                    f"it; give sizes={{name: rows}}"
                 ],
                 "schedule.temperature",
             )
@@ -272,7 +276,7 @@ def _size_problems(sizes: Mapping[Any, Any]) -> list[str]:
     return (
         found
         if found or any(sizes.values())
-        else ["sizes: all are zero, so no sample would ever be drawn"]
+        else ["sizes: expected at least one above 0, got only zeros"]
     )
 
 
@@ -285,11 +289,11 @@ def temperature(
 ) -> Temperature:
     """Return a schedule with weights ``size ** (1/tau)``.
 
-    A ``tau`` of 1 draws in proportion, a larger one favours small sources, infinity draws all
-    equally.
+    A ``tau`` of 1 gives weights proportional to the sizes, and infinity gives equal weights. Larger
+    values favour small sources.
 
-    ``sizes`` are rows, tokens or bytes. The default is the rows of the files, if their format
-    contains them. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to ``end_tau``
-    in equal steps from ``begin`` on.
+    ``sizes`` are rows, tokens or bytes by source. The default is the number of rows, if the format
+    of the files stores it. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to
+    ``end_tau`` in ``steps`` equal steps from step ``begin`` on.
     """
     return Temperature(tau, sizes, end_tau, steps, begin)

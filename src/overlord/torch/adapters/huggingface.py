@@ -30,9 +30,9 @@ def flattened(
     ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention; other kinds ignore them.
     ``no_cache``: add ``use_cache=False``. Without it models with eager or SDPA attention create a
     cache in training too, then ignore positions, and mix documents silently. ``seq_idx``: for
-    layers with a state (Mamba, gated delta). ``mask``: a four-dimensional mask for attention that
-    ignores positions; True for float32, or the dtype of the model. ``given``: the job's
-    ``Batch.labels``, if the microbatch cannot tell them.
+    layers with a state (Mamba, gated delta). ``mask``: add a four-dimensional mask for attention
+    that ignores positions; True for float32, or the dtype of the model. ``given``: the job's
+    ``Batch.labels``; None: detect the convention from the labels.
     """
     facts = need(
         mb,
@@ -68,7 +68,7 @@ def flattened(
 def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
     """Return a microbatch of ``Batch(layout="padded")`` under Hugging Face keys, [rows, context].
 
-    ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``.
+    The keys are ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``.
     """
     need(
         mb,
@@ -86,12 +86,12 @@ def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torc
 
 
 def documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the document of each token, int64 [tokens]."""
+    """Return the index of the document of each token, int64 [tokens]."""
     return document_of(torch.arange(tokens, device=bounds.device), bounds)
 
 
 def document_of(at: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Return the document of each of these positions of the microbatch."""
+    """Return the index of the document at each position of a microbatch."""
     return torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
 
 
@@ -100,8 +100,8 @@ def block_mask(
 ) -> torch.Tensor:
     """Return an additive attention mask, [1, 1, tokens, tokens].
 
-    It is 0 for an earlier or equal token of the same document, else the lowest number. Its size
-    grows with the square of the tokens.
+    It is 0 for the same or an earlier token of the same document, else the lowest number of the
+    dtype. Its size grows with the square of the tokens.
     """
     document = documents(bounds, tokens)
     at = torch.arange(tokens, device=bounds.device)

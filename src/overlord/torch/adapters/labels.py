@@ -25,7 +25,8 @@ def converted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return labels and loss mask of a microbatch in the wanted convention.
 
-    ``given``: the job's ``Batch.labels``; by default detected from the labels.
+    ``given``: the job's ``Batch.labels``; None: detect the convention from the labels. Raise
+    ``JobError`` if a slice of CP would need a conversion.
     """
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
@@ -53,7 +54,7 @@ _NO_SLICES = (
 
 
 def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: int) -> torch.Tensor:
-    """Move values by one position; ``nothing`` replaces values of another document."""
+    """Return values moved by one position; ``nothing`` replaces values of another document."""
     by = -1 if wanted == SHIFTED else 1
     moved = values.roll(by, dims=-1)
     if values.dim() == 2:
@@ -65,7 +66,10 @@ def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: in
 
 
 def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None:
-    """Raise ``JobError`` if a microbatch lacks a key that an adapter needs."""
+    """Raise ``JobError`` if a microbatch lacks a key that an adapter needs.
+
+    On a rank that another rank serves raise ``KeyError``, which names that rank.
+    """
     missing = [key for key in keys if key not in mb]
     if missing and "cu_seqlens" not in mb and isinstance(mb, (Microbatch, TensorMicrobatch)):
         mb[missing[0]]  # on a rank that another serves: this KeyError names that rank

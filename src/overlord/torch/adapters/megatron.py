@@ -56,9 +56,9 @@ class Batch(NamedTuple):
 def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]:
     """Return the dict that Megatron's data iterator yields, with the keys of this rank's stage.
 
-    Tensors are flat, ``max_seqlen`` is an int32 scalar on the CPU, labels are shifted. It is
-    already sliced for CP if the job does so; then do not slice again. Pieces of a hybrid job have
-    ``local_cp_size``, the ranks of their ring.
+    Tensors are flat, ``max_seqlen`` is an int32 scalar on the CPU, labels are shifted. The tensors
+    are already sliced for CP if the job slices; then do not slice again. Pieces of a hybrid job
+    have ``local_cp_size``, the ranks of their ring.
     """
     need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
     made = {
@@ -113,8 +113,8 @@ def padding_mask(
 ) -> torch.Tensor:
     """Return a mask that is True on padding, [1, tokens]; mixtures of experts skip padding.
 
-    It needs no tokens, so that every stage can make it. For a slice of context parallelism: ``cp``
-    is (number of ranks, this rank) and ``cp_split`` the job's; or ``index`` is the token of the
+    It needs no tokens, so every stage can create it. For a slice of context parallelism give ``cp``
+    (number of ranks, this rank) and the job's ``cp_split``. Or give ``index``: the position in the
     whole microbatch of each token of the slice (``overlord.constructor.rank_views.slice_index``).
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
@@ -135,7 +135,7 @@ def _slice_positions(
 ) -> torch.Tensor:
     """Return the position in the whole microbatch of each token of a slice.
 
-    It runs on the device of the bounds, without a synchronization.
+    This runs on the device of the bounds, without a synchronization.
     """
     ranks, rank = _checked(cp, split, facts)
     # Not sliced: also if each CP rank has microbatches of its own.
@@ -157,7 +157,8 @@ def _checked(cp: tuple[int, int], split: str, facts: MicrobatchInfo) -> tuple[in
     ranks, rank = cp
     if not 0 <= rank < ranks:
         raise JobError(
-            [f"cp: expected (number of ranks, this rank), got {cp!r}"], "megatron.padding_mask"
+            [f"cp: expected (number of ranks, this rank from 0), got {cp!r}"],
+            "megatron.padding_mask",
         )
     if split not in SPLITS:
         raise JobError(
@@ -187,21 +188,20 @@ def get_batch(
 ) -> Batch:
     """Return the next microbatch as Megatron's forward step unpacks it.
 
-    ``tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params, padding_mask``;
-    [1, tokens], None for keys that this stage does not have. ``iterator``:
-    ``client.microbatches()``, or that of a ``DevicePrefetcher`` or a ``BroadcastClient``; every
-    rank has one, also TP ranks that another serves. The trainer need not broadcast or slice.
+    Tensors are [1, tokens]; None for keys that this stage does not have. ``iterator``:
+    ``microbatches()`` of a client, a ``DevicePrefetcher`` or a ``BroadcastClient``. Every rank has
+    one, also TP ranks that another rank serves. The trainer need not broadcast or slice.
 
-    ``cp``: the number of ranks along context parallelism and this rank; (1, 0) if microbatches are
-    not sliced. ``cp_split``: the job's. With them every rank of every stage has its
+    ``cp``: (number of ranks along context parallelism, this rank); (1, 0) if microbatches are not
+    sliced. ``cp_split``: the job's ``Batch.cp_split``. With them every rank of every stage has its
     ``padding_mask``. Without ``cp`` it is None on ranks that do not hold all tokens: on slices, and
-    on middle stages.
+    on middle stages. ``more``: other fields of ``PackedSeqParams``.
     """
     if iterator is None:
         raise JobError(
             [
                 "expected an iterator of microbatches on every rank, got None; "
-                "client.microbatches() is one"
+                "give client.microbatches()"
             ],
             "megatron.get_batch",
         )
@@ -236,7 +236,7 @@ def _ring_index(mb: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
-    """Return a batch of the padded layout, [rows, context].
+    """Return a batch of the padded layout, [rows, context], without masks.
 
     Attention is causal, so padding at the end of a row needs no mask.
     """

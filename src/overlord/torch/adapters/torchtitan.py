@@ -25,11 +25,11 @@ def flat(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Return one batch of torchtitan's trainer: [1, T] as release 0.3.0 reads it.
 
-    A document begins where ``positions`` is 0. ``tokens``: pad to this length, with input 0, label
-    -100 and positions of a document of their own, as its collator does: for compiled models and
-    CUDA graphs. ``batched=False``: [T], and patches of all images in one row, as its development
-    branch reads them. Its trainer slices for CP itself (``Batch(cp_split="none")``). ``given``: the
-    job's ``Batch.labels``, if the microbatch cannot tell them.
+    A document begins where ``positions`` is 0. ``tokens``: pad to this length, for compiled models
+    and CUDA graphs. Padding has input 0, label -100 and the positions of one more document, as in
+    torchtitan's collator. ``batched=False``: [T], and patches of all images in one row, as its
+    development branch reads them. Its trainer slices for CP itself (``Batch(cp_split="none")``).
+    ``given``: the job's ``Batch.labels``; None: detect the convention from the labels.
     """
     need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
     labels, _ = converted(mb, SHIFTED, given)
@@ -57,9 +57,9 @@ def flat(
 
 
 def _by_image(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Return patches by image, [images, patches of the largest, patch_dim].
+    """Return patches by image, [images, patches of the largest image, patch_dim].
 
-    Shorter images are padded with zeros.
+    Smaller images are padded with zeros.
     """
     sizes = grid.prod(-1).tolist()
     if not sizes:

@@ -1,9 +1,10 @@
 """Zigzag ring attention over any ring of ranks of one process group.
 
-Keys and values travel around the ring, one position a step. Every rank computes its queries
-against the visiting block, and merges outputs by their lse. In backward, keys and values travel
-again, and their gradients travel with them: after the last step one more hop brings them home.
-All transfers are batched point-to-point operations between neighbours.
+Keys and values rotate around the ring, one position per step. Every rank computes attention of its
+queries over the block that it holds, and merges outputs by their log-sum-exp (lse). In backward,
+keys and values rotate again, together with their gradients. After the last step one more transfer
+returns the gradients to their owner. All transfers are batched point-to-point operations between
+neighbours.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def ring_attention(
     """Return causal attention of this rank's tokens over their whole documents.
 
     ``q`` [tokens, heads, width], ``k`` and ``v`` [tokens, kv_heads, width]: this rank's pieces, in
-    the order of ``ring.token_index()``, rotary positions applied. All ranks of the ring call it,
-    forward and backward, also one without tokens. ``scale``: width^-1/2 by default.
+    the order of ``ring.token_index()``, with rotary positions applied. All ranks of the ring call
+    it, forward and backward, also a rank without tokens. ``scale``: width^-1/2 by default.
     """
     _check(q, k, v, ring)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
@@ -71,7 +72,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
         block = torch.stack((k, v))
         for step in range(ring.layout.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
+            coming = rotate(block, ring, step) if step + 1 < ring.layout.size else None
             if (at := ring.layout.block(step, q.device)) is not None:
                 keys, values = (take(x, at.keys) for x in block)
                 part = kernel.forward(take(q, at.queries), keys, values, at, scale)
@@ -90,7 +91,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
         d_query = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         block, home = torch.stack((k, v)), None
         for step in range(ring.layout.size):
-            coming = _rotate(block, ring, step) if step + 1 < ring.layout.size else None
+            coming = rotate(block, ring, step) if step + 1 < ring.layout.size else None
             d_block = torch.zeros(block.shape, dtype=lse.dtype, device=q.device)
             if (at := ring.layout.block(step, q.device)) is not None:
                 keys, values = (take(x, at.keys) for x in block)
@@ -106,15 +107,15 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc]
                 add(d_block[0], at.keys, dk)
                 add(d_block[1], at.keys, dv)
             if home is not None:
-                d_block += home.wait()  # what the positions before have added to this block
-            home = _rotate(d_block, ring, step)
+                d_block += home.wait()  # gradients that earlier positions added for this block
+            home = rotate(d_block, ring, step)
             block = block if coming is None else coming.wait()
         d_key, d_value = (d_block if home is None else home.wait()).to(k.dtype)
         return d_query.to(q.dtype), d_key, d_value, None, None
 
 
 class _Transfer:
-    """One hop around the ring in progress."""
+    """A transfer to the next position of the ring, in progress."""
 
     __slots__ = ("_received", "_sent", "_works")
 
@@ -122,17 +123,17 @@ class _Transfer:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both directions and return the block that came."""
+        """Wait for the send and the receive; return the received block."""
         for work in self._works:
             work.wait()
         return self._received
 
 
-def _rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
+def rotate(block: Tensor, ring: Ring, step: int) -> _Transfer:
     """Send the block of a step to the next position, and receive the block of the next step.
 
-    Blocks without tokens are not sent: both ends know their sizes. On a ring of one the block
-    stays.
+    Blocks without tokens are not sent: both ends compute their sizes. On a ring of one rank the
+    received block is the given one.
     """
     if ring.layout.size == 1:
         return _Transfer(block, block, [])

@@ -1,6 +1,6 @@
 """Gradients of a step whose ranks run different numbers of microbatches.
 
-The loss is summed over tokens and divided by the tokens of the whole step, so gradients are summed
+The loss is summed over tokens and divided by the tokens of the whole step. So gradients are summed
 over ranks, once per step, and never averaged. No collective runs inside a microbatch.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlord.errors import PlanError
 from overlord.torch.hdp.ring import Group
 
-BUCKET = 64 << 20  # bytes that one reduction sums
+BUCKET = 64 << 20  # bytes of gradients in one reduction
 
 
 def startup_barrier(group: Group = None, device: torch.device | str = "cpu") -> None:
@@ -31,7 +31,10 @@ def startup_barrier(group: Group = None, device: torch.device | str = "cpu") -> 
     ranks = torch.ones((), dtype=torch.int64, device=device)
     dist.all_reduce(ranks, group=group)
     if int(ranks) != world:
-        raise PlanError(f"startup_barrier: expected {world} ranks, got {int(ranks)}")
+        raise PlanError(
+            f"startup_barrier: expected {world} ranks, got {int(ranks)}; give the same group on "
+            "all of its ranks"
+        )
 
 
 @contextmanager
@@ -39,8 +42,8 @@ def local_gradients(*modules: nn.Module) -> Iterator[None]:
     """Keep the gradients of modules on this rank; ``sum_gradients`` reduces them afterwards.
 
     ``DistributedDataParallel`` otherwise reduces gradients and broadcasts buffers in every
-    microbatch, and blocks if ranks have different numbers of them. Modules without it need no
-    such care. FSDP and expert parallelism communicate in every microbatch: they need plans with
+    microbatch, and blocks if ranks have different numbers of them. Other modules are not changed.
+    FSDP and expert parallelism communicate in every microbatch: they need plans with
     ``equal_counts=True``.
     """
     wrapped = [m for module in modules for m in module.modules() if _is_ddp(m)]
@@ -65,8 +68,8 @@ def sum_gradients(
     """Sum gradients over the ranks of a group, in place.
 
     All ranks call it once per step, with the same parameters in the same order. A parameter
-    without a gradient, as on a rank without microbatches, takes part with zeros and has a gradient
-    afterwards. ``bucket``: bytes of gradients that one collective sums.
+    without a gradient, as on a rank without microbatches, counts as zeros and has a gradient
+    afterwards. ``bucket``: most bytes of gradients in one collective.
     """
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     trained = [p for p in given if p.requires_grad]
@@ -85,7 +88,10 @@ def sum_gradients(
 
 
 def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients of one dtype and device, each list at most ``limit`` bytes or one long."""
+    """Yield lists of gradients of one dtype and device, each of at most ``limit`` bytes.
+
+    A gradient above the limit is in a list of its own.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         kinds[grad.dtype, grad.device].append(grad)

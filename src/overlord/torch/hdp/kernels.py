@@ -18,12 +18,12 @@ from overlord.errors import PlanError
 from overlord.torch.hdp.layout import Block
 
 aten = torch.ops.aten
-# Operators without a public name in torch. They are the only ones that return the lse and take it.
+# Operators without a public name in torch. Only they return the lse and accept it in backward.
 CPU_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 CPU_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 CUDA_FORWARD = "_flash_attention_forward"
 CUDA_BACKWARD = "_flash_attention_backward"
-HALF = (torch.bfloat16, torch.float16)  # all that the CUDA kernel computes
+HALF = (torch.bfloat16, torch.float16)  # the dtypes that the CUDA kernel supports
 
 
 class Kernel(Protocol):
@@ -61,9 +61,9 @@ def kernel_of(q: Tensor) -> Kernel:
 
 
 class CpuKernel:
-    """torch's flash attention for the CPU, one document at a time, in any floating dtype.
+    """The kernel for the CPU: torch's flash attention, one document at a time, any floating dtype.
 
-    It has no grouped queries, so keys and values are repeated here, after the transfer.
+    It does not support grouped queries, so keys and values are repeated here, after the transfer.
     """
 
     def forward(
@@ -115,10 +115,10 @@ class CpuKernel:
 
 
 class CudaKernel:
-    """torch's flash attention for packed documents, as ``torch.nn.attention.varlen`` calls it.
+    """The kernel for CUDA: flash attention of packed documents, as in torch.nn.attention.varlen.
 
     Written from the source of torch 2.13, whose lse of packed documents is [heads, Q]. The kernel
-    groups queries itself.
+    supports grouped queries.
     """
 
     def forward(
@@ -144,7 +144,7 @@ class CudaKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = inputs
-        # The state of a random generator that dropout would use: there is none.
+        # The state of dropout's random generator; dropout is 0.
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         dq, dk, dv = _operator(CUDA_BACKWARD)(
@@ -166,7 +166,7 @@ class CudaKernel:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Return an operator of torch by name; raise for a version of torch without it."""
+    """Return an operator of torch by name; raise ``PlanError`` if this version has none."""
     found: Callable[..., Any] | None = getattr(aten, name, None)
     if found is None:
         raise PlanError(

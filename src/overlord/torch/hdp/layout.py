@@ -1,6 +1,6 @@
-"""The layout of documents on a ring: the rows that meet at each step.
+"""The layout of documents on a ring: the queries and keys that attention combines at each step.
 
-Everything here follows from the lengths of the documents, so both ends of a transfer know its
+Everything here follows from the lengths of the documents, so both ends of a transfer compute its
 size. Rows are numbered in the order of ``ring.token_index``: document by document, first chunk
 before second.
 """
@@ -22,9 +22,9 @@ Rows: TypeAlias = slice | torch.Tensor  # consecutive rows, or an index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The queries of one rank against the keys of one visiting block, packed by document.
+    """The queries of one rank, and the keys of the block that it holds, packed by document.
 
-    Documents without a query or a key are left out.
+    Documents without a query or without a key are left out.
     """
 
     queries: Rows
@@ -36,46 +36,51 @@ class Block:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a document."""
+        """The largest numbers of queries and of keys in a document."""
         return int(np.diff(self.query_bounds).max()), int(np.diff(self.key_bounds).max())
 
 
 class RingLayout:
-    """The blocks of one position of a ring. It needs no process group."""
+    """The blocks of one position of a ring; it needs no process group.
+
+    ``lengths``: tokens of the whole documents.
+    """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, size: int, position: int):
         self.lengths = np.asarray(lengths, np.int64)
         self.size, self.position = size, position
         if size < 1 or not 0 <= position < size:
             raise PlanError(
-                f"ring of {size}: expected a position of 0 to {size - 1}, got {position}"
+                f"ring of {size}: expected at least 1 rank and a position of 0 to {size - 1}, got "
+                f"position {position}"
             )
         if self.lengths.ndim != 1 or (len(self.lengths) and int(self.lengths.min()) < 0):
             raise PlanError(
-                f"ring of {size}: expected lengths of documents, got {self.lengths.tolist()}"
+                f"ring of {size}: expected a flat list of lengths of at least 0, got "
+                f"{self.lengths.tolist()}"
             )
         self._halves = ring.halves(self.lengths, size)
         self._blocks: dict[tuple[int, torch.device], Block | None] = {}
 
     def tokens(self, step: int = 0) -> int:
-        """Return the tokens of the block that is here at a step; at step 0 it is the own one."""
+        """Return the tokens in the block that this position holds at a step; step 0: its own."""
         return int(self._halves[:, self.source(step)].sum())
 
     def source(self, step: int) -> int:
-        """Return the position whose block is here at a step."""
+        """Return the position that owns the block which this position holds at a step."""
         return (self.position - step) % self.size
 
     def token_index(self) -> np.ndarray:
-        """Return the tokens of the whole packed documents that this rank holds: int64."""
+        """Return the indices of this rank's tokens in the whole packed documents: int64."""
         bounds = np.concatenate(([0], np.cumsum(self.lengths)))
         return ring.token_index(bounds, self.size, self.position)
 
     def block(self, step: int, device: torch.device) -> Block | None:
-        """Return what is computed at a step, with indices on a device; None: nothing.
+        """Return the queries and keys of a step, with indices on a device; None if there are none.
 
-        Step 0 is causal attention inside the own block. A block from an earlier position counts
-        with its first chunks, for all queries. A block from a later position counts whole, for the
-        queries of the second chunks.
+        Step 0 is causal attention inside the own block. All queries attend to the first chunks of
+        a block from an earlier position. Only queries of second chunks attend to a block from a
+        later position, to both of its chunks.
         """
         key = (step, device)
         if key not in self._blocks:

@@ -21,8 +21,9 @@ Forward = Callable[[Any, Tensor | None], Tensor]
 class Stage:
     """The place of this rank in its column of the pipeline.
 
-    ``previous`` and ``following``: ranks in ``group`` of the neighbours in the same column. With
-    NCCL give another group than that of the ring: transfers of one group run one after another.
+    ``number``: this stage, from 0, of ``count``. ``previous`` and ``following``: ranks in ``group``
+    of the neighbours in the same column. With NCCL give another group than that of the ring:
+    transfers of one group run one after another.
     """
 
     number: int
@@ -32,7 +33,7 @@ class Stage:
     group: Group = None
 
     def neighbour(self, message: Message, sends: bool) -> int:
-        """Return the global rank that sends or receives a message."""
+        """Return the global rank of the peer of a message; ``sends``: this rank is the sender."""
         peer = self.following if (message.kind == FORWARD) == sends else self.previous
         return peer if self.group is None else int(dist.get_global_rank(self.group, peer))
 
@@ -41,9 +42,9 @@ class Pipeline:
     """One stage of a pipeline. ``run`` executes a step; it may be called for every step.
 
     ``forward(microbatch, received)`` returns the activations that the next stage receives; on the
-    last stage, the loss. ``received`` is None on the first stage. ``shape(microbatch)``: of the
-    activations between stages; all stages of a column compute the same one. Activations without
-    elements are not sent.
+    last stage, the loss. ``received`` is None on the first stage. ``shape(microbatch)`` returns the
+    shape of the activations between stages; all stages of a column must return the same one.
+    Activations without elements are not sent.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Pipeline:
         return self._stage
 
     def compute(self, microbatch: Any, received: Tensor | None) -> Tensor:
-        """Return the activations or the loss of a microbatch."""
+        """Return the activations or the loss of a microbatch, and check its shape and dtype."""
         made = self._forward(microbatch, received)
         last = self._stage.number == self._stage.count - 1
         wanted = () if last else tuple(self._shape(microbatch))
@@ -83,12 +84,12 @@ class Pipeline:
         return made
 
     def buffer(self, microbatch: Any) -> Tensor:
-        """Return memory for the activations, or their gradients, of a microbatch."""
+        """Return uninitialized memory for a microbatch's activations, or for their gradients."""
         return torch.empty(tuple(self._shape(microbatch)), dtype=self._dtype, device=self._device)
 
 
 class _Step:
-    """The activations and transfers of one step."""
+    """The state of one step: activations, transfers in progress, and losses."""
 
     def __init__(self, pipeline: Pipeline, microbatches: Sequence[Any]):
         self._pipeline, self._microbatches = pipeline, microbatches
@@ -156,7 +157,7 @@ class _Step:
         self._sending = [(work, sent) for work in begun[len(coming) :]]
 
     def _sent(self) -> None:
-        """Wait for the sends of the transfer before; their memory is free afterwards."""
+        """Wait for the sends of the previous transfer, and release their memory."""
         for work, _ in self._sending:
             work.wait()
         self._sending = []

@@ -16,9 +16,9 @@ Group = Any  # a ProcessGroup, or None for all ranks
 
 
 class Ring:
-    """The ranks that share the documents of one microbatch, seen from one of them.
+    """The ranks that share the documents of one microbatch, and the position of this rank.
 
-    A ring is made once per microbatch and serves all layers. A ring of one rank needs no process
+    Create a ring once per microbatch; it serves all layers. A ring of one rank needs no process
     group: it is plain attention over packed documents. ``layout`` has the rows of every step.
     """
 
@@ -31,18 +31,18 @@ class Ring:
         group: Group = None,
         peers: Sequence[int] | None = None,
     ):
-        """Make the ring of documents with these whole lengths.
+        """Create the ring of documents whose whole lengths are ``lengths``.
 
-        ``ranks``: ranks of the HDP axis in ring order. ``position``: of this rank among them.
-        ``peers``: the rank in ``group`` of every HDP rank; None: the same numbers. Give it if the
-        group has more ranks than the HDP axis, as with pipeline stages.
+        ``ranks``: ranks of the HDP axis in ring order. ``position``: the index of this rank in
+        ``ranks``. ``peers``: the rank in ``group`` of every HDP rank; None: the same numbers. Give
+        it if the group has more ranks than the HDP axis, as with pipeline stages.
         """
         self.ranks = tuple(int(r) for r in ranks)
         self.layout = RingLayout(lengths, len(self.ranks), int(position))
         self.group = group
         self._peers = None if peers is None else tuple(int(p) for p in peers)
         if len(set(self.ranks)) != len(self.ranks):
-            raise PlanError(f"ring {list(self.ranks)}: expected distinct ranks")
+            raise PlanError(f"ring {list(self.ranks)}: expected distinct ranks, got duplicates")
         self.previous = self.following = -1  # global ranks
         if self.layout.size > 1:
             self._check_group()
@@ -52,10 +52,10 @@ class Ring:
     def of(
         microbatch: Mapping[str, Any], group: Group = None, peers: Sequence[int] | None = None
     ) -> Ring:
-        """Return the ring of a microbatch with the keys of a task.
+        """Return the ring of a microbatch of a hybrid plan.
 
-        ``document_lengths``, or ``cu_seqlens_padded``, has the whole documents; on a device, the
-        second costs one synchronization. Without ``cp_ranks`` the ring has one rank.
+        Lengths come from ``document_lengths``, else from ``cu_seqlens_padded``, which costs one
+        synchronization if it is on a device. Without ``cp_ranks`` the ring has one rank.
         """
         if "document_lengths" in microbatch:
             lengths = _host(microbatch["document_lengths"])
@@ -97,7 +97,7 @@ class Ring:
         )
 
     def token_index(self) -> np.ndarray:
-        """Return the tokens of the whole packed documents that this rank holds: int64."""
+        """Return the indices of this rank's tokens in the whole packed documents: int64."""
         return self.layout.token_index()
 
     def _peer(self, position: int) -> int:

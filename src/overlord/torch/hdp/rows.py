@@ -14,7 +14,7 @@ def take(values: Tensor, rows: Rows) -> Tensor:
 
 
 def add(into: Tensor, rows: Rows, part: Tensor) -> None:
-    """Add to rows of a tensor, in its dtype."""
+    """Add ``part`` to rows of a tensor, in place and in the dtype of the tensor."""
     if isinstance(rows, slice):
         into[rows] += part
     else:
@@ -22,7 +22,7 @@ def add(into: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, logs: Tensor) -> None:
-    """Merge a block's output and lse into those of the blocks before, in their dtype.
+    """Merge a block's output and lse into ``out`` and ``lse`` of earlier blocks, in place.
 
     out * exp(l - m) + part * exp(l' - m) with m = log(exp(l) + exp(l')), in a form that cannot
     overflow. Before the first block out is 0 and lse is -inf.

@@ -2,7 +2,7 @@
 
 Columns of a pipeline may run different numbers of microbatches. A microbatch that several columns
 share has the same index in each. Then the shared forwards and backwards have one order in all
-columns, whatever their counts are, and no rank waits for itself.
+columns, whatever their counts are, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORWARD, BACKWARD, TRANSFER = "forward", "backward", "transfer"
 class Message:
     """An activation or a gradient between neighbouring stages."""
 
-    kind: str  # FORWARD: an activation, to the next stage; BACKWARD: a gradient, to the one before
+    kind: str  # FORWARD: activations, to the next stage; BACKWARD: gradients, to the previous one
     index: int  # microbatch
 
 
@@ -45,10 +45,10 @@ def computations(stage: int, stages: int, count: int) -> Iterator[tuple[str, int
 
 
 def actions(stage: int, stages: int, count: int) -> Iterator[Action]:
-    """Yield computations with the transfers between them.
+    """Yield the computations of a stage, and the transfers between them.
 
     The result of a computation is sent in one batch with the receive of the next one.
-    Neighbours that send to each other at the same time therefore never wait for each other.
+    Neighbours that send to each other at the same time therefore do not deadlock.
     """
     unsent: tuple[Message, ...] = ()
     for kind, index in computations(stage, stages, count):
@@ -63,7 +63,7 @@ def actions(stage: int, stages: int, count: int) -> Iterator[Action]:
 
 
 def in_flight(stage: int, stages: int, count: int) -> int:
-    """Return the most microbatches of a stage whose activations are held at once."""
+    """Return the largest number of microbatches whose activations a stage holds at once."""
     _check(stage, stages, count)
     return min(count, stages - stage)
 
