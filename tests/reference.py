@@ -147,8 +147,16 @@ def rows_in_order(
             yield from window
 
 
+def longest(job: Job) -> int:
+    """The tokens of the longest sample."""
+    if job.max_document is not None:
+        return job.max_document
+    shared = job.strategy == "hdp_balance" or getattr(job.strategy, "hybrid", False)
+    return job.batch.context * (job.place.dp * job.place.cp if shared else 1)
+
+
 def cut(tokens: list[int], job: Job) -> list[list[int]]:
-    context = job.batch.context
+    context = longest(job)
     if len(tokens) <= context or job.on_long == "truncate":
         return [tokens[:context]] if tokens else []
     return (
@@ -159,7 +167,7 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
 
 
 def lost_tokens(length: int, job: Job) -> int:
-    context = job.batch.context
+    context = longest(job)
     if length <= context or job.on_long not in ("truncate", "drop"):
         return 0
     return length if job.on_long == "drop" else length - context

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 from drawing import Drawing  # noqa: E402
+from hybrid_map import split  # noqa: E402
 
 import overlord as ov  # noqa: E402
 from overlord.observe import svg  # noqa: E402
@@ -607,6 +608,7 @@ PICTURES: dict[str, Callable[[], str]] = {
         distribute,
         cost,
         balance,
+        split,
         plan,
         modules,
         low_level,

@@ -466,7 +466,7 @@ class Batch:
     microbatches: least number of microbatches per rank and step; a step that does not fit has
         more. Default 1.
     context: tokens of one microbatch of one bucket, before context-parallel slicing; also the
-        length of the longest sample. Required.
+        length of the longest sample, unless ``Job.max_document`` is given. Required.
     layout: "packed" (documents one after another) or "padded" (one document per row). Default
         "packed".
     pad_multiple: every document is padded to a multiple of this many tokens, and ``context`` must

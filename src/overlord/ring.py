@@ -49,6 +49,18 @@ def sizes(lengths: np.ndarray, d: np.ndarray, position: np.ndarray) -> np.ndarra
     return held + start(other + 1) - start(other)
 
 
+def runs(lengths: np.ndarray, d: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first token and the size of both chunks of pieces: int64 [pieces, 2] each.
+
+    Element i: the piece of a document of ``lengths[i]`` tokens at a position of a ring of ``d[i]``.
+    """
+    whole, rest = np.divmod(np.asarray(lengths, np.int64)[:, None], 2 * d[:, None])
+    chunk = np.stack((position, 2 * d - 1 - position), axis=1)
+    start = whole * chunk + rest * chunk // (2 * d[:, None])
+    end = whole * (chunk + 1) + rest * (chunk + 1) // (2 * d[:, None])
+    return start, end - start
+
+
 def padded(lengths: np.ndarray, d: int | np.ndarray, multiple: int = 1) -> np.ndarray:
     """Return lengths rounded up so that all chunks are equal, and multiples of ``multiple``."""
     unit = 2 * d * multiple

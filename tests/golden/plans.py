@@ -123,7 +123,8 @@ def _graph(dp: int, group_size: int | None = None, memory: bool = False) -> ov.D
 def written(plan: ov.LoadingPlan) -> dict[str, Any]:
     """The plan as it stands in the file."""
     buckets: dict[str, list[str]] = {}
-    for name, a in plan.modules.items():
+    for name in plan.modules:
+        a = plan.pieces(name)
         order, bins = a.order(), a.bins()
         rows = [
             [

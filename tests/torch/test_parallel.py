@@ -211,3 +211,29 @@ def test_what_two_places_of_a_step_share_is_sent_to_the_device_once(tmp_path: Pa
         slot["pixel_values"] for slot in step.encoder
     ]
     assert layout(arrays)[1] < sum(a.nbytes for a in arrays) * 0.75
+
+
+def test_megatron_gets_the_ring_of_each_piece_and_a_mask_of_its_padding(tmp_path: Path):
+    """Hybrid context parallelism finds its group by ``local_cp_size``."""
+    job = text_job(tmp_path, until=1)
+    batch = replace(job.batch, context=32)
+    strategy = ov.strategy.hdp(groups="power_of_two")
+    steps = first_steps(
+        replace(job, place=ov.Mesh(dp=4), batch=batch, strategy=strategy, max_document=64)
+    )
+    sizes, padding = set(), 0
+    for step in steps:
+        microbatches = list(step)
+        for mb, given in zip(microbatches, iter(microbatches), strict=True):
+            found = megatron.get_batch(iter([given]))
+            d = int(mb["local_cp_size"])
+            sizes.add(d)
+            assert found.packed_seq_params.local_cp_size == d
+            assert int(megatron.packed(mb)["local_cp_size"]) == d
+            assert found.tokens.shape == found.padding_mask.shape == (1, len(mb["tokens"]))
+            lengths = np.diff(mb["cu_seqlens"]).repeat(np.diff(mb["cu_seqlens_local"]))
+            expected = mb["position_ids"] >= lengths
+            assert found.padding_mask[0].tolist() == expected.tolist()
+            padding += int(expected.sum())
+    assert max(sizes) > 1
+    assert padding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -402,7 +403,7 @@ jobs = st.builds(
     sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name),
     batch=batches,
     place=places,
-    strategy=st.sampled_from(sorted(STRATEGIES)),
+    strategy=st.sampled_from(sorted({*STRATEGIES} - {"hdp_balance"})),  # it has demands on a batch
     seed=st.integers(0, 2**70),
     until=st.sampled_from(["all", "first"]) | st.integers(1, 99),
     draw=st.sampled_from(DRAWS),
@@ -470,3 +471,21 @@ def test_whatever_stands_in_a_file_is_a_job_or_a_job_error(tmp_path: Path, data:
         found = ["none"]
         assert read(write_job(job), tmp_path) == job
     assert found, "a refusal says why"
+
+
+def test_a_hybrid_job_is_read_and_written(tmp_path: Path) -> None:
+    text = """
+    name: long
+    sources: [{name: web, uri: "*.parquet", epochs: 1}]
+    place: {dp: 2, cp: 2}
+    batch: {samples: 8, context: 256}
+    strategy: hdp_balance
+    max_document: 512
+    sync: step
+    """
+    job = read(textwrap.dedent(text), tmp_path)
+    assert (job.strategy, job.max_document, job.document_limit) == ("hdp_balance", 512, 512)
+    assert replace(job, max_document=None).document_limit == 1024
+    assert read(write_job(job), tmp_path) == job
+    with pytest.raises(JobError, match="max_document: expected at most 1024, the context of 4"):
+        read(textwrap.dedent(text).replace("512", "2048"), tmp_path)

@@ -99,7 +99,7 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
 
     Lengths are measured before truncation, so that the report can show the lost tokens.
     """
-    context = job.batch.context
+    context = job.document_limit
     out.longer = int((out.tokens > context).sum())
     out.all_tokens, out.lost = (
         int(out.tokens.sum()),
@@ -140,7 +140,7 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
 def _all_long(out: SourceReport, job: Job) -> str:
     return (
         f"; all {out.longer:,} documents are longer than the context of "
-        f"{job.batch.context:,} (on_long: {job.on_long})"
+        f"{job.document_limit:,} (on_long: {job.on_long})"
         if out.longer
         else ""
     )

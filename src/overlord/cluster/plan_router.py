@@ -234,7 +234,7 @@ class PlanRouter:
             origins = np.unique(origin).tolist()
             for h in origins:
                 sends.setdefault(h, {})[c] = rows[order[origin == h]]
-            share = self._stage_for(stage, rows, doc, items, after, scratch)
+            share = self._stage_for(stage, rows, doc, items, of.tasks(c), after, scratch)
             if images is not None:
                 share = replace(share, encoding=images.send(c, np.flatnonzero(goes_to == c)))
                 origins = sorted({*origins, *(h for h, to in images.sends.items() if c in to)})
@@ -249,6 +249,7 @@ class PlanRouter:
         rows: np.ndarray,
         doc: np.ndarray,
         items: np.ndarray,
+        tasks: np.ndarray | None,
         after: EncodedState,
         where: np.ndarray,
     ) -> PlannedStep:
@@ -260,7 +261,7 @@ class PlanRouter:
         plan = (
             stage.plan
             if len(rows) == len(stage.plan)
-            else _plan_rows(stage.plan, rows, items, where)
+            else _plan_rows(stage.plan, rows, items, where, tasks)
         )
         return replace(
             stage,
@@ -405,6 +406,16 @@ class _StepImages:
         return tuple(found.get(c, NO_ITEMS) for c in to) if found else ()
 
 
+def _groups(plan: LoadingPlan) -> np.ndarray:
+    """Return the data-parallel group of each bucket, which is inside one."""
+    main, place = plan.main, plan.place
+    if main.axis == "DP" or place is None:
+        return np.arange(main.n_buckets)
+    groups = np.empty(main.n_buckets, np.int64)
+    groups[_ranks(place, main.axis)] = _ranks(place, "DP")
+    return groups
+
+
 def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
     """Return which buckets of a plan have a rank in these data-parallel groups.
 
@@ -430,21 +441,30 @@ def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> Loading
     """
     if not len(items):
         columns, substep = _columns(plan, rows)
-        return replace(plan, substep=substep, **columns)
+        return replace(plan, substep=substep, tasks=None, **columns)
     return _plan_rows(plan, rows, np.flatnonzero(items), np.full(len(plan), -1, np.int64))
 
 
 def _plan_rows(
-    plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray
+    plan: LoadingPlan,
+    rows: np.ndarray,
+    items: np.ndarray,
+    where: np.ndarray,
+    tasks: np.ndarray | None = None,
 ) -> LoadingPlan:
-    """Return a plan of some samples and items, by number.
+    """Return a plan of some samples, items and tasks, by number.
 
     ``where`` is scratch memory as long as the plan.
     """
     columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
+    some = plan.tasks if tasks is None or plan.tasks is None else plan.tasks.of_samples(rows, tasks)
     return replace(
-        plan, substep=substep, modules={"backbone": _items(plan.main, items, where)}, **columns
+        plan,
+        substep=substep,
+        modules={"backbone": _items(plan.main, items, where)},
+        tasks=some,
+        **columns,
     )
 
 
@@ -466,11 +486,21 @@ class _RowsByConstructor:
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
         self._plan, self._bucket, self._goes_to = plan, bucket, goes_to
         self._sorted = plan.main.axis == "DP" or plan.place is None
-        if self._sorted:
+        if plan.tasks is not None:  # several constructors may have ranks of a sample's ring
+            to, pieces = goes_to[_groups(plan)], plan.pieces()
+            self._piece_sample = pieces.sample
+            self._item_of = np.empty(len(plan), np.int64)
+            self._item_of[plan.main.sample] = np.arange(len(plan))
+            self._pieces = _KeyPositions(to[pieces.bucket])
+            self._members = _KeyPositions(to[plan.tasks.table.task_rank])
+        elif self._sorted:
             self._rows = _KeyPositions(goes_to[bucket])
             self._items = _KeyPositions(goes_to[plan.main.bucket])
 
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._plan.tasks is not None:
+            rows = np.unique(self._piece_sample[self._pieces(c)])
+            return rows, np.sort(self._item_of[rows])
         if self._sorted:
             return self._rows(c), self._items(c)
         # along other axes a bucket may have ranks of several groups
@@ -478,6 +508,13 @@ class _RowsByConstructor:
         return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(
             buckets[self._plan.main.bucket]
         )
+
+    def tasks(self, c: int) -> np.ndarray | None:
+        """Return the tasks that ranks of a constructor worker run; None without tasks."""
+        if (tasks := self._plan.tasks) is None:
+            return None
+        found: np.ndarray = np.unique(tasks.table.task_of(self._members(c)))
+        return found
 
 
 class _KeyPositions:

@@ -19,6 +19,7 @@ from overlord.constructor.images import (
     placeholders,
 )
 from overlord.constructor.pack import BatchArrays, build_arrays, build_slices, new_buffer
+from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
@@ -141,8 +142,11 @@ def build_groups(
     ``groups``: the ranks of each group; the result has one batch per group. The ranks of a group
     may belong to several buckets of the plan, and get different parts of them, as ``rank_views.py``
     defines. ``compact``: build a compact form for the receiver to expand, if possible. It is not
-    possible for slices along cp, results of hooks and documents excluded from the loss.
+    possible for slices along cp, pieces of hybrid plans, results of hooks and documents excluded
+    from the loss.
     """
+    if staged.plan.tasks is not None:
+        return _build_tasks(staged, info, groups, batch, allocate, hooks)
     compact = (
         compact
         and not hooks
@@ -181,6 +185,48 @@ def build_groups(
             batches[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
+    none = np.zeros(1, np.int64)
+    return [
+        BucketBatch(
+            none[:0], none, None, by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}
+        )
+        for ranks in groups.values()
+    ]
+
+
+def _build_tasks(
+    staged: StepDocuments,
+    info: StepInfo,
+    groups: Mapping[int, Sequence[int]],
+    batch: Batch,
+    allocate: Callable[[int], np.ndarray],
+    hooks: Sequence[Hook],
+) -> list[BucketBatch]:
+    """Build the batches of some ranks in a hybrid plan: their pieces, task by task."""
+    if hooks:
+        raise PlanError(
+            f"{hooks[0].__name__}: expected whole samples, got pieces on rings of ranks",
+            staged.plan.step,
+            "use ov.loader_do_plan, or a strategy without .split()",
+        )
+    place = info.place or staged.plan.tree
+    views = views_of(place, info.axis, info.broadcast, batch.cp_split)
+    bucket_of = _buckets_of_ranks(place, info.axis)
+    buckets = sorted({bucket_of[rank] for ranks in groups.values() for rank in ranks})
+    built = build_pieces(staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate)
+    first, number = built.first.tolist(), {bucket: k for k, bucket in enumerate(buckets)}
+    by_view = {view: of_stage(built.arrays, view) for view in set(views) if not view.nothing}
+
+    batches: dict[tuple[int, View], BucketBatch] = {}
+    for rank in (rank for ranks in groups.values() for rank in ranks):
+        bucket, view = bucket_of[rank], views[rank]
+        k = number[bucket]
+        bounds = built.bounds[first[k] : first[k + 1] + 1]
+        batches[bucket, view] = (
+            BucketBatch(built.samples, bounds, None, built=({},) * (len(bounds) - 1))
+            if view.nothing
+            else BucketBatch(built.samples, bounds, by_view[view], first[k])
+        )
     none = np.zeros(1, np.int64)
     return [
         BucketBatch(

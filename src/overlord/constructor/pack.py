@@ -286,6 +286,29 @@ def build_slices(
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
+    arrays = run_arrays(values, docs, doc, base, size, batch, allocate)
+    n = len(cp_ranks)
+    return [
+        with_document_arrays(
+            docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch
+        )
+        for i in range(n)
+    ]
+
+
+def run_arrays(
+    values: np.ndarray,
+    docs: Documents,
+    doc: np.ndarray,
+    base: np.ndarray,
+    size: np.ndarray,
+    batch: Batch,
+    allocate: Callable[[int], np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Build the per-token arrays of runs of documents, one after another.
+
+    Run i is ``size[i]`` tokens, at least one, of document ``doc[i]`` from token ``base[i]`` on.
+    """
     left = docs.content[doc] - base
     layout = _Layout(
         docs.start[doc],
@@ -295,14 +318,7 @@ def build_slices(
         base,
         left > size,
     )
-    arrays = _per_token(values, layout, int(size.sum()), batch, allocate)
-    n = len(cp_ranks)
-    return [
-        with_document_arrays(
-            docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch
-        )
-        for i in range(n)
-    ]
+    return _per_token(values, layout, int(size.sum()), batch, allocate)
 
 
 class Documents(NamedTuple):
@@ -361,6 +377,8 @@ def _per_token(
     offset = np.cumsum(size) - size
     # Position of the first token of the document, even if it is not in the run.
     origin = offset if layout.base is None else offset - layout.base
+    if not total:  # every chunk of the rank is empty
+        return _allocate(0, new_buffer)
     arrays = _allocate(total, allocate)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
     fill(
@@ -382,26 +400,34 @@ def _per_token(
 
 
 def with_document_arrays(
-    docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch
+    docs: Documents,
+    arrays: dict[str, np.ndarray],
+    cp: int,
+    batch: Batch,
+    token_bounds: np.ndarray | None = None,
 ) -> BatchArrays:
     """Return the batch of per-token ``arrays``, one slice of ``cp``, with per-document arrays.
 
-    All arrays become read-only.
+    All arrays become read-only. ``token_bounds``: the tokens of each microbatch, if they are not an
+    equal share of it.
     """
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
         arrays = {name: array.reshape(-1, batch.context // cp) for name, array in arrays.items()}
         token_bounds = first
-    else:
+    elif token_bounds is None:
         token_bounds = np.append(0, np.cumsum(docs.size))[first] // cp
     per_document = {"source_ids": docs.source.astype(np.int32)}
     cumulative = {
         "cu_seqlens": _cumulative(docs.true, first),
         "cu_seqlens_padded": _cumulative(docs.size, first),
     }
-    longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
+    longest = np.zeros(0, np.int32)
+    if n_microbatches:
+        longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
     for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
+    assert token_bounds is not None
     tokens, documents = token_bounds.tolist(), first.tolist()
     # Cumulative lengths have one more entry per microbatch than there are documents.
     sums = (first + np.arange(n_microbatches + 1)).tolist()

@@ -324,7 +324,8 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
         until="all",
         look_ahead=1,
         overflow="grow",
-        batch=Batch(samples=samples, context=job.batch.context),
+        batch=Batch(samples=samples, context=job.document_limit),
+        max_document=None,
         hooks=(),
         strategy=strategy,
     )

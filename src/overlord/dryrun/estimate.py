@@ -121,7 +121,7 @@ def constants_of(
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in prepared.indexes)
     job = prepared.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)
-    lengths = f"context {job.batch.context}, on_long {job.on_long}"
+    lengths = f"context {job.document_limit}, on_long {job.on_long}"
     key = digest(
         *files, *sources, lengths, *(pipeline.fingerprint for pipeline in prepared.pipelines)
     )

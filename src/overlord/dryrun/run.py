@@ -338,24 +338,31 @@ class DryRun:
         else:
             self._built_by_ranks(stage, step, last)
 
-    def _buckets(self, stage: PlannedStep) -> np.ndarray:
-        """Return the data-parallel group of every sample of the plan."""
-        main = stage.plan.main
-        bucket = np.empty(len(stage.plan), np.int64)
-        bucket[main.sample] = main.bucket
-        if main.axis == "DP":
-            return bucket
-        first = np.asarray([ranks[0] for ranks in self._made.job.place.buckets(main.axis)])
-        group = np.empty(self._fleet.gpus, np.int64)
-        for g, ranks in enumerate(self._groups):
-            group[ranks] = g
-        return group[first[bucket]]
+    def _copies(self, stage: PlannedStep) -> tuple[np.ndarray, np.ndarray]:
+        """Return the samples that travel, as rows of the plan, and their data-parallel groups.
+
+        A sample that several groups share travels to each.
+        """
+        held = stage.plan.pieces()
+        if held.axis == "DP":
+            group = held.bucket.astype(np.int64)
+        else:
+            first = np.asarray([ranks[0] for ranks in self._made.job.place.buckets(held.axis)])
+            of_rank = np.empty(self._fleet.gpus, np.int64)
+            for g, ranks in enumerate(self._groups):
+                of_rank[ranks] = g
+            group = of_rank[first[held.bucket]]
+        if stage.plan.tasks is None:
+            return held.sample, group
+        pairs = np.unique(held.sample * self._fleet.dp + group)
+        return pairs // self._fleet.dp, pairs % self._fleet.dp
 
     def _traffic(self, stage: PlannedStep) -> np.ndarray:
         """Return the payload bytes of a step by [loader worker, receiver]."""
         assert stage.loader is not None
-        host, group = self._host_of[stage.loader], self._buckets(stage)
-        nbytes = stage.plan.tokens * (self._c.sample_bytes / self._c.sample_tokens)
+        sample, group = self._copies(stage)
+        host = self._host_of[stage.loader[sample]]
+        nbytes = stage.plan.tokens[sample] * (self._c.sample_bytes / self._c.sample_tokens)
         by_group = np.bincount(
             host * self._fleet.dp + group, weights=nbytes, minlength=self.n_hosts * self._fleet.dp
         )
@@ -423,9 +430,8 @@ class DryRun:
 
         The other ranks only receive the description of the step.
         """
-        tokens = np.bincount(
-            self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp
-        )
+        sample, group = self._copies(stage)
+        tokens = np.bincount(group, weights=stage.plan.tokens[sample], minlength=self._fleet.dp)
         ready = last + tokens[self._fetching_group] * self._c.build_s
         self._at(
             float(ready.max()),

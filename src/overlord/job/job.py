@@ -16,6 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, signature_problem
 from overlord.errors import JobError
+from overlord.job import document_limit
 from overlord.job.hooks import Hook
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
@@ -37,6 +38,7 @@ STRATEGIES = (
     "encoder_balance",
     "vlm_hybrid",
     "look_ahead_balance",
+    "hdp_balance",
 )
 
 
@@ -261,8 +263,10 @@ class Job:
     chunk_bytes: size in bytes of the chunks of a plain JSONL file. Default 8388608.
     feedback_lag: plan t uses the reports of step ``t - feedback_lag``; at least ``prefetch + 2``
         if the mixture learns. Default 8.
-    on_long: treatment of a document longer than the context: "split", "truncate", "drop" or
+    on_long: treatment of a document longer than ``max_document``: "split", "truncate", "drop" or
         "quarantine". Default "split".
+    max_document: tokens of the longest sample. Default None: ``batch.context``; with "hdp_balance"
+        the context of all dp x cp ranks together, which share a document.
     hooks: ``ov.loader_do_plan(fn)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -287,6 +291,7 @@ class Job:
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
     on_long: str = "split"
+    max_document: int | None = None
     hooks: Sequence[Hook] = ()
 
     def __post_init__(self) -> None:
@@ -335,6 +340,16 @@ class Job:
         """Number of tokens to a multiple of which every document is padded."""
         return self.batch.document_multiple(self.place)
 
+    @property
+    def hybrid(self) -> bool:
+        """Whether ranks share samples, as far as the strategy tells."""
+        return document_limit.splits_documents(self.strategy)
+
+    @property
+    def document_limit(self) -> int:
+        """Return the tokens of the longest sample: ``max_document`` or its default."""
+        return document_limit.of(self)
+
     def problems(self) -> list[str]:
         """Return every problem of the fields and of their combinations, each as one text."""
         found: list[str] = []
@@ -345,7 +360,11 @@ class Job:
             found.append(f"batch: expected a Batch, got {self.batch!r}")
         if not isinstance(self.place, Mesh):
             found.append(f"place: expected an ov.Mesh, got {self.place!r}")
-        elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
+        elif (
+            isinstance(self.batch, Batch)
+            and not self.hybrid  # the ring of each document decides its padding
+            and self.batch.context % self.document_multiple
+        ):
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
             )
@@ -403,6 +422,7 @@ class Job:
             found
             + self._hook_problems()
             + self._look_ahead_problems()
+            + document_limit.problems(self)
             + self._image_problems()
             + self._journal_problems()
         )
@@ -522,7 +542,12 @@ class Job:
             and self.place.cp > 1
             and getattr(self.batch, "cp_split", "none") != "none"
         )
-        if specs and sliced and isinstance(self.strategy, str):
+        if specs and self.hybrid:
+            found.append(
+                "strategy: expected whole samples for images, since their placeholders would be on "
+                f"several ranks, got {_name_of(self.strategy)!r}; use 'llm_balance' or 'vlm_hybrid'"
+            )
+        elif specs and sliced and isinstance(self.strategy, str):
             remedies = (
                 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
             )

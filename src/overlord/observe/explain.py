@@ -326,7 +326,7 @@ def _files(plan: LoadingPlan, source: int, known: Known) -> tuple[FileRows, ...]
 
 
 def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
-    a, loads = plan.modules[name], plan.loads(name).sum(axis=1)
+    a, loads = plan.pieces(name), plan.loads(name).sum(axis=1)
     slowest = int(loads.argmax())
     inside = np.flatnonzero(a.bucket == slowest)
     dearest = inside[np.argsort(-a.cost[inside], kind="stable")][:DEAREST]
@@ -339,7 +339,7 @@ def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
         buckets=a.n_buckets,
         microbatches=a.n_microbatches,
         capacity=a.capacity,
-        items=len(a.sample),
+        items=len(plan.modules[name].sample),
         imbalance=plan.imbalance(name),
         slowest=slowest,
         slowest_ranks=_ranks(plan, a, job, slowest),
@@ -361,6 +361,14 @@ def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
 
 def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int, ...]:
     return tuple((plan.place or job.place).buckets(a.axis)[bucket])
+
+
+def _ring(plan: LoadingPlan, name: str, sample: int) -> list[int]:
+    """Return the buckets that share a sample, in ring order; empty if it is not split."""
+    if plan.tasks is None or name != "backbone":
+        return []
+    found: list[int] = plan.tasks.table.ranks(int(plan.tasks.task[sample])).tolist()
+    return found if len(found) > 1 else []
 
 
 def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
@@ -515,12 +523,15 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     )
     why = f"cost rank {in_step:,} of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
     why += f", rank {in_bucket:,} of {len(inside):,} in its bucket"
+    ring = _ring(plan, name, int(a.sample[i]))
+    if ring:
+        why += f"; in pieces on the ring of buckets {', '.join(map(str, ring))}"
     return SlotOfSample(
         module=name,
         bucket=bucket,
         microbatch=int(a.microbatch[i]),
         slot=int(a.slot[i]),
-        ranks=_ranks(plan, a, job, bucket),
+        ranks=tuple(r for b in ring or [bucket] for r in _ranks(plan, a, job, b)),
         constructor=constructors_of(place, a.axis)[bucket],
         size=int(a.size[i]),
         cost=cost,

@@ -265,10 +265,14 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
 
     At most BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
     """
-    a, i = plan.main, plan.imbalance()
+    a, i = plan.pieces(), plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
-        np.bincount(flat, weights=plan.tokens[a.sample], minlength=shape[0] * shape[1])
+        np.bincount(
+            flat,
+            weights=plan.tokens[a.sample] if plan.tasks is None else a.size,
+            minlength=shape[0] * shape[1],
+        )
         .reshape(shape)
         .astype(int)
     )
@@ -313,10 +317,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             f"placement can go below {i['bound']:.3f}",
         ),
         ("waits", waits(job.sync, i)),
-        (
-            "microbatches",
-            f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled",
-        ),
+        ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),
     ]
@@ -331,6 +332,20 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         )
     ]
     return Group(_facts(facts), Text(""), table, *caption)
+
+
+def _microbatches(plan: LoadingPlan) -> str:
+    """Return the number and capacity of microbatches as text, with the rings of a hybrid plan."""
+    a = plan.main
+    if plan.tasks is None:
+        return f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket"
+    counts, sizes = plan.tasks.table.counts(a.n_buckets), plan.tasks.table.sizes()
+    least, most = int(counts.min()), int(counts.max())
+    rings = f"{int((sizes > 1).sum())} rings of up to {int(sizes.max(initial=1))} buckets"
+    if (waits := plan.imbalance().get("waits")) is not None:
+        rings += f", with their waits {waits:.3f} of the mean"
+    number = f"{most}" if least == most else f"{least} to {most}"
+    return f"{number} of {a.capacity:,} tokens on each bucket, {rings}"
 
 
 def _mix(plan: LoadingPlan) -> str:

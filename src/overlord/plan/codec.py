@@ -6,6 +6,8 @@ import json
 import math
 import operator
 import struct
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,17 @@ from overlord.mesh import AXES, Mesh
 from overlord.plan.plan import (
     ITEM_COLUMNS,
     MAX_BINS,
+    MOST,
     OPTIONAL_COLUMNS,
     SAMPLE_COLUMNS,
     Assignment,
     LoadingPlan,
 )
+from overlord.plan.tasks import TASK_COLUMNS, PlanTasks, TaskRules, TaskTable
 
 MAGIC = b"OVPL\x02"
-DTYPES = frozenset({"<i4", "<i8", "<u4", "<f8"})
+DTYPES = frozenset({"<i4", "<i8", "<u4", "<f4", "<f8"})
+TABLE_COLUMNS = ("task_ptr", "task_rank", *TASK_COLUMNS)
 NUMBERS = ("n_buckets", "n_microbatches", "capacity")
 DAMAGE = (
     ValueError,
@@ -58,6 +63,14 @@ def write(plan: LoadingPlan) -> bytes:
         | {"columns": {n: put(getattr(a, n)) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}}
         for name, a in plan.modules.items()
     }
+    if (tasks := plan.tasks) is not None:
+        columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS}
+        columns_of |= {"task": tasks.task, "end": tasks.end}
+        head["tasks"] = {
+            "rules": asdict(tasks.rules),
+            "offload_share": tasks.offload_share,
+            "columns": {n: put(column) for n, column in columns_of.items()},
+        }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
 
@@ -105,6 +118,7 @@ def _read(data: bytes) -> LoadingPlan:
     for name, m in head["modules"].items():
         items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}
         modules[str(name)] = _assignment(str(name), m, items)
+    tasks = _tasks(head["tasks"], get) if "tasks" in head else None
     if at != len(data):
         raise ValueError(f"expected {at} bytes, as the header states, got {len(data)}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
@@ -118,8 +132,32 @@ def _read(data: bytes) -> LoadingPlan:
         extra=dict(head["extra"]),
         place=place,
         modules=modules,
+        tasks=tasks,
         **columns,
     )
+
+
+def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | None]) -> PlanTasks:
+    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in (*TABLE_COLUMNS, "task", "end")}
+    end = columns.pop("end")
+    if any(column is None for column in columns.values()):
+        raise ValueError("a column of the tasks is missing")
+    task, kinds = columns.pop("task"), {"equal_counts": bool, "memory_capacity": float}
+    given: dict[str, Any] = {
+        n: kinds.get(n, operator.index)(value) for n, value in head["rules"].items()
+    }
+    rules = TaskRules(**given)
+    if (
+        min(rules.ranks, rules.stages, rules.count_multiple) < 1
+        or min(rules.capacity, rules.multiple) < 0
+        or max(rules.ranks, rules.multiple) > MAX_BINS
+    ):
+        raise ValueError(f"rules of tasks: expected at least one rank and stage, got {rules}")
+    share = float(head["offload_share"])
+    if not (0 <= share <= 1 and 0 <= rules.memory_capacity < MOST):
+        raise ValueError(f"offload of tasks: expected a share of 0 to 1, got {share}")
+    table = TaskTable(**columns)
+    return PlanTasks(table=table, task=task, rules=rules, offload_share=share, end=end)
 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:

@@ -16,6 +16,7 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
 from overlord.mesh import BUCKET_AXES, Mesh, broadcast_dims
+from overlord.plan.tasks import PlanTasks
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class LoadingPlan:
     place: Mesh | None = None  # the mesh of its buckets; None: a plan made by hand
     # JSON values for people (strategy name, target weights)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # a hybrid plan: rings of ranks share samples of the backbone, whose bucket is the first of them
+    tasks: PlanTasks | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -128,6 +131,16 @@ class LoadingPlan:
                 "add a module to the plan with samples.plan(encoder=images)",
             )
         return self.modules[name]
+
+    def pieces(self, module: str = "backbone") -> Assignment:
+        """Return a placement with a row for each rank that holds tokens of an item.
+
+        Samples of a hybrid plan are split over the ranks of their task; others have one row.
+        """
+        from overlord.plan.pieces import pieces_of  # it imports this module
+
+        split = self.tasks is not None and module == "backbone"
+        return pieces_of(self) if split else self.module(module)
 
     @property
     def n_microbatches(self) -> int:
@@ -186,7 +199,8 @@ class LoadingPlan:
             self._validate_columns(name, a)
             self._validate_served(name, a)
             bins = a.bins()
-            self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
+            if self.tasks is None or name != "backbone":
+                self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
             if a.memory is not None:
                 self._validate_capacity(
                     name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING
@@ -194,14 +208,18 @@ class LoadingPlan:
             self._validate_slots(name, a, bins)
             self._validate_placeholders(name, a)
         times = np.bincount(self.main.sample, minlength=n)
-        if (wrong := np.flatnonzero(times != 1)).size:
+        if (uneven := np.flatnonzero(times != 1)).size:
             raise PlanError(
                 f"module 'backbone': expected every drawn sample exactly once, got sample "
-                f"{self.sample_id(int(wrong[0]))} {times[wrong[0]]} times ({len(wrong)} such "
+                f"{self.sample_id(int(uneven[0]))} {times[uneven[0]]} times ({len(uneven)} such "
                 "samples)",
                 self.step,
                 "place every sample of the buffer once; select() leaves samples out",
             )
+        if self.tasks is not None:
+            from overlord.plan.pieces import check_tasks
+
+            check_tasks(self, self.tasks)
         return self
 
     def _validate_columns(self, name: str, a: Assignment) -> None:
@@ -378,6 +396,8 @@ class LoadingPlan:
                 if self.place is None or getattr(self.place, d.lower()) > 1
             ]
             parts += [f"broadcast {','.join(dims)}"] if dims else []
+        if self.tasks is not None:
+            parts += ["tasks", self.tasks.table.digest(), str(self.tasks.rules.multiple)]
         if self.place is not None and self.place.world_size > self.place.dp:
             # otherwise the number of buckets determines the mesh
             parts.append(f"place {self.place}")
@@ -429,20 +449,12 @@ class LoadingPlan:
 
         ``bucket``: the most expensive bucket. ``microbatch``: the sum, over microbatch indices, of
         the most expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every
-        placement of these samples.
+        placement of these samples; 1 in a hybrid plan, whose samples can be split. A hybrid plan
+        has ``waits`` too: the modelled end of the last rank, with the waits for its rings.
         """
-        from overlord.plan.summary import bounds
+        from overlord.plan.summary import imbalance
 
-        loads = self.loads(module)
-        total = float(loads.sum())
-        if total <= 0:
-            return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
-        mean = total / len(loads)
-        found = {
-            "bucket": float(loads.sum(axis=1).max()) / mean,
-            "microbatch": float(loads.max(axis=0).sum()) / mean,
-        }
-        return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
+        return imbalance(self, module)
 
     def summary(self) -> dict[str, Any]:
         """Return plain values: balance and its bounds, predicted time, peak, fill, mixture."""
@@ -458,7 +470,7 @@ class LoadingPlan:
 
     def loads(self, module: str = "backbone") -> np.ndarray:
         """Return the sums of cost by [bucket, microbatch]: float64."""
-        a = self.module(module)
+        a = self.pieces(module)
         flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(
             a.n_buckets, a.n_microbatches
@@ -467,36 +479,15 @@ class LoadingPlan:
     def fill(self) -> float:
         """Return the share of the capacity of all microbatches that is used; 1 without capacity."""
         a = self.main
-        room = a.capacity * a.n_buckets * a.n_microbatches
+        n = a.n_buckets * a.n_microbatches
+        room = a.capacity * (n if self.tasks is None else len(self.tasks.table.task_rank))
         return float(a.size.sum()) / room if room else 1.0
 
     def to_table(self) -> str:
         """Return a text table of cost, tokens and samples, of at most 64 buckets of 16 columns."""
-        a = self.main
-        flat = a.bins()
-        shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
-        tokens = (
-            np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
-        )
-        samples = np.bincount(flat, minlength=n).reshape(shape)
-        loads = self.loads()
-        mean = loads.sum() / a.n_buckets or 1.0
-        lines = [
-            repr(self),
-            f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
-            "(samples) by microbatch",
-        ]
-        for b in range(min(a.n_buckets, 64)):
-            cells = "  ".join(
-                f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16))
-            )
-            lines.append(
-                f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  "
-                f"{samples[b].sum():>7}  {cells}"
-            )
-        if a.n_buckets > 64:
-            lines.append(f"... {a.n_buckets - 64} more buckets")
-        return "\n".join(lines)
+        from overlord.plan.summary import table
+
+        return table(self)
 
     def to_bytes(self) -> bytes:
         """Return the plan in a small binary form without pickle (``plan/codec.py``)."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan, View, views_of
+from overlord.plan.tasks import PlanTasks
 
 # ----------------------------------------------------------------------------
 # The summary: balance and its lower bound, predicted time, peak memory, mixture.
@@ -39,6 +40,23 @@ def bounds(a: Assignment) -> tuple[float, float]:
     return bucket * d / total, slots * d / total
 
 
+def imbalance(plan: LoadingPlan, module: str) -> dict[str, float]:
+    """Return costs relative to the mean bucket: see ``LoadingPlan.imbalance``."""
+    loads, tasks = plan.loads(module), plan.tasks if module == "backbone" else None
+    total = float(loads.sum())
+    if total <= 0:
+        return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
+    mean = total / len(loads)
+    found = {
+        "bucket": float(loads.sum(axis=1).max()) / mean,
+        "microbatch": float(loads.max(axis=0).sum()) / mean,
+    }
+    if tasks is not None and tasks.end is not None:
+        found["waits"] = max(found["bucket"], float(tasks.end.max()) / mean)
+    limits = bounds(plan.module(module)) if tasks is None else (1.0, 1.0)
+    return found | dict(zip(("bound", "slot_bound"), limits, strict=True))
+
+
 def summary(plan: LoadingPlan) -> dict[str, Any]:
     """Return the summary of a plan as plain values that JSON can encode."""
     return {
@@ -54,7 +72,7 @@ def summary(plan: LoadingPlan) -> dict[str, Any]:
 
 
 def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
-    a, loads = plan.modules[name], plan.loads(name)
+    a, loads = plan.pieces(name), plan.loads(name)
     mean = float(loads.sum()) / a.n_buckets or 1.0
     slot_mean = np.maximum(loads.mean(axis=0), np.finfo(np.float64).tiny)
     unit = plan.extra.get("unit")
@@ -76,9 +94,22 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
         },
         "peak": _peak(plan, a),
     }
+    if plan.tasks is not None and name == "backbone":
+        found["items"], found["tasks"] = len(plan), _tasks(plan, plan.tasks)
     if plan.place is not None:
         found["broadcast"], found["fetchers"] = list(a.broadcast), plan.fetchers(name)
     return found
+
+
+def _tasks(plan: LoadingPlan, tasks: PlanTasks) -> dict[str, Any]:
+    """Return the rings of a hybrid plan: their sizes, and the number of tasks of each rank."""
+    sizes, counts = np.unique(tasks.table.sizes(), return_counts=True)
+    return {
+        "tasks": len(tasks.table),
+        "rings": {str(d): n for d, n in zip(sizes.tolist(), counts.tolist(), strict=True)},
+        "by_rank": tasks.table.counts(plan.main.n_buckets).tolist(),
+        "padded_to": 2 * tasks.rules.multiple,  # times the ranks of a ring; 0: cut unevenly
+    }
 
 
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
@@ -139,11 +170,39 @@ def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
     }
 
 
+def table(plan: LoadingPlan) -> str:
+    """Return a plan as a table for people: see ``LoadingPlan.to_table``."""
+    a = plan.pieces()
+    flat = a.bins()
+    shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
+    held = plan.tokens[a.sample] if plan.tasks is None else a.size
+    tokens = np.bincount(flat, weights=held, minlength=n).reshape(shape).astype(int)
+    samples = np.bincount(flat, minlength=n).reshape(shape)
+    loads = plan.loads()
+    mean = loads.sum() / a.n_buckets or 1.0
+    lines = [
+        repr(plan),
+        f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
+        "(samples) by microbatch",
+    ]
+    for b in range(min(a.n_buckets, 64)):
+        cells = "  ".join(
+            f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16))
+        )
+        lines.append(
+            f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  "
+            f"{samples[b].sum():>7}  {cells}"
+        )
+    if a.n_buckets > 64:
+        lines.append(f"... {a.n_buckets - 64} more buckets")
+    return "\n".join(lines)
+
+
 def to_json(plan: LoadingPlan, samples: bool = True) -> str:
     """Return the summary of a plan as JSON text; with ``samples``, also every item and its slot."""
     found = summary(plan)
     if samples:
-        found["placed"] = {name: _placed(plan, a) for name, a in plan.modules.items()}
+        found["placed"] = {name: _placed(plan, plan.pieces(name)) for name in plan.modules}
     return json.dumps(found, indent=2)
 
 
@@ -162,6 +221,9 @@ def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
 # The delivery: fetching ranks, ranks served by a broadcast, and bytes for each.
 
 TOKEN_BYTES = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4}
+# of hybrid plans: cu_seqlens_local and document_lengths; cp_ranks; one more entry of
+# cu_seqlens_local, and the scalars of a task
+TASK_BYTES = {"document": 4 + 8, "member": 4, "task": 4 + 4 + 4 + 4 + 4 + 8}
 DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}
 
 
@@ -180,16 +242,13 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
         place.bucket_of(main.axis).tolist(),
     )
     tokens, documents = _loads(main, batch, place)
+    counts, more = np.full(main.n_buckets, main.n_microbatches), np.zeros(main.n_buckets, np.int64)
+    if plan.tasks is not None:
+        tokens, documents, counts, more = _task_loads(plan, plan.tasks)
     by_client = {
-        rank: _nbytes(
-            view,
-            int(tokens[bucket_of[rank]]),
-            int(documents[bucket_of[rank]]),
-            main.n_microbatches,
-            batch,
-        )
+        rank: _nbytes(view, int(tokens[b]), int(documents[b]), int(counts[b]), batch) + int(more[b])
         for rank, view in enumerate(views)
-        if not view.nothing
+        if not view.nothing and counts[(b := bucket_of[rank])]
     }
     return {
         "clients": len(by_client),
@@ -212,6 +271,27 @@ def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.
         return documents * batch.context, documents
     tokens = np.bincount(main.bucket, weights=main.size, minlength=main.n_buckets).astype(np.int64)
     return tokens + (counts == 0).sum(axis=1) * batch.document_multiple(place), documents
+
+
+def _task_loads(
+    plan: LoadingPlan, tasks: PlanTasks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens, documents and microbatches of every bucket, and the bytes of its rings."""
+    pieces, table, n = plan.pieces(), tasks.table, plan.main.n_buckets
+    counts = table.counts(n)
+    d = table.sizes()
+    empty = np.flatnonzero(np.bincount(tasks.task, minlength=len(table)) == 0)
+    padding = np.bincount(table.task_rank[table.task_ptr[empty]], minlength=n)
+    documents = np.bincount(pieces.bucket, minlength=n) + padding
+    tokens = np.bincount(pieces.bucket, weights=pieces.size, minlength=n).astype(np.int64)
+    members = np.bincount(table.task_rank, weights=np.repeat(d, d), minlength=n).astype(np.int64)
+    more = TASK_BYTES["document"] * documents + TASK_BYTES["task"] * counts
+    return (
+        tokens + padding * (2 * tasks.rules.multiple or 1),
+        documents,
+        counts,
+        more + TASK_BYTES["member"] * members,
+    )
 
 
 def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: Batch) -> int:

@@ -12,7 +12,7 @@ order is not enough, since warm-up forwards of one column would wait for backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -104,9 +104,32 @@ class TaskTable:
 
         Tasks of rank r are tasks[bounds[r]:bounds[r+1]]. Both arrays are int64.
         """
+        bounds, members = self.members(ranks)
+        return bounds, self._task_of_member()[members]
+
+    def members(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of ``task_rank`` by rank, in the order of ``lists``, and their bounds.
+
+        The ring position of member i of task t is i - task_ptr[t].
+        """
         of = self._task_of_member()
         by = np.lexsort((self.order[of], self.index[of], self.task_rank))
-        return np.concatenate(([0], np.cumsum(self.counts(ranks)))), of[by]
+        return np.concatenate(([0], np.cumsum(self.counts(ranks)))), by
+
+    def task_of(self, members: np.ndarray) -> np.ndarray:
+        """Return the tasks that rows of ``task_rank`` belong to: int64."""
+        return self._task_of_member()[members]
+
+    def take(self, tasks: np.ndarray) -> TaskTable:
+        """Return the table of some tasks, which keep their index and order."""
+        sizes = self.sizes()[tasks]
+        ends = np.cumsum(sizes)
+        within = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
+        return TaskTable(
+            task_ptr=np.concatenate((np.zeros(1, np.int64), ends)),
+            task_rank=self.task_rank[np.repeat(self.task_ptr[:-1][tasks], sizes) + within],
+            **{name: getattr(self, name)[tasks] for name in TASK_COLUMNS},
+        )
 
     def digest(self) -> str:
         """Return a digest of all columns: of rings, index, order and offload ratios.
@@ -355,6 +378,32 @@ class TaskTable:
             ),
             step,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanTasks:
+    """The tasks of a plan, the task of each of its samples, and the demands of the trainer."""
+
+    table: TaskTable
+    task: np.ndarray  # int32 [samples]
+    rules: TaskRules
+    offload_share: float = 0.0  # share of the memory of a token that offload ratio 1 moves
+    # float64 [ranks]: modelled end of each rank, with the waits for its rings; None: not modelled
+    end: np.ndarray | None = None
+
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the lengths of all samples as their rings cut them: with padding if there is any.
+
+        Pieces of equal size need a length that the ring size divides.
+        """
+        if not self.rules.multiple:
+            return tokens
+        return ring.padded(tokens, self.table.sizes()[self.task], self.rules.multiple)
+
+    def of_samples(self, rows: np.ndarray, tasks: np.ndarray) -> PlanTasks:
+        """Return these tasks, in rising order, for these samples, which belong to them."""
+        task = np.searchsorted(tasks, self.task[rows]).astype(np.int32)
+        return replace(self, table=self.table.take(tasks), task=task, end=None)
 
 
 def _refuse(wrong: np.ndarray, text: Callable[[int], tuple[str, str]], step: int) -> None:

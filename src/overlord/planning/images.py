@@ -137,6 +137,12 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         )
         raise PlanError(problem, plan.step, f"select them all: .select({IMAGES!r})")
     main, place = plan.main, plan.place
+    if plan.tasks is not None and len(plan.modules[ENCODER].sample):
+        raise PlanError(
+            "samples with images: expected whole samples, got pieces on rings of ranks",
+            plan.step,
+            "use .balance() instead of .split(), or a job without images",
+        )
     if (
         place is not None
         and sliced(place, buffer.batch)

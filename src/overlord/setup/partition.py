@@ -191,7 +191,7 @@ def tokens_of(prepared: PreparedJob) -> list[float]:
     found = []
     for i, index in enumerate(prepared.indexes):
         p = _profile(prepared, i)
-        estimate = min(float(prepared.job.batch.context), row_tokens(index))
+        estimate = min(float(prepared.job.document_limit), row_tokens(index))
         found.append(p.tokens if p is not None and p.tokens else estimate)
     return found
 

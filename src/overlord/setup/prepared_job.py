@@ -25,7 +25,13 @@ from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_s
 from overlord.planning.strategies import resolve
 from overlord.scaling.profile import JobProfile
 from overlord.setup.options import Options, n_workers
-from overlord.setup.state_json import job_fingerprint, source_mark, state_from_json, state_to_json
+from overlord.setup.state_json import (
+    job_fingerprint,
+    saved_limit,
+    source_mark,
+    state_from_json,
+    state_to_json,
+)
 from overlord.sources.base import ReadOptions
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import (
@@ -104,12 +110,7 @@ class PreparedJob:
         self.given: Job
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
         self.strategy = resolve(job.strategy)
-        self.pipelines = [
-            Pipeline(
-                s.name, s.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long
-            )
-            for s in job.sources
-        ]
+        self.pipelines = [_pipeline(job, source) for source in job.sources]
         self.indexes = build_resumed_indexes(
             [
                 IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
@@ -206,9 +207,14 @@ class PreparedJob:
         return other
 
     def placed(self, place: ClientPlaceTree) -> PreparedJob:
-        """Return a copy of this job for another mesh; raise ``JobError`` for an unfit mesh."""
+        """Return a copy of this job for another mesh; raise ``JobError`` for an unfit mesh.
+
+        The longest sample stays the same, although its default may depend on the mesh.
+        """
         other = copy.copy(self)
-        other.given, other.job = replace(self.given, place=place), replace(self.job, place=place)
+        limit = self.job.document_limit if self.job.hybrid else self.job.max_document
+        other.given = replace(self.given, place=place, max_document=limit)
+        other.job = replace(self.job, place=place, max_document=limit)
         if problems := other.options.problems(other.job):
             raise JobError(problems, "reshard")
         return other
@@ -289,13 +295,7 @@ class PreparedJob:
                 "without, got one with images; list one from the start, at weight 0"
             )
             raise JobError([problem], "add_source")
-        pipeline = Pipeline(
-            source.name,
-            source.transforms,
-            seed=job.seed,
-            context=job.batch.context,
-            on_long=job.on_long,
-        )
+        pipeline = _pipeline(job, source)
         [index] = build_indexes(
             [
                 IndexSpec(
@@ -321,10 +321,12 @@ class PreparedJob:
         )
 
     def for_saved_state(self, saved: Any) -> PreparedJob:
-        """Return this job with the schedule that it had when the state was saved.
+        """Return this job with the schedule and the longest sample of the time of a saved state.
 
         That schedule does not include sources added later.
         """
+        if (limit := saved_limit(saved, self.job)) != self.job.document_limit:
+            return self._with_limit(limit).for_saved_state(saved)
         try:
             added_then = {str(e["name"]) for e in saved["events"] if e["event"] == "add_source"}
         except (KeyError, TypeError):  # not a state: ``restore`` raises the error
@@ -335,6 +337,15 @@ class PreparedJob:
         other = copy.copy(self)
         other.added, other.job = added, _bound(self.given, self.indexes, added)
         other.fingerprint = job_fingerprint(other.job, self.indexes, self.pipelines, added)
+        return other
+
+    def _with_limit(self, limit: int) -> PreparedJob:
+        """Return this job with another longest sample; raise ``JobError`` if it does not fit."""
+        other = copy.copy(self)
+        other.given = replace(self.given, max_document=limit)
+        other.job = replace(self.job, max_document=limit)
+        other.pipelines = [_pipeline(other.job, source) for source in other.job.sources]
+        other.fingerprint = job_fingerprint(other.job, other.indexes, other.pipelines, other.added)
         return other
 
     @property
@@ -360,6 +371,16 @@ class PreparedJob:
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """Return the state of a JSON form; raise ``StateMismatch`` if it is not of this job."""
         return state_from_json(saved, self.job, self.orders, self.fingerprint, allow)
+
+
+def _pipeline(job: Job, source: Source) -> Pipeline:
+    return Pipeline(
+        source.name,
+        source.transforms,
+        seed=job.seed,
+        context=job.document_limit,
+        on_long=job.on_long,
+    )
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:

@@ -54,6 +54,7 @@ STREAM_FIELDS = (
     "feedback_lag",
     "on_long",
 )
+LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it is not the context
 
 
 def job_fingerprint(
@@ -75,6 +76,8 @@ def job_fingerprint(
         else "function " + digest(code_text(job.strategy)),
     }
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
+    if job.document_limit != job.batch.context:
+        entries[LIMIT] = str(job.document_limit)
     if job.hooks:
         entries["hooks"] = digest(*(code_text(hook) for hook in job.hooks))
     for source, index, pipeline in zip(job.sources, indexes, pipelines, strict=True):
@@ -84,6 +87,20 @@ def job_fingerprint(
         if source.name in added:
             entries[f"source {source.name}: weight"] = repr(float(source.weight))
     return entries
+
+
+def saved_limit(saved: Any, job: Job) -> int:
+    """Return the longest sample of a saved run, for a job whose own default depends on its mesh.
+
+    The job's own limit is returned if it was given.
+    """
+    then = saved.get("fingerprint") if isinstance(saved, Mapping) else None
+    if job.max_document is not None or not job.hybrid or not isinstance(then, Mapping):
+        return job.document_limit
+    try:
+        return max(1, int(then.get(LIMIT, job.batch.context)))
+    except (TypeError, ValueError):  # damaged: ``restore`` raises the error
+        return job.document_limit
 
 
 def source_mark(entries: Mapping[str, str], name: str) -> str:

@@ -32,6 +32,13 @@ HOST_KEYS = frozenset(
         "item_ids",
         "image_token_index",
         "image_microbatch",
+        "document_lengths",
+        "cp_ranks",
+        "cp_rank",
+        "local_cp_size",
+        "offload",
+        "task_index",
+        "task_order",
     )
 )
 

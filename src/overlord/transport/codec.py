@@ -20,6 +20,7 @@ from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages import control, data, launcher
 from overlord.messages.control import EncodedState, StreamState
 from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.plan.tasks import PlanTasks, TaskRules, TaskTable
 from overlord.sample import Buffer, SampleId
 from overlord.transport.frame import pack, unpack
 from overlord.transport.value_codec import (
@@ -451,7 +452,8 @@ OPENERS[ERROR] = _open_error
 
 __all__ = ["decode", "encode", "register"]
 
-for _cls in (SampleId, Batch, Buffer, ClientPlaceTree, Assignment, LoadingPlan):
+_VALUES: tuple[type, ...] = (SampleId, Batch, Buffer, ClientPlaceTree, Assignment, LoadingPlan)
+for _cls in (*_VALUES, PlanTasks, TaskRules, TaskTable):
     register(_cls)
 for _module in (control, data, launcher):
     for _cls in vars(_module).values():

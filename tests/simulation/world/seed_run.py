@@ -168,11 +168,17 @@ def _of_one_weight() -> Iterator[None]:
 
 
 def run_scenario(scenario: Scenario) -> Verdict:
+    history, seconds, undisturbed = played(scenario)
+    found = Checker(facts_of(scenario), undisturbed).check(history)
+    return Verdict(scenario, found, history, seconds)
+
+
+def played(scenario: Scenario) -> tuple[History, float, dict[str, dict[tuple[int, int], Seen]]]:
+    """The history of a scenario, its virtual seconds, and the undisturbed runs for its meshes."""
     with _without_dateutil(), _without_collections(), _by_nobody(), _of_one_weight(), remembering():
         cluster = Cluster(scenario)
         history = cluster.run()
-        found = Checker(facts_of(scenario), references(scenario, history)).check(history)
-    return Verdict(scenario, found, history, cluster.world.now)
+        return history, cluster.world.now, references(scenario, history)
 
 
 def run_seed(seed: int) -> Verdict:

@@ -21,6 +21,7 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
 from overlord.plan.plan import LoadingPlan, check_modules
+from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import (
     ONCE,
     ItemPlacement,
@@ -76,11 +77,13 @@ class DGraph:
     axis: str | None = None
     group_size: int | None = None
     costs: np.ndarray | None = None
+    costs_by: CostFn | None = None  # the function that gave them
     memory: np.ndarray | None = None  # memory of each node, if cost(memory=) was given
     memory_capacity: float = 0.0
     unit: str = ""  # unit of the costs, if the cost function has one ("s")
     capacity: int = 0
     placement: ItemPlacement | None = None
+    tasks: PlanTasks | None = None  # after split(): the ring of each sample
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # applied primitives, for display
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
@@ -279,9 +282,9 @@ class DGraph:
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
-        return replace(
-            self, costs=costs, memory=held, unit=unit_of(named(fn)), trail=(*self.trail, what)
-        )
+        by = named(fn)
+        made = replace(self, costs=costs, costs_by=by, memory=held, unit=unit_of(by))
+        return replace(made, trail=(*self.trail, what))
 
     def balance(
         self,
@@ -357,6 +360,22 @@ class DGraph:
             f"balance({method}, {level}, {objective}{', keep_order' if keep_order else ''})",
             capacity,
         )
+
+    def split(
+        self, capacity: int | None = None, groups: str = "any", **rules: float | bool
+    ) -> DGraph:
+        """Return the graph with every sample on a ring of ranks that share its tokens.
+
+        Each bucket must be one rank: ``distribute("CP")``. ``capacity``: tokens of a rank in a
+        microbatch, by default the batch's context. ``groups``: "any", or "power_of_two" for aligned
+        blocks of ranks, as Megatron has them. ``padded``: samples are padded to 2 x ring size, by
+        default if groups are powers of two or the batch pads. ``equal_counts`` of microbatches, by
+        default as ``Job.sync`` says; ``count_multiple`` of them. ``node``: ranks of a node (8).
+        """
+        from overlord.planning.graph.rings import split_graph  # it imports the schedule
+
+        self._before("split", "balance", self.placement)
+        return split_graph(self, capacity, {"groups": groups, **rules})
 
     def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
         """Return the graph with a given placement, for strategies that place without ``balance``.
@@ -477,6 +496,7 @@ class DGraph:
                 "backbone": assignment_of(self, "backbone"),
                 **{n: assignment_of(g, n, ends[n]) for n, g in modules.items()},
             },
+            tasks=self.tasks,
             extra={
                 "trail": list(self.trail),
                 "weights": dict(b.weights),
@@ -503,6 +523,8 @@ class DGraph:
         assert isinstance(tokens, np.ndarray)
         if len(self.sample) < len(tokens):
             tokens = tokens[self.sample]
+        if self.tasks is not None:
+            return self.tasks.lengths(tokens.astype(np.int64))
         multiple = self.buffer.batch.document_multiple(self.tree)
         return (
             tokens.astype(np.int64, copy=False)

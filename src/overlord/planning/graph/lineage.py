@@ -236,7 +236,7 @@ def planned_graph(
     """
     from overlord.planning.graph.dgraph import DGraph
 
-    a, place = plan.main, plan.place or place
+    a, place = plan.pieces(), plan.place or place
     buffer = Buffer(
         names=plan.names,
         source=plan.source,

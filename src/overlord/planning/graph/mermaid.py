@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +78,9 @@ def _buckets(graph: DGraph, p: ItemPlacement, n: int, origin: str) -> list[str]:
     More than SHOWN buckets are reduced to the most expensive and the cheapest ones.
     """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
+    if graph.tasks is not None:  # a sample may be on several buckets
+        pieces = graph.plan().pieces()
+        p, costs = replace(p, bucket=pieces.bucket, microbatch=pieces.microbatch), pieces.cost
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch
     loads = np.bincount(flat, weights=costs, minlength=n * p.n_microbatches).reshape(
         n, p.n_microbatches

@@ -103,8 +103,9 @@ def _sources(plan: LoadingPlan) -> list[dict[str, Any]]:
 
 
 def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[str, Any]:
-    plan, a = step.plan, step.plan.modules[name]
-    by_size = replace(plan, modules={name: replace(a, cost=a.size.astype(np.float64))})
+    plan, a = step.plan, step.plan.pieces(name)
+    whole = plan.modules[name]
+    by_size = replace(plan, modules={name: replace(whole, cost=whole.size.astype(np.float64))})
     per = -(-a.n_microbatches // max(1, min(a.n_microbatches, most_grid // a.n_buckets)))
     ranks = step.place.buckets(a.axis)
     served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis)]
@@ -115,7 +116,7 @@ def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[
         "microbatches": a.n_microbatches,
         "capacity": a.capacity,
         "broadcast": list(a.broadcast),
-        "items": len(a.sample),
+        "items": len(whole.sample),
         "per_item": name != "backbone",
         "imbalance": {"cost": plan.imbalance(name), "size": by_size.imbalance(name)},
         "ranks": None if ranks == [[b] for b in range(a.n_buckets)] else [spans(r) for r in ranks],
@@ -200,7 +201,7 @@ def _listed(step: PageStep, rows: np.ndarray) -> dict[str, Any]:
     place[rows] = np.arange(len(rows))
     items = []
     for name in ["backbone", *sorted(n for n in plan.modules if n != "backbone")]:
-        a = plan.modules[name]
+        a = plan.pieces(name)
         mine = np.flatnonzero(place[a.sample] >= 0)
         items.append(
             {"sample": column(place[a.sample[mine]])}

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from overlord import ring
 from overlord.errors import JobError
 from overlord.plan.plan import SPLITS
 from overlord.torch.adapters.huggingface import document_of
@@ -55,12 +57,20 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]
     """Return the dict that Megatron's data iterator yields, with the keys of this rank's stage.
 
     Tensors are flat, ``max_seqlen`` is an int32 scalar on the CPU, labels are shifted. The tensors
-    are already sliced for CP if the job slices; then do not slice again.
+    are already sliced for CP if the job slices; then do not slice again. Pieces of a hybrid job
+    have ``local_cp_size``, the ranks of their ring.
     """
     need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
     made = {
         key: as_tensor(mb[key])
-        for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "tokens", "position_ids")
+        for key in (
+            "cu_seqlens",
+            "cu_seqlens_padded",
+            "max_seqlen",
+            "local_cp_size",
+            "tokens",
+            "position_ids",
+        )
         if key in mb
     }
     if "labels" in mb:
@@ -74,8 +84,11 @@ def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **mo
     The class is Megatron's if it can be imported, otherwise ours with the same fields. As in
     Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine expects;
     ``true_lengths`` puts the true ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They describe
-    the whole microbatch, also on a slice of CP. ``more``: other fields.
+    the whole microbatch, also on a slice of CP. ``more``: other fields; ``local_cp_size`` is that
+    of a hybrid job unless it is given.
     """
+    if "local_cp_size" in mb:
+        more = {"local_cp_size": int(mb["local_cp_size"]), **more}
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed_seq_params")
     bounds, longest = as_tensor(mb["cu_seqlens_padded"]), int(mb["max_seqlen"])
     lengths = as_tensor(mb["cu_seqlens"]) if true_lengths else bounds
@@ -198,8 +211,9 @@ def get_batch(
     if mb.facts.padded:
         return _rows(mb, given)
     made = packed(mb, given=given)
-    known = cp is not None or mb.facts.here == mb.facts.tokens
-    mask = padding_mask(mb, cp=cp, cp_split=cp_split) if known else None
+    index = _ring_index(mb)
+    known = index is not None or cp is not None or mb.facts.here == mb.facts.tokens
+    mask = padding_mask(mb, index, cp=cp, cp_split=cp_split) if known else None
     found = {key: made[key][None] if key in made else None for key in TOKEN_KEYS}
     params = packed_seq_params(mb, **more)
     return Batch(
@@ -211,6 +225,14 @@ def get_batch(
         params,
         mask,
     )
+
+
+def _ring_index(mb: Mapping[str, Any]) -> np.ndarray | None:
+    """Return the tokens of the whole microbatch that a rank of a ring holds; None without one."""
+    if "cp_ranks" not in mb:
+        return None
+    bounds = np.concatenate(([0], np.cumsum(np.asarray(mb["document_lengths"]))))
+    return ring.token_index(bounds, int(mb["local_cp_size"]), int(mb["cp_rank"]))
 
 
 def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:

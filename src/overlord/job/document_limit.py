@@ -1,0 +1,85 @@
+"""The longest sample of a job (``Job.max_document``), and what it demands of batch and mesh.
+
+Without rings a rank has whole samples, of at most ``Batch.context`` tokens. In a hybrid job the
+context is the capacity of one rank, and a ring of ranks can share a longer sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from overlord.checks import is_int
+from overlord.job.hooks import CONSTRUCTOR, Hook
+from overlord.mesh import Batch, Mesh
+
+if TYPE_CHECKING:
+    from overlord.job.job import Job
+
+HYBRID = ("hdp_balance",)  # strategies of the package that split samples over ranks
+ALONE = "with samples that ranks share"
+
+
+def splits_documents(strategy: Any) -> bool:
+    """Return whether a strategy is known to split samples over ranks.
+
+    A function is if it has a true attribute ``hybrid``. Others may do so too; their jobs give
+    ``max_document``.
+    """
+    if isinstance(strategy, str):
+        return strategy in HYBRID
+    return bool(getattr(strategy, "hybrid", False))
+
+
+def ring_ranks(place: Mesh) -> int:
+    """Return the ranks that can share one sample: those of one stage and tensor-parallel rank."""
+    return place.dp * place.cp
+
+
+def of(job: Job) -> int:
+    """Return the tokens of the longest sample of a job."""
+    if job.max_document is not None:
+        return job.max_document
+    return job.batch.context * (ring_ranks(job.place) if job.hybrid else 1)
+
+
+def problems(job: Job) -> list[str]:
+    """Return every reason why the longest sample could not be placed, as text."""
+    given, batch, place = job.max_document, job.batch, job.place
+    if given is not None and (not is_int(given) or given < 1):
+        return [f"max_document: expected a whole number of at least 1, got {given!r}"]
+    if not isinstance(batch, Batch) or not isinstance(place, Mesh):
+        return []
+    if job.hybrid:
+        return _hybrid_problems(job)
+    if given is None or given <= batch.context or not isinstance(job.strategy, str):
+        return []
+    return [
+        f"max_document: expected at most batch.context={batch.context} with strategy "
+        f"{job.strategy!r}, which splits no sample, got {given}; use 'hdp_balance'"
+    ]
+
+
+def _hybrid_problems(job: Job) -> list[str]:
+    batch, ranks, found = job.batch, ring_ranks(job.place), list[str]()
+    unit = 2 * batch.pad_multiple * (job.place.tp if batch.sequence_parallel else 1)
+    if ranks > 1 and batch.context % unit:
+        found.append(
+            f"batch.context: expected a multiple of {unit} {ALONE}, since a rank has two chunks "
+            f"of each, got {batch.context}"
+        )
+    if (limit := job.document_limit) > batch.context * ranks:
+        found.append(
+            f"max_document: expected at most {batch.context * ranks}, the context of {ranks} "
+            f"ranks, got {limit}; use more dp or cp ranks, or a larger context"
+        )
+    if batch.layout != "packed":
+        found.append(f'batch.layout: expected "packed" {ALONE}, got {batch.layout!r}')
+    if job.overflow != "grow":
+        found.append(f'overflow: expected "grow" {ALONE}, got {job.overflow!r}')
+    hooks = job.hooks if isinstance(job.hooks, tuple) else ()
+    if any(hook.kind == CONSTRUCTOR for hook in hooks if isinstance(hook, Hook)):
+        found.append(
+            f"hooks: expected no constructor_do_plan {ALONE}, since it builds whole samples; use "
+            "ov.loader_do_plan"
+        )
+    return found
