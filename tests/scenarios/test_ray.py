@@ -552,8 +552,8 @@ def test_an_open_cluster_needs_an_explicit_setting_and_the_program_can_use_its_o
         )
         assert there.line() == "['', '']", "whoever stops it while another does has stopped it"
         assert there.line() == (
-            "job 'still': expected a running job, got one that is submitted; trainers cannot "
-            "connect to it"
+            "job 'still': expected a running job, got one that is submitted; trainers can "
+            "connect only to a running job"
         ), "it was not told its name yet"
         assert there.line() == "it did not stop within 3 s | []"
         assert (

@@ -712,7 +712,7 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         served = session.serve()
         with pytest.raises(LinkRefused, match="another rank rewound the session"):
             raw(served, generation=5)
-        with pytest.raises(LinkRefused, match="next: expected a whole number"):
+        with pytest.raises(LinkRefused, match="expected a whole number as 'next' of a hello"):
             raw(served, next="soon")
         ov.connect(served, 0, served.token).queue.end(None)  # it begins
         link = raw(served)

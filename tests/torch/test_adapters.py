@@ -381,7 +381,7 @@ def test_get_batch_pulls_microbatches_one_by_one(tmp_path: Path):
             assert padding.shape == tokens.shape
         with pytest.raises(StopIteration):
             megatron.get_batch(iterator)
-    with pytest.raises(ov.JobError, match=r"got None; client.microbatches\(\) is one"):
+    with pytest.raises(ov.JobError, match=r"got None; give client.microbatches\(\)"):
         megatron.get_batch(None)
 
 

@@ -169,6 +169,6 @@ def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(
         check_folder(str(shared / "ray" / "sockets" / "raylet"))
     [said] = [record.getMessage() for record in caplog.records]
     assert (
-        f"since {shared}/ray has mode 0777: start Ray with --temp-dir=DIR/ray, where DIR "
+        f"since {shared}/ray has mode 0777; start Ray with --temp-dir=DIR/ray, where DIR "
         "has mode 0700" in said
     )
