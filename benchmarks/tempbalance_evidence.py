@@ -127,7 +127,7 @@ class Round:
     """Runs that are not in the file, until the budget is spent."""
 
     def __init__(self, given: argparse.Namespace, end: float):
-        self._given, self._end, self._tasks = given, end, tasks_of(given)
+        self.given, self._end, self.tasks = given, end, tasks_of(given)
         self._records, self._failed, self._in_a_row = Records(given.results), set[Any](), 0
         self._done = self._records.done()
         self.finished = 0
@@ -151,17 +151,17 @@ class Round:
     def _next(self, pool: Pool) -> dict[str, Any] | None:
         taken = self._failed | set(self._done) | {key(w.cell) for w in pool.busy if w.cell}
         fits = self._fitting()
-        for cell in by_seed(fits, self._given.tiny, self._done, self._given.seeds):
+        for cell in by_seed(fits, self.given.tiny, self._done, self.given.seeds):
             if key(cell) not in taken:
                 return cell
         return None
 
     def _fitting(self) -> list[Task]:
         """Tasks of which a run is expected to end before the round does."""
-        if self._given.tiny:
-            return self._tasks
+        if self.given.tiny:
+            return self.tasks
         time_left = self._end - time.monotonic()
-        return [t for t in self._tasks if time_left >= MARGIN * seconds(t, self._done.values())]
+        return [t for t in self.tasks if time_left >= MARGIN * seconds(t, self._done.values())]
 
     def _keep(self, record: dict[str, Any]) -> None:
         self._records.append(record)
@@ -177,7 +177,7 @@ class Round:
         print(f"{name}, {record['lr']:g}: {record['test']:.4f} ({took})", flush=True)
 
     def summary(self) -> str:
-        found = [left(t, self._given.tiny, self._done, self._given.seeds) for t in self._tasks]
+        found = [left(t, self.given.tiny, self._done, self.given.seeds) for t in self.tasks]
         fewest, most = (sum(counts) for counts in zip(*found, strict=True))
         words = (
             f"{self.finished} runs finished, {len(self._failed)} failed, {counted(fewest, most)}"

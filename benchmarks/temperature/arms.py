@@ -59,7 +59,7 @@ class Rates:
             sizes[unit_of[id(p)]] = sizes.get(unit_of[id(p)], 0) + p.numel()
         self._sizes, self._mean, self._outer = sizes, mean, outer
         self._balance: Any = None
-        self._model = self._measured = model
+        self.model = self._measured = model
         if arm in (BALANCED, PERMUTED, REVERSED):
             if spectra == "cpu":
                 self._measured = copy.deepcopy(model).cpu()
@@ -103,8 +103,8 @@ class Rates:
     @torch.no_grad()
     def _copy(self) -> None:
         """Copy the weights to the model that is measured."""
-        if self._measured is not self._model:
-            for to, p in zip(self._measured.parameters(), self._model.parameters(), strict=True):
+        if self._measured is not self.model:
+            for to, p in zip(self._measured.parameters(), self.model.parameters(), strict=True):
                 to.copy_(p)
 
     def now(self) -> list[float]:

@@ -88,19 +88,19 @@ class Training:
         clip: float | None = None,
         **options: Any,
     ):
-        self._model, self._rates, self._loss_of, self._clip = model, rates, loss_of, clip
-        self._batches, self._every, device = batches, every, batches.device
-        self._on_cuda = device.type == "cuda"
+        self.model, self._rates, self.loss_of, self._clip = model, rates, loss_of, clip
+        self.batches, self._every, device = batches, every, batches.device
+        self.on_cuda = device.type == "cuda"
         count = len(rates.now())
-        self._table = torch.zeros(every, count, device=device)  # rates of the coming steps
+        self.table = torch.zeros(every, count, device=device)  # rates of the coming steps
         self._now = torch.zeros(count, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)  # in the run
-        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # in the table
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)  # in the table
         self.losses = torch.zeros(len(batches), device=device)
         groups = [
             {"params": parameters, "lr": self._now[i]} for i, parameters in enumerate(rates.groups)
         ]
-        if self._on_cuda:
+        if self.on_cuda:
             # fused kernels take no complex parameters
             whole = all(p.is_floating_point() for p in model.parameters())
             options |= {"fused": True} if whole else {"foreach": True}
@@ -117,25 +117,25 @@ class Training:
     def step(self) -> None:
         """Do one step; all it reads and writes are tensors on the device."""
         self._optimizer.zero_grad(set_to_none=True)
-        self._now.copy_(self._table.index_select(0, self._row)[0])
-        loss = self._loss_of(self._batches.index_select(0, self._at)[0])
+        self._now.copy_(self.table.index_select(0, self.row)[0])
+        loss = self.loss_of(self.batches.index_select(0, self._at)[0])
         loss.backward()
         if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self._optimizer.step()
         self.losses.index_copy_(0, self._at, loss.detach().float().reshape(1))
         self._at.add_(1)
-        self._row.add_(1)
+        self.row.add_(1)
 
     def capture(self) -> None:
         """Make a graph of a step; if that fails, steps stay eager and ``reason`` says why."""
-        if not self._on_cuda:
+        if not self.on_cuda:
             self.reason = "no CUDA"
             return
-        before = [p.detach().clone() for p in self._model.parameters()]
+        before = [p.detach().clone() for p in self.model.parameters()]
         try:
-            self._warm_up()
-            self._reset(before)
+            self.warm_up()
+            self.reset(before)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self.step()
@@ -144,19 +144,19 @@ class Training:
             self.reason = f"{type(error).__name__}: {error}"[:300]
             with suppress(RuntimeError, AssertionError):
                 torch.cuda.synchronize()
-        self._reset(before)
+        self.reset(before)
 
     def run(self) -> None:
         """Do all steps."""
-        done, total = 0, len(self._batches)
+        done, total = 0, len(self.batches)
         while done < total:
             count = min(self._every, total - done)
             coming = [self._rates.now()]
             for _ in range(count - 1):
                 self._rates.step()
                 coming.append(self._rates.now())
-            self._table[:count].copy_(torch.tensor(coming))
-            self._row.zero_()
+            self.table[:count].copy_(torch.tensor(coming))
+            self.row.zero_()
             for _ in range(count):
                 if self._graph is not None:
                     self._graph.replay()
@@ -171,25 +171,25 @@ class Training:
         self._graph = None
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
                 self._at.zero_()
-                self._row.zero_()
+                self.row.zero_()
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
 
     @torch.no_grad()
-    def _reset(self, before: list[torch.Tensor]) -> None:
+    def reset(self, before: list[torch.Tensor]) -> None:
         """Undo all steps. Gradients of a captured step are kept: the graph owns them."""
-        for parameter, value in zip(self._model.parameters(), before, strict=True):
+        for parameter, value in zip(self.model.parameters(), before, strict=True):
             parameter.copy_(value)
         for state in self._optimizer.state.values():
             for value in state.values():
                 value.zero_()
-        for counter in (self._at, self._row, self.losses):
+        for counter in (self._at, self.row, self.losses):
             counter.zero_()
         if self._graph is None:
             self._optimizer.zero_grad(set_to_none=True)

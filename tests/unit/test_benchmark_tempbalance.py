@@ -204,7 +204,7 @@ def test_a_run_is_the_plain_loop(spectra: str, tmp_path: Path):
 
     at = place(tmp_path)
     other, plain, _ = llama.prepared(mine, at)
-    model, batches = plain._model, other._batches
+    model, batches = plain.model, other.batches
     optimizer = torch.optim.AdamW(
         [{"params": p, "lr": 0.0} for p in plain.groups], weight_decay=0.1, betas=(0.9, 0.95)
     )
@@ -212,7 +212,7 @@ def test_a_run_is_the_plain_loop(spectra: str, tmp_path: Path):
     for i in range(7):
         for group, lr in zip(optimizer.param_groups, plain.now(), strict=True):
             group["lr"] = lr
-        loss = other._loss_of(batches[i])
+        loss = other.loss_of(batches[i])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -230,12 +230,12 @@ def test_a_warm_up_leaves_no_trace(tmp_path: Path):
     losses = []
     for steps in (0, 2):
         training, _, _ = burgers.prepared(mine, place(tmp_path))
-        before = [p.detach().clone() for p in training._model.parameters()]
+        before = [p.detach().clone() for p in training.model.parameters()]
         for _ in range(steps):
-            training._row.zero_()
-            training._table.fill_(0.01)
+            training.row.zero_()
+            training.table.fill_(0.01)
             training.step()
-        training._reset(before)
+        training.reset(before)
         training.run()
         losses.append(training.losses.tolist())
     assert losses[0] == losses[1]
@@ -251,8 +251,8 @@ def test_a_capture_that_fails_leaves_an_eager_run(tmp_path: Path, monkeypatch):
         training.step()
         raise RuntimeError("no capture")
 
-    monkeypatch.setattr(training, "_warm_up", broken)
-    monkeypatch.setattr(training, "_on_cuda", True)
+    monkeypatch.setattr(training, "warm_up", broken)
+    monkeypatch.setattr(training, "on_cuda", True)
     found = trained(training, place(tmp_path))
     assert found == {"graph": False, "eager": "RuntimeError: no capture"}
     assert training.losses.tolist() == plain.losses.tolist()
@@ -353,7 +353,7 @@ def test_a_wider_grid_runs_only_what_is_missing(tmp_path: Path, capsys):
     """New rates run on seed 0; further seeds run again only where the chosen rate is a new one."""
     narrow = replace(TASKS["burgers"], rates=TASKS["burgers"].rates[:3])
     first, pool = round_of(tmp_path, tasks="burgers"), FakePool()
-    first._tasks = [narrow]
+    first.tasks = [narrow]
     first.execute(pool)
     assert len(pool.given) == 4 * len(ARMS) * (3 + 2)
 
@@ -361,7 +361,7 @@ def test_a_wider_grid_runs_only_what_is_missing(tmp_path: Path, capsys):
         return 1.0 if cell["arm"] != BALANCED or cell["lr"] < 8e-3 else 0.5
 
     wider, more = round_of(tmp_path, tasks="burgers"), FakePool(value=value)
-    tempbalance_evidence.plan(wider._given)
+    tempbalance_evidence.plan(wider.given)
     assert "48 to 136 runs of 20.0 s are left" in capsys.readouterr().out
     wider.execute(more)
     again = [c for c in more.given if c["seed"]]

@@ -26,7 +26,8 @@ from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import PlannedStep
 from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
-from overlord.plan.plan import ALL, Assignment, LoadingPlan, View, views_of
+from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.plan.view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
 
 # Payload, start and length of each document, its microbatch, number of microbatches, source of each
@@ -185,6 +186,16 @@ def build_groups(
             batches[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
+    return _by_groups(groups, batches, bucket_of, views)
+
+
+def _by_groups(
+    groups: Mapping[int, Sequence[int]],
+    batches: Mapping[tuple[int, View], BucketBatch],
+    bucket_of: Sequence[int] | np.ndarray,
+    views: Sequence[View],
+) -> list[BucketBatch]:
+    """Return one batch for each group of ranks: every rank has its view of its bucket."""
     none = np.zeros(1, np.int64)
     return [
         BucketBatch(
@@ -227,13 +238,7 @@ def _build_tasks(
             if view.nothing
             else BucketBatch(built.samples, bounds, by_view[view], first[k])
         )
-    none = np.zeros(1, np.int64)
-    return [
-        BucketBatch(
-            none[:0], none, None, by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}
-        )
-        for ranks in groups.values()
-    ]
+    return _by_groups(groups, batches, bucket_of, views)
 
 
 def build_with_images(

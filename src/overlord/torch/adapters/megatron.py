@@ -12,7 +12,7 @@ import torch
 
 from overlord import ring
 from overlord.errors import JobError
-from overlord.plan.plan import SPLITS
+from overlord.plan.view import SPLITS
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
 from overlord.torch.microbatch_info import SHIFTED, MicrobatchInfo
