@@ -20,7 +20,7 @@ from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
-from overlord.plan.plan import FIRST, LAST
+from overlord.plan.views import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:

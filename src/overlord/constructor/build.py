@@ -25,7 +25,8 @@ from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import PlannedStep
 from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
-from overlord.plan.plan import ALL, Assignment, LoadingPlan, View, views_of
+from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.plan.views import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
 
 # Payload, start and length of each document, its microbatch, number of microbatches, source of each

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
-from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan, View, views_of
+from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
+from overlord.plan.views import View, views_of
 
 # ----------------------------------------------------------------------------
 # The summary: balance and its lower bound, predicted time, peak memory, mixture.
