@@ -34,6 +34,7 @@ from overlord.messages.control import (
     Refill,
 )
 from overlord.messages.data import Build, Built, Deliver, Evaluate, PayloadReady, Pop, Read
+from overlord.plan.module_ranks import first_ranks
 from overlord.scaling.loader_placement import place_loaders
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
@@ -343,9 +344,9 @@ class DryRun:
         main = stage.plan.main
         bucket = np.empty(len(stage.plan), np.int64)
         bucket[main.sample] = main.bucket
-        if main.axis == "DP":
+        if main.axis == "DP" and main.on is None:
             return bucket
-        first = np.asarray([ranks[0] for ranks in self._made.job.place.buckets(main.axis)])
+        first = first_ranks(main.on or self._made.job.place, main.axis)
         group = np.empty(self._fleet.gpus, np.int64)
         for g, ranks in enumerate(self._groups):
             group[ranks] = g

@@ -345,6 +345,11 @@ class Job:
             found.append(f"batch: expected a Batch, got {self.batch!r}")
         if not isinstance(self.place, Mesh):
             found.append(f"place: expected an ov.Mesh, got {self.place!r}")
+        elif self.place.first_rank:
+            found.append(
+                "place.first_rank: expected 0, since the job's mesh has all ranks, got "
+                f"{self.place.first_rank}; give other meshes to distribute(on=)"
+            )
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
+from overlord.plan.module_ranks import bucket_by_rank, view_by_rank
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
-from overlord.plan.views import View, views_of
+from overlord.plan.views import View
 
 # ----------------------------------------------------------------------------
 # The summary: balance and its lower bound, predicted time, peak memory, mixture.
@@ -79,6 +80,8 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
     }
     if plan.place is not None:
         found["broadcast"], found["fetchers"] = list(a.broadcast), plan.fetchers(name)
+    if a.on is not None:
+        found["on"] = f"{a.on}"
     return found
 
 
@@ -94,7 +97,8 @@ def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
         .reshape(shape)
     )
     # Buckets of an axis that includes cp get their microbatches unsliced.
-    cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
+    mesh = a.on or plan.place
+    cut = mesh.cp if mesh is not None and "cp" not in BUCKET_AXES[a.axis] else 1
     found: dict[str, Any] = {
         "tokens_by_bucket": tokens.max(axis=1).tolist(),
         "tokens_per_rank": int(-(-tokens.max() // cut)),
@@ -177,8 +181,8 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
     views, bucket_of = (
-        views_of(place, main.axis, dims, batch.cp_split),
-        place.bucket_of(main.axis).tolist(),
+        view_by_rank(place, main.on, main.axis, dims, batch.cp_split),
+        bucket_by_rank(place, main.on, main.axis).tolist(),
     )
     tokens, documents = _loads(main, batch, place)
     by_client = {
@@ -194,8 +198,8 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     }
     return {
         "clients": len(by_client),
-        "fetchers": place.fetchers(dims),
-        "served": place.world_size - len(by_client),
+        "fetchers": plan.mesh_of().fetchers(dims),
+        "served": plan.mesh_of().world_size - len(by_client),
         "bytes_by_client": by_client,
         "bytes": sum(by_client.values()),
     }

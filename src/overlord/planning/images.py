@@ -136,7 +136,7 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
             f"got {found[i]} of them"
         )
         raise PlanError(problem, plan.step, f"select them all: .select({IMAGES!r})")
-    main, place = plan.main, plan.place
+    main, place = plan.main, plan.main.on or plan.place
     if (
         place is not None
         and sliced(place, buffer.batch)
@@ -366,7 +366,7 @@ def place_by_samples(
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
     group, ranks = (
-        (samples.bucket, np.array(tree.buckets(samples.axis)))
+        (samples.bucket, np.array(tree.buckets(samples.axis)) - tree.first_rank)
         if stay
         else (nowhere, np.arange(tree.n_buckets(axis))[None])
     )

@@ -11,6 +11,7 @@ import numpy as np
 from overlord.errors import PlanError
 from overlord.hashing import position_in_key
 from overlord.mesh import Batch, Mesh
+from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.images import Placeholders
@@ -42,7 +43,9 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
             graph.buffer.step,
             'call .distribute(axis), then .balance(); balance("none") keeps stream order',
         )
-    p, n = graph.placement, graph.tree.n_buckets(graph.axis)
+    p, n = graph.placement, graph.mesh.n_buckets(graph.axis)
+    if name == "backbone":
+        check_padding(graph.tree, graph.on, graph.buffer.batch, graph.buffer.step)
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     slot = position_in_key(
         p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches, np.int32
@@ -63,6 +66,7 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
         memory_capacity=graph.memory_capacity,
         out=None if ends is None else ends.out,
         offset=None if ends is None else ends.offset,
+        on=graph.on,
     )
 
 
@@ -214,12 +218,15 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
     return [*edges, Edge(state, "planned", "plan()")] if planned else edges
 
 
-def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
-    """Return the constructor of each bucket: that of the data-parallel group of its ranks."""
-    if axis == "DP":
+def constructors_of(place: Mesh, axis: str, on: Mesh | None = None) -> tuple[str, ...]:
+    """Return the constructor of each bucket: that of the data-parallel group of its ranks.
+
+    ``on``: the module's own mesh, if it has one.
+    """
+    if axis == "DP" and on is None:
         return tuple(f"constructor/{b}" for b in range(place.n_buckets("DP")))
     group = {rank: b for b, ranks in enumerate(place.buckets("DP")) for rank in ranks}
-    return tuple(f"constructor/{group[ranks[0]]}" for ranks in place.buckets(axis))
+    return tuple(f"constructor/{group[ranks[0]]}" for ranks in (on or place).buckets(axis))
 
 
 def planned_graph(
@@ -267,10 +274,11 @@ def planned_graph(
         meta=("tokens",),
         mixed=True,
         axis=a.axis,
+        on=a.on,
         costs=a.cost,
         capacity=a.capacity,
         placement=placement,
         broadcast=a.broadcast,
         trail=tuple(plan.extra.get("trail", ())),
-        bound=Bound(plan=plan, loader=binding, constructor=constructors_of(place, a.axis)),
+        bound=Bound(plan=plan, loader=binding, constructor=constructors_of(place, a.axis, a.on)),
     )

@@ -106,8 +106,8 @@ def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[
     plan, a = step.plan, step.plan.modules[name]
     by_size = replace(plan, modules={name: replace(a, cost=a.size.astype(np.float64))})
     per = -(-a.n_microbatches // max(1, min(a.n_microbatches, most_grid // a.n_buckets)))
-    ranks = step.place.buckets(a.axis)
-    served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis)]
+    ranks = (a.on or step.place).buckets(a.axis)
+    served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis, a.on)]
     return {
         "name": name,
         "axis": a.axis,
