@@ -13,7 +13,8 @@ from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
-from overlord.planning.balance.placement import ItemPlacement, PackingProblem, nested
+from overlord.planning.balance.groups import nested
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 from overlord.sample import Buffer, Ragged
 
 # ----------------------------------------------------------------------------

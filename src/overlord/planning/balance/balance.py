@@ -25,6 +25,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from overlord.checks import is_int
 from overlord.errors import PlanError
 from overlord.plan.plan import ROUNDING
 from overlord.planning.balance import placement
@@ -204,11 +205,10 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             f'level {level!r}: expected objective "iteration", got "microbatch"',
             remedy='use level "both" or "inter"',
         )
-    if p.group_size is not None and (
-        not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
-    ):
+    if p.group_size is not None and (not is_int(p.group_size) or p.group_size < 1):
         raise PlanError(
-            f"group_size: expected a divisor of the {p.n_buckets} buckets, got {p.group_size!r}"
+            f"group_size: expected a whole number of at least 1, got {p.group_size!r}",
+            remedy="give the number of buckets of a group, or None",
         )
     for what, column in (("cost", p.costs), ("memory", p.memory)):
         if (

@@ -231,7 +231,7 @@ class DGraph:
         """Return the graph with buckets along an axis; the ranks of a bucket get the same samples.
 
         ``axis`` is ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups
-        of so many buckets first, then inside each group; it must divide the number of buckets.
+        of this number of buckets first, then inside each group. The last group may have fewer.
         ``on``: the module's own mesh inside the job's, as in ``ov.Mesh(dp=2, first_rank=2)``. Other
         ranks get nothing of the module, and take part in the exchange of embeddings.
         """
