@@ -45,6 +45,8 @@ class Mesh:
     order: the axes from outermost to innermost. Default: ("pp", "dp", "cp", "tp"), as in Megatron.
     first_rank: the lowest rank. Default: 0. Only the mesh of one module may start at another rank:
         ``distribute(axis, on=ov.Mesh(dp=2, first_rank=2))`` is on ranks 2 and 3 of the job's mesh.
+    vpp: model chunks of each pipeline stage (virtual stages). Default: 1. With more, every step has
+        a multiple of pp microbatches, which the interleaved schedule needs.
 
     Arrays by rank have one entry for each rank of the mesh, from ``first_rank`` on.
 
@@ -57,11 +59,12 @@ class Mesh:
     tp: int = 1
     order: tuple[str, ...] = AXES
     first_rank: int = 0
+    vpp: int = 1
 
     def __post_init__(self) -> None:
         problems = [
             f"place.{axis}: expected a whole number of at least 1, got {getattr(self, axis)!r}"
-            for axis in AXES
+            for axis in (*AXES, "vpp")
             if not isinstance(getattr(self, axis), int)
             or isinstance(getattr(self, axis), bool)
             or getattr(self, axis) < 1
@@ -76,6 +79,8 @@ class Mesh:
             problems.append(
                 f"place.first_rank: expected a whole number of at least 0, got {self.first_rank!r}"
             )
+        if not problems and self.vpp > 1 and self.pp == 1:
+            problems.append(f"place.vpp: expected 1 for pp=1, without stages, got {self.vpp}")
         if problems:
             raise JobError(problems, "place")
         object.__setattr__(self, "order", tuple(self.order))
@@ -159,13 +164,10 @@ class Mesh:
     # Changes: a mesh is immutable, so each method returns a new one.
 
     def replace(self, **degrees: Any) -> Mesh:
-        """Return the mesh with other degrees (``dp=4``), ``order`` or ``first_rank``."""
-        unknown = [name for name in degrees if name not in (*AXES, "order", "first_rank")]
-        if unknown:
-            raise JobError(
-                [f"expected an axis of {', '.join(AXES)}, order or first_rank, got {unknown[0]!r}"],
-                "place",
-            )
+        """Return the mesh with other degrees (``dp=4``), ``order``, ``first_rank`` or ``vpp``."""
+        known = (*AXES, "order", "first_rank", "vpp")
+        if unknown := [name for name in degrees if name not in known]:
+            raise JobError([f"expected one of {', '.join(known)}, got {unknown[0]!r}"], "place")
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> Mesh:
@@ -194,6 +196,15 @@ class Mesh:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def count_multiple(self) -> int:
+        """The number of which the microbatches of a step are a multiple: pp, if vpp is above 1."""
+        return self.pp if self.vpp > 1 else 1
+
+    def microbatch_count(self, least: int) -> int:
+        """Return the smallest valid number of microbatches of at least ``least``."""
+        return -(-least // self.count_multiple) * self.count_multiple
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -306,6 +317,7 @@ class Mesh:
     def __repr__(self) -> str:
         """Return the arguments under the class name of the paper: journals compare this text."""
         names = (*AXES, "order", *(("first_rank",) if self.first_rank else ()))
+        names = (*names, *(("vpp",) if self.vpp > 1 else ()))
         given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"ClientPlaceTree({given})"
 

@@ -409,6 +409,7 @@ def problems(draw: st.DrawFn) -> PackingProblem:
         method=draw(st.sampled_from(BUILT_IN)),
         group_size=draw(st.sampled_from([None, 1, 2, 3])),
         spare=draw(st.booleans()),
+        count_multiple=draw(st.sampled_from([1, 1, 2, 3, 4])),
         memory=held,
         memory_capacity=0.0
         if held is None
@@ -433,6 +434,7 @@ def test_every_way_of_placing_keeps_capacity_and_memory_and_is_repeatable(
     found = place(problem, **way)
     m, n_buckets = found.n_microbatches, problem.n_buckets
     assert m >= problem.microbatches
+    assert m % problem.count_multiple == 0
     assert len(found.bucket) == len(found.microbatch) == len(problem.costs)
     assert (
         (found.bucket >= 0)

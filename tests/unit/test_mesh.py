@@ -69,7 +69,7 @@ def test_what_is_outside_the_mesh_is_refused() -> None:
     with pytest.raises(JobError, match="each of pp, dp, cp, tp once"):
         Mesh(order=("dp", "tp"))
     with pytest.raises(
-        JobError, match="expected an axis of pp, dp, cp, tp, order or first_rank, got 'ep'"
+        JobError, match="expected one of pp, dp, cp, tp, order, first_rank, vpp, got 'ep'"
     ):
         tree.replace(ep=2)
     with pytest.raises(JobError, match="expected broadcast axes of TP, CP, PP, DP, got 'tp'"):

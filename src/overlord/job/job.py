@@ -358,6 +358,12 @@ class Job:
                 f"batch.context: expected a multiple of {self.document_multiple} ({what}), "
                 f"got {self.batch.context}"
             )
+        multiple = self.place.count_multiple if isinstance(self.place, Mesh) else 1
+        if multiple > 1 and isinstance(self.batch, Batch) and self.batch.microbatches % multiple:
+            found.append(
+                f"batch.microbatches: expected a multiple of place.pp={multiple}, since "
+                f"place.vpp={self.place.vpp} interleaves stages, got {self.batch.microbatches}"
+            )
         for name in (
             "seed",
             "look_ahead",

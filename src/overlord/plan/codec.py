@@ -65,7 +65,8 @@ def write(plan: LoadingPlan) -> bytes:
 
 def _mesh(mesh: Mesh) -> dict[str, Any]:
     first = {"first_rank": mesh.first_rank} if mesh.first_rank else {}
-    return {axis: getattr(mesh, axis) for axis in AXES} | {"order": list(mesh.order)} | first
+    vpp = {"vpp": mesh.vpp} if mesh.vpp > 1 else {}
+    return {axis: getattr(mesh, axis) for axis in AXES} | {"order": list(mesh.order)} | first | vpp
 
 
 def read(data: bytes) -> LoadingPlan:

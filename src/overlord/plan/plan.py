@@ -275,6 +275,14 @@ class LoadingPlan:
             wanted = a.n_buckets if mesh is None else mesh.n_buckets(a.axis)
         except JobError as e:
             raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
+        multiple = mesh.count_multiple if mesh is not None and name == "backbone" else 1
+        if a.n_microbatches % multiple:
+            raise PlanError(
+                f"module {name!r}: expected a multiple of {multiple} microbatches, since vpp="
+                f"{mesh.vpp if mesh else 1} interleaves stages, got {a.n_microbatches}",
+                self.step,
+                "call .balance(), or place empty microbatches at the end",
+            )
         if a.n_buckets != wanted:
             raise PlanError(
                 f"module {name!r}: expected {wanted} buckets along {a.axis} of {mesh}, got "

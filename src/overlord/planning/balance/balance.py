@@ -81,6 +81,17 @@ def place(
     buckets together is run k, or sub-draw k, of the stream.
     """
     _check(problem, level, objective, keep_order)
+    found = _in_memory(problem, level, objective, keep_order)
+    if (n := problem.counted(found.n_microbatches)) > found.n_microbatches:
+        found = _in_memory(replace(problem, microbatches=n), level, objective, keep_order)
+        # empty microbatches at the end, if still needed
+        found = replace(found, n_microbatches=problem.counted(found.n_microbatches))
+    return found
+
+
+def _in_memory(
+    problem: PackingProblem, level: str, objective: str, keep_order: bool
+) -> ItemPlacement:
     if problem.memory is None:
         return _place(problem, level, objective, keep_order)
     # A memory bound that holds anyway changes no plan. Otherwise both are counted as one size.

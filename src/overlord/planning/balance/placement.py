@@ -59,6 +59,11 @@ class PackingProblem:
     substep: np.ndarray | None = None
     # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
     spare: bool = True
+    count_multiple: int = 1  # M is a multiple of this number
+
+    def counted(self, m: int) -> int:
+        """Return the smallest number of microbatches of at least ``m`` that is allowed."""
+        return -(-m // self.count_multiple) * self.count_multiple
 
     def least_microbatches(self) -> int:
         """Return a lower bound of the number of microbatches, at least ``microbatches``.

@@ -341,6 +341,7 @@ class DGraph:
             capacity=capacity,
             group_size=self.group_size,
             microbatches=batch.microbatches if capacity else 1,
+            count_multiple=self.mesh.count_multiple if capacity else 1,
             method=method,
             memory=self.memory,
             memory_capacity=memory_capacity or 0.0,
