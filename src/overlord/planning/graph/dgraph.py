@@ -30,14 +30,13 @@ from overlord.planning.balance.balance import (
     place,
 )
 from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
+from overlord.planning.graph.edges import Edge, edges_of
 from overlord.planning.graph.lineage import (
     Binding,
     Bound,
-    Edge,
     assignment_of,
     check_memory,
     check_module,
-    edges_of,
     read_only,
     unbound,
 )
@@ -85,6 +84,7 @@ class DGraph:
     placement: ItemPlacement | None = None
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # applied primitives, for display
+    before: DGraph | None = None  # the graph before the last of them, for edges()
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
 
     def __post_init__(self) -> None:
@@ -533,7 +533,7 @@ class DGraph:
 
     def _after(self, what: str, **changes: Any) -> DGraph:
         """Return the graph after one more primitive; ``what`` names it in the trail."""
-        return replace(self, **changes, trail=(*self.trail, what))
+        return replace(self, **changes, trail=(*self.trail, what), before=self)
 
     def _before(self, primitive: str, other: str, done: object) -> None:
         if done is not None:
@@ -574,8 +574,8 @@ class DGraph:
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """Return each applied primitive, with the states of the nodes before and after it."""
-        return edges_of(self.trail, self.bound is not None)
+        """Return the edges of each applied primitive, between the nodes before and after it."""
+        return edges_of(self)
 
     def to_mermaid(self) -> str:
         """Return a Mermaid flowchart from sources to microbatches; long lists are shortened.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,22 +139,6 @@ def check_memory(graph: DGraph, capacity: float | None) -> None:
 # A strategy cannot read them: a plan that depended on the loader of a sample would change with
 # the number of loaders.
 
-STATES = {
-    "select": "selected",
-    "mix": "drawn",
-    "distribute": "distributed",
-    "cost": "weighed",
-    "broadcast_at": "pruned",
-}
-
-
-class Edge(NamedTuple):
-    """One applied primitive, with the states of the nodes before and after it."""
-
-    before: str
-    after: str
-    what: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Binding:
@@ -203,19 +186,6 @@ def unbound(step: int) -> PlanError:
         step,
         "use session.graph(step).constructor once the step is planned",
     )
-
-
-def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """Return an Edge for each primitive of a trail; ``planned`` adds one for ``plan()``.
-
-    A primitive that is not in ``STATES``, such as ``balance`` or a user's, places the nodes.
-    """
-    edges, state = [], "buffered"
-    for what in trail:
-        after = STATES.get(what.partition("(")[0], "placed")
-        edges.append(Edge(state, after, what))
-        state = after
-    return [*edges, Edge(state, "planned", "plan()")] if planned else edges
 
 
 def constructors_of(place: Mesh, axis: str, on: Mesh | None = None) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from overlord.planning.graph.lineage import constructors_of
 if TYPE_CHECKING:
     from overlord.mesh import Mesh
     from overlord.plan.plan import Assignment, LoadingPlan
-    from overlord.planning.graph.lineage import Binding, Edge
+    from overlord.planning.graph.edges import Edge
+    from overlord.planning.graph.lineage import Binding
 
 BUDGET = 2_600_000  # most characters of all columns; names and the page itself are extra
 CELLS = 60_000  # most loads by (bucket, microbatch, source), over all modules
@@ -72,7 +73,7 @@ def facts(step: PageStep) -> dict[str, Any]:
         "place": f"{step.place}",
         "samples": len(plan),
         "tokens": int(plan.tokens.sum()),
-        "edges": [list(e) for e in step.edges],
+        "edges": [[e.before, e.after, e.what] for e in step.edges],
         "sources": _sources(plan),
         "loaders": [] if step.loader is None else list(step.loader.names),
         "kept": kept,
