@@ -16,6 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, signature_problem
 from overlord.errors import JobError
+from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
@@ -263,7 +264,7 @@ class Job:
         if the mixture learns. Default 8.
     on_long: treatment of a document longer than the context: "split", "truncate", "drop" or
         "quarantine". Default "split".
-    hooks: ``ov.loader_do_plan(fn)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
+    hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
 
@@ -428,7 +429,7 @@ class Job:
             f"hooks[{i}]: expected {known}, got "
             f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
             for i, h in wrong
-        ]
+        ] + consume_problems(self.hooks, self.look_ahead)
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:

@@ -518,6 +518,9 @@ def place_chosen(
     )
     if spec.look_ahead > 1:
         buffer = replace(buffer, drawn=False, wanted=drawn.counts)
+        if spec.consume is not None:
+            chosen = spec.consume(buffer)
+            buffer, shown, loader = buffer.take(chosen), shown[chosen], loader[chosen]
         if spec.prefer is not None:
             scores = checked_scores(spec.prefer(state.step, buffer), buffer)
             buffer = replace(buffer, scores=scores)
