@@ -12,7 +12,7 @@ import pytest
 import overlord as ov
 from overlord.errors import PlanError
 from tests.images import PLACEHOLDER, job
-from tests.processes import WORKER_RUNTIME, launch, run
+from tests.processes import WORKER_RUNTIME, launch, run, written
 from tests.scenarios.test_images import APART, exchanged, in_simulation
 
 pytestmark = pytest.mark.timeout(200)
@@ -152,3 +152,30 @@ def test_an_encoder_mesh_beyond_a_smaller_job_ends_a_reshard(tmp_path: Path) -> 
         session.reshard(ov.Mesh(dp=3))
         with pytest.raises(PlanError, match=r"expected ranks 0 to 2 of the job's mesh"):
             next(session.client(0))
+
+
+def test_without_broadcasts_every_rank_of_the_backbone_has_its_own_arrays(tmp_path: Path) -> None:
+    made = job_of(tmp_path, "backbone with tp")
+    with launch(made, "local", broadcast=False) as session:
+        for steps in zip(*[session.client(rank) for rank in range(4)], strict=True):
+            assert [["tokens" in mb for mb in step] for step in steps] == [
+                [rank < 2] * len(steps[0]) for rank in range(4)
+            ]
+            for first, second in zip(*steps[:2], strict=True):
+                assert (first["tokens"] == second["tokens"]).all()
+            assert not any(len(step.encoder[0]["item_ids"]) for step in steps[:2])
+
+
+@pytest.mark.parametrize("victim", ["loader-worker/0", "constructor-worker/0"])
+def test_a_killed_worker_does_not_change_what_the_meshes_get(victim: str, tmp_path: Path) -> None:
+    made = job_of(tmp_path, "over a part", until=8)
+    wanted = run(made, "local").steps
+    found: dict[int, list[Any]] = {rank: [] for rank in range(4)}
+    with launch(made, WORKER_RUNTIME, **APART) as session:
+        clients = [session.client(rank) for rank in range(4)]
+        for steps in zip(*clients, strict=True):
+            for rank, step in enumerate(steps):
+                found[rank].append(written(step))
+            if steps[0].step == 2:
+                session.kill(victim)
+    assert found == wanted

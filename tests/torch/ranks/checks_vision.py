@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -284,6 +285,23 @@ def an_encoder_on_its_own_mesh(out: Path) -> None:
             trained(out, place, apart(encoder, backbone, per), per)
 
 
+def a_broadcast_on_a_mesh_of_its_own_needs_the_plain_delivery(out: Path) -> None:
+    def strategy(buffer: ov.Buffer, place: ClientPlaceTree) -> ov.LoadingPlan:
+        drawn = ov.DGraph.from_buffer(buffer, place).mix()
+        samples = drawn.select("tokens").distribute("DP", on=ov.Mesh(tp=2)).balance("greedy")
+        images = drawn.select("image_patches", merge=2).distribute("WORLD").balance("greedy")
+        return samples.broadcast_at("TP").plan(encoder=images)
+
+    place = ClientPlaceTree(dp=dist.get_world_size())
+    made = replace(base(out), place=place, strategy=strategy)
+    with pytest.raises(ov.PlanError, match=r"got one on .*tp2; pass broadcast=False"):
+        ot.join(made, stall_limit_s=30.0)
+    with ot.join(made, stall_limit_s=30.0, broadcast=False) as client:
+        step = next(client)
+        assert all(("tokens" in mb) == (dist.get_rank() < 2) for mb in step)
+        dist.barrier()
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
@@ -292,5 +310,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         hybrid_plans_over_tensor_and_context_parallelism,
         hybrid_plans_over_a_pipeline,
         an_encoder_on_its_own_mesh,
+        a_broadcast_on_a_mesh_of_its_own_needs_the_plain_delivery,
     )
 }

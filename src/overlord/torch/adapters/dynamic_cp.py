@@ -28,8 +28,8 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torc
     ring has one rank. The result has ``cu_seqlens``, ``cu_seqlens_padded`` and ``max_seqlen`` of
     whole documents, and the token arrays of this rank's pipeline stage. They are cut already: do
     not slice them for context parallelism again. ``given``: the job's ``Batch.labels``; None: the
-    labels are shifted. Raise ``JobError`` for a ring that is no aligned block of 2^i ranks, and for
-    documents without equal chunks.
+    labels are shifted. Raise ``JobError`` for a ring other than an aligned block of 2^i ranks,
+    and for documents without equal chunks.
     """
     has_keys(mb, ("cu_seqlens_padded",), ADAPTER)
     size = _ring_size(mb)
