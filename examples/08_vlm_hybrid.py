@@ -30,6 +30,17 @@ def vlm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
     return samples.plan(encoder=images)
 
 
+def apart(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+    """Encode on the first ranks alone, and train the backbone on the others."""
+    quarter = place.world_size // 4
+    encoder = ov.Mesh(dp=quarter)
+    backbone = ov.Mesh(dp=place.world_size - quarter, first_rank=quarter)
+    drawn = ov.DGraph.from_buffer(buffer, place).mix()
+    images = drawn.select("image_patches", merge=2).distribute("WORLD", on=encoder)
+    samples = drawn.select("tokens").distribute("DP", on=backbone).cost(LLM).balance("greedy")
+    return samples.plan(encoder=images.cost(VIT).balance("greedy"))
+
+
 def columns(n: int) -> dict[str, list]:
     """Return samples with up to four images of 16 to 4096 patches, followed by text.
 
@@ -77,6 +88,12 @@ def main() -> None:
     print(
         f"rank 2 encodes {len(route.items)} images, sends {route.send_splits.tolist()} "
         f"rows, gets {route.recv_splits.tolist()}"
+    )
+    plan = apart(buffer, place)
+    print(
+        f"apart: encoder on ranks {plan.fetchers('encoder')}: "
+        f"{plan.imbalance('encoder')['bucket']:.3f}; backbone on ranks {plan.fetchers()}: "
+        f"{plan.imbalance()['microbatch']:.3f}"
     )
     with tempfile.TemporaryDirectory() as tmp:
         pq.write_table(

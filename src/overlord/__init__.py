@@ -42,6 +42,7 @@ _HOME = {
     "loader_do_plan": "overlord.job.hooks",
     "constructor_do_plan": "overlord.job.hooks",
     "Popped": "overlord.job.hooks",
+    "Candidates": "overlord.job.consumption",
     "Assembly": "overlord.job.hooks",
     "DGraph": "overlord.planning.graph.dgraph",
     "hold_long": "overlord.planning.selection",
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from overlord.errors import StateMismatch as StateMismatch
     from overlord.errors import StorageError as StorageError
     from overlord.errors import TransformError as TransformError
+    from overlord.job.consumption import Candidates as Candidates
     from overlord.job.hooks import Assembly as Assembly
     from overlord.job.hooks import Popped as Popped
     from overlord.job.hooks import constructor_do_plan as constructor_do_plan

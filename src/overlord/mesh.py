@@ -43,6 +43,12 @@ class Mesh:
     pp, dp, cp, tp: number of pipeline stages, data-parallel replicas, context-parallel ranks and
         tensor-parallel ranks. Default: 1 each.
     order: the axes from outermost to innermost. Default: ("pp", "dp", "cp", "tp"), as in Megatron.
+    first_rank: the lowest rank. Default: 0. Only the mesh of one module may start at another rank:
+        ``distribute(axis, on=ov.Mesh(dp=2, first_rank=2))`` is on ranks 2 and 3 of the job's mesh.
+    vpp: model chunks of each pipeline stage (virtual stages). Default: 1. With more, every step has
+        a multiple of pp microbatches, which the interleaved schedule needs.
+
+    Arrays by rank have one entry for each rank of the mesh, from ``first_rank`` on.
 
     ``ov.ClientPlaceTree``, the name of the paper, is the same class.
     """
@@ -52,11 +58,13 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     order: tuple[str, ...] = AXES
+    first_rank: int = 0
+    vpp: int = 1
 
     def __post_init__(self) -> None:
         problems = [
             f"place.{axis}: expected a whole number of at least 1, got {getattr(self, axis)!r}"
-            for axis in AXES
+            for axis in (*AXES, "vpp")
             if not isinstance(getattr(self, axis), int)
             or isinstance(getattr(self, axis), bool)
             or getattr(self, axis) < 1
@@ -67,6 +75,12 @@ class Mesh:
             problems.append(
                 f"place.order: expected each of {', '.join(AXES)} once, got {self.order!r}"
             )
+        if not is_int(self.first_rank) or self.first_rank < 0:
+            problems.append(
+                f"place.first_rank: expected a whole number of at least 0, got {self.first_rank!r}"
+            )
+        if not problems and self.vpp > 1 and self.pp == 1:
+            problems.append(f"place.vpp: expected 1 for pp=1, without stages, got {self.vpp}")
         if problems:
             raise JobError(problems, "place")
         object.__setattr__(self, "order", tuple(self.order))
@@ -150,12 +164,10 @@ class Mesh:
     # Changes: a mesh is immutable, so each method returns a new one.
 
     def replace(self, **degrees: Any) -> Mesh:
-        """Return the mesh with other degrees (``dp=4``), or another ``order``."""
-        unknown = [name for name in degrees if name not in (*AXES, "order")]
-        if unknown:
-            raise JobError(
-                [f"expected an axis of {', '.join(AXES)}, or order, got {unknown[0]!r}"], "place"
-            )
+        """Return the mesh with other degrees (``dp=4``), ``order``, ``first_rank`` or ``vpp``."""
+        known = (*AXES, "order", "first_rank", "vpp")
+        if unknown := [name for name in degrees if name not in known]:
+            raise JobError([f"expected one of {', '.join(known)}, got {unknown[0]!r}"], "place")
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> Mesh:
@@ -186,13 +198,22 @@ class Mesh:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def count_multiple(self) -> int:
+        """The number of which the microbatches of a step are a multiple: pp, if vpp is above 1."""
+        return self.pp if self.vpp > 1 else 1
+
+    def microbatch_count(self, least: int) -> int:
+        """Return the smallest valid number of microbatches of at least ``least``."""
+        return -(-least // self.count_multiple) * self.count_multiple
+
+    @property
     def _shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in self.order)
 
     def grid(self) -> np.ndarray:
         """Return the ranks as an array with the axes [pp, dp, cp, tp]."""
         return (
-            np.arange(self.world_size)
+            np.arange(self.first_rank, self.first_rank + self.world_size)
             .reshape(self._shape)
             .transpose([self.order.index(axis) for axis in AXES])
         )
@@ -201,7 +222,7 @@ class Mesh:
         """Return the coordinate of a rank on every axis; raise ``JobError`` for an invalid rank."""
         if problem := self.rank_problem(rank):
             raise JobError([problem], "place")
-        at = np.unravel_index(rank, self._shape)
+        at = np.unravel_index(rank - self.first_rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
     def along(self, axis: str) -> np.ndarray:
@@ -214,8 +235,9 @@ class Mesh:
             return f"expected a rank as a whole number, got {rank!r}"
         return (
             ""
-            if _inside(rank, self.world_size)
-            else f"expected a rank from 0 to {self.world_size - 1} of {self}, got {rank}"
+            if _inside(rank - self.first_rank, self.world_size)
+            else f"expected a rank from {self.first_rank} to "
+            f"{self.first_rank + self.world_size - 1} of {self}, got {rank}"
         )
 
     def rank(self, **at: int) -> int:
@@ -227,7 +249,8 @@ class Mesh:
         ]
         if wrong:
             raise JobError(wrong, "place")
-        return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
+        place = np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape)
+        return self.first_rank + int(place)
 
     # Buckets.
 
@@ -239,7 +262,7 @@ class Mesh:
         """
         n = self.n_buckets(axis)
         if axis == "WORLD":
-            return [[rank] for rank in range(n)]
+            return [[rank] for rank in range(self.first_rank, self.first_rank + n)]
         inner = [a for a in self.order if a not in BUCKET_AXES[axis]]
         moved = self.grid().transpose([AXES.index(a) for a in (*BUCKET_AXES[axis], *inner)])
         return moved.reshape(n, -1).tolist()
@@ -252,7 +275,7 @@ class Mesh:
 
     def bucket_of(self, axis: str = "DP") -> np.ndarray:
         """Return the bucket of every rank: int64 [world_size]."""
-        buckets = np.array(self.buckets(axis))
+        buckets = np.array(self.buckets(axis)) - self.first_rank
         found = np.empty(self.world_size, np.int64)
         found[buckets] = np.arange(len(buckets))[:, None]
         return found
@@ -269,13 +292,14 @@ class Mesh:
         dims = {dim.lower() for dim in broadcast_dims(broadcast)}
         first = grid[tuple(slice(0, 1) if axis in dims else slice(None) for axis in AXES)]
         served = np.empty(self.world_size, np.int64)
-        served[grid.ravel()] = np.broadcast_to(first, grid.shape).ravel()
+        served[grid.ravel() - self.first_rank] = np.broadcast_to(first, grid.shape).ravel()
         return served
 
     def fetchers(self, broadcast: str | Sequence[str] = ()) -> list[int]:
         """Return the ranks that fetch when the trainer broadcasts along these axes."""
         served = self.served_by(broadcast)
-        return np.flatnonzero(served == np.arange(len(served))).tolist()
+        ranks = np.arange(self.first_rank, self.first_rank + len(served))
+        return ranks[served == ranks].tolist()
 
     def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
         """Return the rank whose step queue serves each rank: int64 [world_size].
@@ -283,20 +307,25 @@ class Mesh:
         It is the lowest rank of its bucket that has the same fetcher: the fetcher itself, unless
         the trainer broadcasts across buckets. Then the fetcher opens a client for each bucket.
         """
-        group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
+        served = self.served_by(broadcast) - self.first_rank
+        group = self.bucket_of(axis) * self.world_size + served
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
-        return lowest[number].astype(np.int64, copy=False)
+        return self.first_rank + lowest[number].astype(np.int64, copy=False)
 
     # Text.
 
     def __repr__(self) -> str:
         """Return the arguments under the class name of the paper: journals compare this text."""
-        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in (*AXES, "order"))
+        names = (*AXES, "order", *(("first_rank",) if self.first_rank else ()))
+        names = (*names, *(("vpp",) if self.vpp > 1 else ()))
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"ClientPlaceTree({given})"
 
     def __format__(self, spec: str) -> str:
         """Return one line for messages, as in ``f"{mesh}"``; ``print(mesh)`` draws a tree."""
-        return format("x".join(f"{axis}{getattr(self, axis)}" for axis in self.order), spec)
+        first = f" from rank {self.first_rank}" if self.first_rank else ""
+        degrees = "x".join(f"{axis}{getattr(self, axis)}" for axis in self.order)
+        return format(degrees + first, spec)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -304,7 +333,8 @@ class Mesh:
     def to_text(self) -> str:
         """Return a drawing with the ranks of every branch, shortened if there are many."""
         axes = [axis for axis in self.order if getattr(self, axis) > 1] or [self.order[-1]]
-        grid = np.arange(self.world_size).reshape([getattr(self, axis) for axis in axes])
+        ranks = np.arange(self.first_rank, self.first_rank + self.world_size)
+        grid = ranks.reshape([getattr(self, axis) for axis in axes])
         count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
 

@@ -407,8 +407,9 @@ def problems(draw: st.DrawFn) -> PackingProblem:
         microbatches=draw(st.integers(1, 3)),
         capacity=draw(st.sampled_from([100, 100, 0])) if memory else 100,
         method=draw(st.sampled_from(BUILT_IN)),
-        group_size=draw(st.sampled_from([None, 1, 2])) if n_buckets % 2 == 0 else None,
+        group_size=draw(st.sampled_from([None, 1, 2, 3])),
         spare=draw(st.booleans()),
+        count_multiple=draw(st.sampled_from([1, 1, 2, 3, 4])),
         memory=held,
         memory_capacity=0.0
         if held is None
@@ -433,6 +434,7 @@ def test_every_way_of_placing_keeps_capacity_and_memory_and_is_repeatable(
     found = place(problem, **way)
     m, n_buckets = found.n_microbatches, problem.n_buckets
     assert m >= problem.microbatches
+    assert m % problem.count_multiple == 0
     assert len(found.bucket) == len(found.microbatch) == len(problem.costs)
     assert (
         (found.bucket >= 0)
@@ -667,6 +669,38 @@ def test_groups_cost_at_most_a_tenth_of_a_point(group_size: int, per_rank: int) 
         assert excess(grouped, place(grouped)) <= excess(whole, place(whole)) + 0.1
 
 
+@pytest.mark.parametrize(("n_buckets", "group_size"), [(7, 4), (64, 24), (65, 8), (10, 7), (3, 2)])
+@pytest.mark.parametrize("method", ["greedy", "karmarkar_karp", "zigzag", "none"])
+def test_a_last_group_of_fewer_buckets_gets_its_share(
+    n_buckets: int, group_size: int, method: str
+) -> None:
+    for seed in range(3):
+        costs, sizes = lengths("navit", n_buckets * 32, seed, 16_384)
+        whole = PackingProblem(
+            costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=16_384, method=method
+        )
+        grouped = replace(whole, group_size=group_size)
+        found = place(grouped)
+        groups = np.bincount(found.bucket // group_size, weights=costs)
+        assert len(groups) == -(-n_buckets // group_size)
+        near = {"greedy": 0.01, "karmarkar_karp": 0.05}.get(method)  # the second moves to fit
+        if near is not None:
+            share = np.bincount(np.arange(n_buckets) // group_size) / n_buckets
+            assert (np.abs(groups / costs.sum() / share - 1) < near).all()
+        if method != "karmarkar_karp":
+            assert excess(grouped, found) <= excess(whole, place(whole)) + 0.1
+        assert found.n_microbatches <= place(whole).n_microbatches + 1
+
+
+def test_groups_as_large_as_all_buckets_change_nothing() -> None:
+    costs, sizes = lengths("navit", 7 * 16, 0, 16_384)
+    whole = PackingProblem(costs=costs, sizes=sizes, n_buckets=7, capacity=16_384)
+    for size in (7, 8, 100):
+        found, wanted = place(replace(whole, group_size=size)), place(whole)
+        assert (found.bucket == wanted.bucket).all()
+        assert (found.microbatch == wanted.microbatch).all()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_meet_after_every_microbatch_wait_less_with_that_objective(seed: int) -> None:
     costs, sizes = skewed(64 * 64, seed)
@@ -853,10 +887,11 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
                 costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, method="gready"
             )
         )
-    with pytest.raises(PlanError, match="divisor of the 2 buckets"):
-        place(
-            PackingProblem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, group_size=3)
-        )
+    for size in (0, -1, 1.5, True):
+        with pytest.raises(
+            PlanError, match=f"group_size: expected .* at least 1, got {size}; give"
+        ):
+            place(replace(problem, group_size=size))  # type: ignore[arg-type]
     for name in ("greedy", "zigzag"):
         with pytest.raises(PlanError, match="built in"):
             register_balance(name, greedy)

@@ -68,7 +68,9 @@ def test_what_is_outside_the_mesh_is_refused() -> None:
         Mesh(dp=0, tp=1.5)
     with pytest.raises(JobError, match="each of pp, dp, cp, tp once"):
         Mesh(order=("dp", "tp"))
-    with pytest.raises(JobError, match="expected an axis of pp, dp, cp, tp, or order, got 'ep'"):
+    with pytest.raises(
+        JobError, match="expected one of pp, dp, cp, tp, order, first_rank, vpp, got 'ep'"
+    ):
         tree.replace(ep=2)
     with pytest.raises(JobError, match="expected broadcast axes of TP, CP, PP, DP, got 'tp'"):
         tree.fetchers("tp")

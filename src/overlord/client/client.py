@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,11 +19,12 @@ from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
+from overlord.plan.module_ranks import OUTSIDE, fetcher_by_rank
 from overlord.plan.view import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.mesh import ClientPlaceTree
+    from overlord.mesh import Mesh
 
 log = logging.getLogger("overlord")
 
@@ -150,6 +150,8 @@ class Microbatch(Mapping[str, np.ndarray]):
                 else ""
             )
             return f"expected one of {', '.join(self._arrays)}, got {key!r}{why}"
+        if self._served_by == OUTSIDE:
+            return f"{key!r} is not on this rank: the backbone is on {self._info.on}, without it"
         along = ", ".join(self._info.broadcast)
         return (
             f"{key!r} is not on this rank: rank {self._served_by} fetches this microbatch and the "
@@ -185,13 +187,9 @@ class Microbatch(Mapping[str, np.ndarray]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())
         if not shapes and self._served_by is not None:
-            shapes = f"served by rank {self._served_by}"
+            outside = self._served_by == OUTSIDE
+            shapes = "no backbone" if outside else f"served by rank {self._served_by}"
         return f"Microbatch({len(self._rows)} samples: {shapes})"
-
-
-@lru_cache(maxsize=16)
-def _fetchers(place: ClientPlaceTree, broadcast: tuple[str, ...]) -> np.ndarray:
-    return place.served_by(broadcast)
 
 
 class Step:
@@ -219,10 +217,15 @@ class Step:
 
     @property
     def served_by(self) -> int:
-        """The rank that fetches these microbatches: this rank, or one that broadcasts to it."""
-        place = self._info.place
+        """The rank that fetches these microbatches: this rank, or one that broadcasts to it.
+
+        It is -1 if this rank is outside of the backbone's mesh.
+        """
+        info = self._info
         return (
-            self.rank if place is None else int(_fetchers(place, self._info.broadcast)[self.rank])
+            self.rank
+            if info.place is None
+            else int(fetcher_by_rank(info.place, info.on, info.broadcast)[self.rank])
         )
 
     @property
@@ -362,7 +365,7 @@ class Client:
         self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
         self.world_size = world_size  # ranks of the mesh, if known
         # mesh and broadcasts of the last step
-        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())
+        self._shared: tuple[Mesh | None, Mesh | None, tuple[str, ...]] = (None, None, ())
         # a step that was put back: the position before it, the state after it, and the step
         self._refused_step: tuple[QueuePosition, State, Step] | None = None
 
@@ -427,7 +430,7 @@ class Client:
             with self._gate:
                 # a new queue: the session was rewound or resharded, and sends the step again
                 if queue is self._queue:
-                    self._state, self._shared = info.after, (info.place, info.broadcast)
+                    self._state, self._shared = info.after, (info.place, info.on, info.broadcast)
                     break
         self.steps += 1
         self._consumed(queue, info.step)
@@ -573,9 +576,9 @@ class Client:
 
     def figures(self) -> dict[str, Any]:
         """Return metrics with the keys of ``BroadcastClient.figures``, without a broadcast here."""
-        place, broadcast = self._shared
-        by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
-        fetchers = self.world_size if place is None else len(place.fetchers(broadcast))
+        place, on, broadcast = self._shared
+        by = np.arange(self.rank + 1) if place is None else fetcher_by_rank(place, on, broadcast)
+        fetchers = self.world_size if place is None else len((on or place).fetchers(broadcast))
         return {
             "rank": self.rank,
             "fetches": int(by[self.rank]) == self.rank,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from overlord.cluster.placement import Placement
 from overlord.errors import NO_FUNCTION, PlanError
-from overlord.mesh import Batch, ClientPlaceTree
+from overlord.mesh import Batch
 from overlord.messages.control import (
     ConstructorPlan,
     Consumed,
@@ -22,6 +21,7 @@ from overlord.messages.control import (
     Report,
     StreamState,
 )
+from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.images import Encodings
 from overlord.planning.mixture import Event, EventLog
@@ -412,7 +412,7 @@ def _groups(plan: LoadingPlan) -> np.ndarray:
     if main.axis == "DP" or place is None:
         return np.arange(main.n_buckets)
     groups = np.empty(main.n_buckets, np.int64)
-    groups[_ranks(place, main.axis)] = _ranks(place, "DP")
+    groups[bucket_by_rank(place, None, main.axis)] = bucket_by_rank(place, None, "DP")
     return groups
 
 
@@ -421,17 +421,18 @@ def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
 
     Both ``groups`` and the result are boolean masks.
     """
-    if plan.main.axis == "DP" or plan.place is None:
+    if _by_group(plan) or plan.place is None:
         return groups
-    group_of, bucket_of = _ranks(plan.place, "DP"), _ranks(plan.place, plan.main.axis)
+    group_of = bucket_by_rank(plan.place, None, "DP")
+    bucket_of = bucket_by_rank(plan.place, plan.main.on, plan.main.axis)[groups[group_of]]
     found = np.zeros(plan.main.n_buckets, bool)
-    found[bucket_of[groups[group_of]]] = True
+    found[bucket_of[bucket_of != OUTSIDE]] = True
     return found
 
 
-@lru_cache(maxsize=32)
-def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
-    return place.bucket_of(axis)
+def _by_group(plan: LoadingPlan) -> bool:
+    """Return whether bucket b is data-parallel group b of the job's mesh."""
+    return plan.place is None or (plan.main.axis == "DP" and plan.main.on is None)
 
 
 def plan_rows(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
@@ -485,7 +486,7 @@ class _RowsByConstructor:
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
         self._plan, self._bucket, self._goes_to = plan, bucket, goes_to
-        self._sorted = plan.main.axis == "DP" or plan.place is None
+        self._sorted = _by_group(plan)
         if plan.tasks is not None:  # several constructors may have ranks of a sample's ring
             to, pieces = goes_to[_groups(plan)], plan.pieces()
             self._piece_sample = pieces.sample

@@ -26,6 +26,7 @@ from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages.control import PlannedStep
 from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
+from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank, view_by_rank
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
@@ -161,8 +162,8 @@ def build_groups(
     if info.place is None:
         return _build_views(staged, list(groups), [ALL], batch, multiple, allocate, compact)[ALL]
     views, bucket_of = (
-        views_of(info.place, info.axis, info.broadcast, batch.cp_split),
-        _buckets_of_ranks(info.place, info.axis),
+        view_by_rank(info.place, info.on, info.axis, info.broadcast, batch.cp_split),
+        _buckets_of_ranks(info.place, info.on, info.axis),
     )
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
@@ -182,7 +183,8 @@ def build_groups(
             batches |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
-            rows, bounds, _ = _rows(staged.plan.main, [b])
+            rows, bounds, _ = _rows(staged.plan.main, [] if b == OUTSIDE else [b])
+            bounds = np.zeros(staged.plan.n_microbatches + 1, np.int64) if b == OUTSIDE else bounds
             batches[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
@@ -222,7 +224,7 @@ def _build_tasks(
         )
     place = info.place or staged.plan.tree
     views = views_of(place, info.axis, info.broadcast, batch.cp_split)
-    bucket_of = _buckets_of_ranks(place, info.axis)
+    bucket_of = _buckets_of_ranks(place, None, info.axis)
     buckets = sorted({bucket_of[rank] for ranks in groups.values() for rank in ranks})
     built = build_pieces(staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate)
     first, number = built.first.tolist(), {bucket: k for k, bucket in enumerate(buckets)}
@@ -261,7 +263,8 @@ def build_with_images(
     Return the batches, and the images that could not be decoded (None if there are none).
     """
     if info.place is not None and any(
-        v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
+        v.cp > 1
+        for v in view_by_rank(info.place, info.on, info.axis, info.broadcast, batch.cp_split)
     ):
         problem = "expected whole microbatches for images, got slices for context parallelism"
         raise PlanError(
@@ -288,8 +291,8 @@ def build_with_images(
 
 
 @lru_cache(maxsize=32)
-def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
-    return place.bucket_of(axis).tolist()
+def _buckets_of_ranks(place: ClientPlaceTree, on: ClientPlaceTree | None, axis: str) -> list[int]:
+    return bucket_by_rank(place, on, axis).tolist()
 
 
 def _for_view(

@@ -40,6 +40,7 @@ from overlord.constructor.pack import IGNORE, BatchArrays
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncoderPlan
 from overlord.messages.data import DecodeFailures
+from overlord.plan.module_ranks import bucket_by_rank
 from overlord.plan.routes import ranges
 from overlord.process import resources
 
@@ -280,7 +281,7 @@ def _failures(
     main, place = staged.plan.main, staged.plan.place
     assert place is not None
     encoder = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.bounds))[failed]
-    own = place.bucket_of(main.axis)[encoder] == e.home[failed, 0]
+    own = bucket_by_rank(place, main.on, main.axis)[encoder] == e.home[failed, 0]
     outcome = {
         True: "its sample is excluded from the loss",
         False: "its sample is in the loss, on another replica",
@@ -323,9 +324,8 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
         return np.zeros((0, 4), np.int64)
     assert place is not None
     owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
-    runs = np.stack(
-        [place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1
-    )
+    bucket = bucket_by_rank(place, main.on, main.axis)[owner]
+    runs = np.stack([bucket, e.microbatch, e.position, e.out_lens], axis=1)
     return runs[some].astype(np.int64)
 
 

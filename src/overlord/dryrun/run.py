@@ -34,6 +34,7 @@ from overlord.messages.control import (
     Refill,
 )
 from overlord.messages.data import Build, Built, Deliver, Evaluate, PayloadReady, Pop, Read
+from overlord.plan.module_ranks import first_ranks
 from overlord.scaling.loader_placement import place_loaders
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
@@ -343,11 +344,11 @@ class DryRun:
 
         A sample that several groups share travels to each.
         """
-        held = stage.plan.pieces()
-        if held.axis == "DP":
+        held, on = stage.plan.pieces(), stage.plan.main.on
+        if held.axis == "DP" and on is None:
             group = held.bucket.astype(np.int64)
         else:
-            first = np.asarray([ranks[0] for ranks in self._made.job.place.buckets(held.axis)])
+            first = first_ranks(on or self._made.job.place, held.axis)
             of_rank = np.empty(self._fleet.gpus, np.int64)
             for g, ranks in enumerate(self._groups):
                 of_rank[ranks] = g

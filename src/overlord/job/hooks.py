@@ -5,9 +5,10 @@ They are the hooks of the Overlord paper, section 4.2.
     Job(strategy=ov.plan_raw(fn))             planner: assigns samples, from raw arrays
     session.summary_buffer()                  planner: the samples it has, for experiments
     Job(hooks=[ov.loader_do_plan(fn)])        loaders: tokens of one source in a step
+    Job(hooks=[ov.loader_do_plan(consume=fn)])     which samples loaders give (consumption.py)
     Job(hooks=[ov.constructor_do_plan(fn)])   constructors: microbatches of one bucket
 
-The three functions determine the arrays of every rank. So the text of each function is part of the
+The functions determine the arrays of every rank. So the text of each function is part of the
 job's fingerprint. Their results are checked. An error in a function ends the job at its step and
 names the function. The functions must be pure: equal input gives equal output, whatever the thread,
 the machine and the steps before.
@@ -22,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.checks import checked_function, describe_error, name_of
-from overlord.errors import PlanError
+from overlord.errors import JobError, PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import IDS, Ragged, SampleId
 
 if TYPE_CHECKING:
+    from overlord.job.consumption import Candidates
     from overlord.mesh import Batch
 
-LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
+LOADER, CONSTRUCTOR, CONSUME = "loader_do_plan", "constructor_do_plan", "loader_do_plan consume"
 CONTRACT = {  # keys of every microbatch, with their types
     "tokens": np.int64,
     "position_ids": np.int64,
@@ -53,6 +55,8 @@ class Hook:
 
     @property
     def __name__(self) -> str:
+        if self.kind == CONSUME:
+            return f"{LOADER}(consume={name_of(self.fn)})"
         return f"{self.kind}({name_of(self.fn)})"
 
     def __call__(self, given: Any, step: int) -> Any:
@@ -67,8 +71,17 @@ class Hook:
             ) from e
 
 
-def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
+def loader_do_plan(
+    fn: Callable[[Popped], Ragged] | None = None,
+    *,
+    consume: Callable[[Candidates], np.ndarray] | None = None,
+) -> Hook:
     """Return a hook that replaces the tokens that loaders send, by ``fn(samples) -> Ragged``.
+
+    With ``consume(candidates) -> numbers`` instead, the hook chooses the samples that the loaders
+    of a source give to a step, among ``Job.look_ahead`` times as many ``Candidates``. It returns
+    their numbers, the preferred ones first. The draw still decides how many samples a source gives.
+    Samples that are due come first; those that are not chosen stay for later steps.
 
     ``samples`` is a ``Popped``. The rows of the result must have the lengths of ``samples.tokens``,
     since lengths are planned before.
@@ -84,6 +97,11 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
             values = samples.tokens.values
             return ov.Ragged(np.where(values < 10, 0, values), samples.tokens.offsets)
     """
+    if (fn is None) == (consume is None):
+        given = "neither" if fn is None else "both"
+        raise JobError([f"expected fn or consume=, got {given}; make a hook of each"], LOADER)
+    if consume is not None:
+        return Hook(kind=CONSUME, fn=checked_function(consume, LOADER, ("candidates",)))
     return Hook(kind=LOADER, fn=checked_function(fn, LOADER, ("samples",)))
 
 

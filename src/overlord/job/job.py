@@ -17,6 +17,7 @@ from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, signature_problem
 from overlord.errors import JobError
 from overlord.job import document_limit
+from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
@@ -267,7 +268,7 @@ class Job:
         "quarantine". Default "split".
     max_document: tokens of the longest sample. Default None: ``batch.context``; with "hdp_balance"
         the context of all dp x cp ranks together, which share a document.
-    hooks: ``ov.loader_do_plan(fn)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
+    hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
 
@@ -360,6 +361,11 @@ class Job:
             found.append(f"batch: expected a Batch, got {self.batch!r}")
         if not isinstance(self.place, Mesh):
             found.append(f"place: expected an ov.Mesh, got {self.place!r}")
+        elif self.place.first_rank:
+            found.append(
+                "place.first_rank: expected 0, since the job's mesh has all ranks, got "
+                f"{self.place.first_rank}; give other meshes to distribute(on=)"
+            )
         elif (
             isinstance(self.batch, Batch)
             and not self.hybrid  # the ring of each document decides its padding
@@ -371,6 +377,12 @@ class Job:
             found.append(
                 f"batch.context: expected a multiple of {self.document_multiple} ({what}), "
                 f"got {self.batch.context}"
+            )
+        multiple = self.place.count_multiple if isinstance(self.place, Mesh) else 1
+        if multiple > 1 and isinstance(self.batch, Batch) and self.batch.microbatches % multiple:
+            found.append(
+                f"batch.microbatches: expected a multiple of place.pp={multiple}, since "
+                f"place.vpp={self.place.vpp} interleaves stages, got {self.batch.microbatches}"
             )
         for name in (
             "seed",
@@ -437,7 +449,7 @@ class Job:
             f"hooks[{i}]: expected {known}, got "
             f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
             for i, h in wrong
-        ]
+        ] + consume_problems(self.hooks, self.look_ahead)
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:

@@ -30,13 +30,16 @@ from overlord.sample import Column, Ragged, SampleId
 # ``CompactLayout`` describes arrays that a StepMessage carries in compact form.
 
 
-def _rank_mapping(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
-    """Return the fields of StepInfo that map samples to ranks: broadcast, axis and place."""
+def _rank_mapping(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None, Mesh | None]:
+    """Return the fields of StepInfo that map samples to ranks: broadcast, axis, place and on."""
     main, place = plan.main, plan.place
     if place is None:
-        return (), main.axis, None
-    broadcast = tuple(dim for dim in main.broadcast if getattr(place, dim.lower()) > 1)
-    return broadcast, main.axis, _place_if_needed(main.axis, broadcast, place)
+        return (), main.axis, None, None
+    mesh = main.on or place
+    broadcast = tuple(dim for dim in main.broadcast if getattr(mesh, dim.lower()) > 1)
+    if main.on is not None:
+        return broadcast, main.axis, place, main.on
+    return broadcast, main.axis, _place_if_needed(main.axis, broadcast, place), None
 
 
 def _place_if_needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
@@ -61,6 +64,7 @@ class StepInfo:
     axis: str = "DP"  # axis of the plan's buckets
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
+    on: Mesh | None = None  # the backbone's own mesh; None: ``place``
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -81,7 +85,9 @@ class StepInfo:
         return replace(
             self,
             broadcast=(),
-            place=None if self.place is None else _place_if_needed(self.axis, (), self.place),
+            place=self.place
+            if self.place is None or self.on is not None
+            else _place_if_needed(self.axis, (), self.place),
         )
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:

@@ -335,7 +335,7 @@ def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
     )
     return ModulePlacement(
         name=name,
-        axis=a.axis,
+        axis=a.axis if a.on is None else f"{a.axis} on {a.on}",
         buckets=a.n_buckets,
         microbatches=a.n_microbatches,
         capacity=a.capacity,
@@ -360,7 +360,7 @@ def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
 
 
 def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int, ...]:
-    return tuple((plan.place or job.place).buckets(a.axis)[bucket])
+    return tuple((a.on or plan.place or job.place).buckets(a.axis)[bucket])
 
 
 def _ring(plan: LoadingPlan, name: str, sample: int) -> list[int]:
@@ -532,7 +532,7 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
         microbatch=int(a.microbatch[i]),
         slot=int(a.slot[i]),
         ranks=tuple(r for b in ring or [bucket] for r in _ranks(plan, a, job, b)),
-        constructor=constructors_of(place, a.axis)[bucket],
+        constructor=constructors_of(place, a.axis, a.on)[bucket],
         size=int(a.size[i]),
         cost=cost,
         share=cost / (load or 1.0),

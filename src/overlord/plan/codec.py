@@ -55,11 +55,12 @@ def write(plan: LoadingPlan) -> bytes:
 
     head: dict[str, Any] = {"step": plan.step, "names": list(plan.names), "extra": dict(plan.extra)}
     if (place := plan.place) is not None:
-        head["place"] = {axis: getattr(place, axis) for axis in AXES} | {"order": list(place.order)}
+        head["place"] = _mesh(place)
     head["columns"] = {n: put(getattr(plan, n)) for n in SAMPLE_COLUMNS}
     head["modules"] = {
         name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")}
         | {"broadcast": list(a.broadcast)}
+        | ({} if a.on is None else {"on": _mesh(a.on)})
         | {"columns": {n: put(getattr(a, n)) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}}
         for name, a in plan.modules.items()
     }
@@ -73,6 +74,12 @@ def write(plan: LoadingPlan) -> bytes:
         }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+
+
+def _mesh(mesh: Mesh) -> dict[str, Any]:
+    first = {"first_rank": mesh.first_rank} if mesh.first_rank else {}
+    vpp = {"vpp": mesh.vpp} if mesh.vpp > 1 else {}
+    return {axis: getattr(mesh, axis) for axis in AXES} | {"order": list(mesh.order)} | first | vpp
 
 
 def read(data: bytes) -> LoadingPlan:
@@ -181,6 +188,7 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
         axis=str(head["axis"]),
         broadcast=broadcast,
         memory_capacity=memory_capacity,
+        on=Mesh(**head["on"]) if "on" in head else None,
         **counts,
         **columns,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
 from overlord.mesh import Mesh, broadcast_dims
+from overlord.plan.module_ranks import bucket_by_rank, fetcher_by_rank, mesh_problem
 from overlord.plan.tasks import PlanTasks
 from overlord.sample import SampleId
 
@@ -68,6 +69,7 @@ class Assignment:
     # int64: number of backbone tokens that an encoder's item becomes
     out: np.ndarray | None = None
     offset: np.ndarray | None = None  # int64: position of the first of these tokens in its sample
+    on: Mesh | None = None  # the module's own mesh, inside the plan's; None: the plan's mesh
 
     def order(self) -> np.ndarray:
         """Return item numbers by (bucket, microbatch, slot), the order of a constructor."""
@@ -281,14 +283,26 @@ class LoadingPlan:
 
         A mesh gives each rank both. So only a plan for another mesh or for unknown axes is wrong.
         """
+        if a.on is not None and (problem := mesh_problem(self.tree, a.on)):
+            remedy = "call .distribute(axis, on=) with ranks of the place that the strategy gets"
+            raise PlanError(f"module {name!r}: on: {problem}", self.step, remedy)
+        mesh = a.on or self.place
         try:
             broadcast_dims(a.broadcast)
-            wanted = a.n_buckets if self.place is None else self.place.n_buckets(a.axis)
+            wanted = a.n_buckets if mesh is None else mesh.n_buckets(a.axis)
         except JobError as e:
             raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
+        multiple = mesh.count_multiple if mesh is not None and name == "backbone" else 1
+        if a.n_microbatches % multiple:
+            raise PlanError(
+                f"module {name!r}: expected a multiple of {multiple} microbatches, since vpp="
+                f"{mesh.vpp if mesh else 1} interleaves stages, got {a.n_microbatches}",
+                self.step,
+                "call .balance(), or place empty microbatches at the end",
+            )
         if a.n_buckets != wanted:
             raise PlanError(
-                f"module {name!r}: expected {wanted} buckets along {a.axis} of {self.place}, got "
+                f"module {name!r}: expected {wanted} buckets along {a.axis} of {mesh}, got "
                 f"{a.n_buckets}",
                 self.step,
                 f'call .distribute("{a.axis}") on a graph with the place that the strategy gets',
@@ -389,12 +403,14 @@ class LoadingPlan:
             for label in ("out", "offset"):
                 if (column := getattr(a, label)) is not None:
                     parts += [label, column]
+            mesh = a.on or self.place
             dims = [
                 d
                 for d in broadcast_dims(a.broadcast)
-                if self.place is None or getattr(self.place, d.lower()) > 1
+                if mesh is None or getattr(mesh, d.lower()) > 1
             ]
             parts += [f"broadcast {','.join(dims)}"] if dims else []
+            parts += [] if a.on is None else [f"on {a.on}"]
         if self.tasks is not None:
             parts += ["tasks", self.tasks.table.digest(), str(self.tasks.rules.multiple)]
         if self.place is not None and self.place.world_size > self.place.dp:
@@ -406,11 +422,15 @@ class LoadingPlan:
 
     def fetchers(self, module: str = "backbone") -> list[int]:
         """Return the ranks that fetch this module's microbatches; others get them by broadcast."""
-        return self.tree.fetchers(self.module(module).broadcast)
+        return self.mesh_of(module).fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
-        """Return the rank that fetches for each rank, which may be itself: int64 [world_size]."""
-        return self.tree.served_by(self.module(module).broadcast)
+        """Return the rank that fetches for each rank, which may be itself: int64 [world_size].
+
+        It is -1 for ranks outside of the module's own mesh.
+        """
+        a = self.module(module)
+        return fetcher_by_rank(self.tree, a.on, a.broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
         """Return the buckets that a rank fetches: its own and those of the ranks it serves.
@@ -419,7 +439,8 @@ class LoadingPlan:
         """
         if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
-        buckets = self.tree.bucket_of(self.module(module).axis)
+        a = self.module(module)
+        buckets = bucket_by_rank(self.tree, a.on, a.axis)
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
@@ -430,6 +451,10 @@ class LoadingPlan:
         from overlord.plan.summary import delivery
 
         return delivery(self, batch, broadcast)
+
+    def mesh_of(self, module: str = "backbone") -> Mesh:
+        """Return the mesh of a module: its own, or that of the plan."""
+        return self.module(module).on or self.tree
 
     @property
     def tree(self) -> Mesh:

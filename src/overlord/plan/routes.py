@@ -15,8 +15,9 @@ all microbatches of the step come in one exchange; ``route.microbatch(m)`` selec
 An *owner* is the rank that gets an item's rows: the first rank of the bucket of its sample. Its
 coordinates are pipeline stage 0, and 0 along CP and TP if those are not axes of buckets. The owner
 holds the whole microbatch, inserts the rows, and then slices or broadcasts embeddings as it does
-tokens. All other ranks receive nothing and take part with zeros. A rank without items has empty
-arrays and must still call the collective, forward and backward.
+tokens. All other ranks receive nothing and take part with zeros. Encoder and backbone may be on
+meshes of their own (``distribute(on=)``); all ranks of the job's mesh take part. A rank without
+items has empty arrays and must still call the collective, forward and backward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.hashing import in_documents, order_by_key, position_in_key
+from overlord.plan.module_ranks import first_ranks
 from overlord.plan.plan import Assignment, LoadingPlan
 
 
@@ -194,8 +196,8 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
     node[b.sample] = np.arange(len(b.sample))
     at = node[a.sample]
     encoder, owners = (
-        _first_rank(place.bucket_of(a.axis))[a.bucket],
-        _first_rank(place.bucket_of(b.axis)),
+        first_ranks(a.on or place, a.axis)[a.bucket],
+        first_ranks(b.on or place, b.axis),
     )
     owner, microbatch = owners[b.bucket[at]], b.microbatch[at]
     placed = _placed(a, b, owners)
@@ -226,11 +228,6 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
         sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w),
         owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
     ).validate()
-
-
-def _first_rank(bucket_of: np.ndarray) -> np.ndarray:
-    """Return the first rank of every bucket: coordinate 0 along all other axes."""
-    return np.unique(bucket_of, return_index=True)[1]
 
 
 def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:

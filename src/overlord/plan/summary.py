@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
+from overlord.plan.module_ranks import bucket_by_rank, view_by_rank
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks
-from overlord.plan.view import View, views_of
+from overlord.plan.view import View
 
 # ----------------------------------------------------------------------------
 # The summary: balance and its lower bound, predicted time, peak memory, mixture.
@@ -99,6 +100,8 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
         found["items"], found["tasks"] = len(plan), _tasks(plan, plan.tasks)
     if plan.place is not None:
         found["broadcast"], found["fetchers"] = list(a.broadcast), plan.fetchers(name)
+    if a.on is not None:
+        found["on"] = f"{a.on}"
     return found
 
 
@@ -125,7 +128,8 @@ def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
         .reshape(shape)
     )
     # Buckets of an axis that includes cp get their microbatches unsliced.
-    cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
+    mesh = a.on or plan.place
+    cut = mesh.cp if mesh is not None and "cp" not in BUCKET_AXES[a.axis] else 1
     found: dict[str, Any] = {
         "tokens_by_bucket": tokens.max(axis=1).tolist(),
         "tokens_per_rank": int(-(-tokens.max() // cut)),
@@ -239,8 +243,8 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
     views, bucket_of = (
-        views_of(place, main.axis, dims, batch.cp_split),
-        place.bucket_of(main.axis).tolist(),
+        view_by_rank(place, main.on, main.axis, dims, batch.cp_split),
+        bucket_by_rank(place, main.on, main.axis).tolist(),
     )
     tokens, documents = _loads(main, batch, place)
     counts, more = np.full(main.n_buckets, main.n_microbatches), np.zeros(main.n_buckets, np.int64)
@@ -253,8 +257,8 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     }
     return {
         "clients": len(by_client),
-        "fetchers": place.fetchers(dims),
-        "served": place.world_size - len(by_client),
+        "fetchers": plan.mesh_of().fetchers(dims),
+        "served": plan.mesh_of().world_size - len(by_client),
         "bytes_by_client": by_client,
         "bytes": sum(by_client.values()),
     }

@@ -60,8 +60,8 @@ def view_of(place: Mesh, axis: str, broadcast: tuple[str, ...], rank: int, split
 
 @lru_cache(maxsize=64)
 def views_of(place: Mesh, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
-    """Return the view of every rank, by rank, as from ``view_of``. Equal views are one object."""
-    queue_of = place.seats(axis, broadcast)
+    """Return the view of every rank of a mesh, as from ``view_of``. Equal views are one object."""
+    queue_of = place.seats(axis, broadcast) - place.first_rank
     stage, slice_ = place.along("pp"), place.along("cp")
     staged, sliced = (
         place.pp > 1 and "pp" not in BUCKET_AXES[axis],

@@ -13,7 +13,8 @@ from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
-from overlord.planning.balance.placement import ItemPlacement, PackingProblem, nested
+from overlord.planning.balance.groups import nested
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 from overlord.sample import Buffer, Ragged
 
 # ----------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
             f"got {found[i]} of them"
         )
         raise PlanError(problem, plan.step, f"select them all: .select({IMAGES!r})")
-    main, place = plan.main, plan.place
+    main, place = plan.main, plan.main.on or plan.place
     if plan.tasks is not None and len(plan.modules[ENCODER].sample):
         raise PlanError(
             "samples with images: expected whole samples, got pieces on rings of ranks",
@@ -372,7 +373,7 @@ def place_by_samples(
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
     group, ranks = (
-        (samples.bucket, np.array(tree.buckets(samples.axis)))
+        (samples.bucket, np.array(tree.buckets(samples.axis)) - tree.first_rank)
         if stay
         else (nowhere, np.arange(tree.n_buckets(axis))[None])
     )

@@ -75,6 +75,8 @@ class PlannerSpec:
     max_age: int = 8  # steps a sample may be passed over
     # scores of the schedule for look-ahead candidates
     prefer: Callable[[int, Buffer], np.ndarray] | None = None
+    # rows of the look-ahead candidates that a step takes, by the user's choice
+    consume: Callable[[Buffer], np.ndarray] | None = None
     # "defer": samples that do not fit into the microbatches of a step wait for a later step
     overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other

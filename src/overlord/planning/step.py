@@ -11,6 +11,7 @@ import numpy as np
 from overlord.errors import PlanError
 from overlord.mesh import BUCKET_AXES, Mesh
 from overlord.messages.control import StreamState
+from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
@@ -127,12 +128,14 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
                 'call .distribute("DP")',
             )
         # more buckets would never be delivered
-        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
+        mesh = plan.main.on or place
+        if plan.main.n_buckets != (wanted := mesh.n_buckets(axis)):
             problem = (
-                f"strategy: expected {wanted} buckets along {axis} of {place}, got "
+                f"strategy: expected {wanted} buckets along {axis} of {mesh}, got "
                 f"{plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
+        check_padding(place, plan.main.on, buffer.batch, buffer.step)
     if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",
@@ -515,6 +518,9 @@ def place_chosen(
     )
     if spec.look_ahead > 1:
         buffer = replace(buffer, drawn=False, wanted=drawn.counts)
+        if spec.consume is not None:
+            chosen = spec.consume(buffer)
+            buffer, shown, loader = buffer.take(chosen), shown[chosen], loader[chosen]
         if spec.prefer is not None:
             scores = checked_scores(spec.prefer(state.step, buffer), buffer)
             buffer = replace(buffer, scores=scores)

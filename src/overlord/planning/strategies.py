@@ -58,6 +58,7 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
     m = max(
         buffer.batch.microbatches, int(binpack.next_fit(sizes, context).max(initial=0)) // n + 1
     )
+    m = place.microbatch_count(m)
     bins = cut_inside(
         np.zeros(len(sizes), np.int64),
         sizes,
@@ -325,7 +326,7 @@ class RawPlan:
         found = ItemPlacement(
             bucket=result["bucket"],
             microbatch=result["microbatch"],
-            n_microbatches=microbatches,
+            n_microbatches=place.microbatch_count(microbatches),
             algorithm="raw",
         )
         plan = (

@@ -30,7 +30,7 @@ def parts_of(job: Job) -> dict[str, str]:
     """
     texts = {name: repr(getattr(job, name)) for name in COMPARED}
     texts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
-    texts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in AXES}
+    texts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in (*AXES, "vpp")}
     texts["strategy"] = (
         repr(job.strategy) if isinstance(job.strategy, str) else _function(job.strategy)
     )

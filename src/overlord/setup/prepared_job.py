@@ -6,12 +6,16 @@ It creates the planner, and loaders with their readers, at a given state of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
+from overlord.job.consumption import consumed_by
+from overlord.job.hooks import CONSUME, of_kind
 from overlord.job.job import Job, Source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -23,6 +27,7 @@ from overlord.planning.schedule import bind
 from overlord.planning.schedule.base import learns
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
+from overlord.sample import Buffer
 from overlord.scaling.profile import JobProfile
 from overlord.setup.options import Options, n_workers
 from overlord.setup.state_json import (
@@ -177,6 +182,7 @@ class PreparedJob:
             look_ahead=job.look_ahead,
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
+            consume=self._consume(),
             overflow=job.overflow,
             prefetch=options.prefetch,
             read_ahead=options.read_ahead or READ_AHEAD,
@@ -184,6 +190,11 @@ class PreparedJob:
             sync=job.sync,
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
+
+    def _consume(self) -> Callable[[Buffer], np.ndarray] | None:
+        """Return the choice of the hook ``loader_do_plan(consume=)``; None without one."""
+        hooks, seed = of_kind(tuple(self.job.hooks), CONSUME), self.job.seed
+        return (lambda candidates: consumed_by(hooks[0], candidates, seed)) if hooks else None
 
     def with_floor(self, floor: int) -> PreparedJob:
         """Return a copy of this job for a planner that replans the steps below ``floor``.

@@ -18,7 +18,7 @@ import torch
 from overlord.client.client import Client, State
 from overlord.client.connect import SessionConnection, connect
 from overlord.client.control_client import ControlClient
-from overlord.errors import DataStall
+from overlord.errors import DataStall, PlanError
 from overlord.job.job import Job
 from overlord.messages.control import EncodedState
 from overlord.plan.view import view_of
@@ -122,6 +122,12 @@ def _launch(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) 
         served = session.serve(host=host)
         plan = _first_plan(session, timeout_s) if options.get("broadcast", True) else None
         axis, broadcast = ("DP", ()) if plan is None else (plan.main.axis, _serving_axes(job, plan))
+        if plan is not None and plan.main.on is not None and broadcast:
+            problem = (
+                f"join: expected a backbone on {job.place} for a broadcast at "
+                f"{', '.join(broadcast)}, got one on {plan.main.on}"
+            )
+            raise PlanError(problem, plan.step, "pass broadcast=False: every rank then fetches")
         encodes = plan is not None and "encoder" in plan.modules
         published = {
             "address": served.address,
@@ -145,7 +151,8 @@ def _launch(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) 
 
 def _serving_axes(job: Job, plan: LoadingPlan) -> tuple[str, ...]:
     """Return the axes at which the plan broadcasts, without axes of a single rank."""
-    return tuple(dim for dim in plan.main.broadcast if getattr(job.place, dim.lower()) > 1)
+    mesh = plan.main.on or job.place
+    return tuple(dim for dim in plan.main.broadcast if getattr(mesh, dim.lower()) > 1)
 
 
 def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:

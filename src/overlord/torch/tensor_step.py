@@ -154,6 +154,11 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
             self._facts = MicrobatchInfo.of(self._tensors)
         return self._facts
 
+    def without(self, keys: Sequence[str]) -> TensorMicrobatch:
+        """Return the microbatch without some of its keys."""
+        kept = {key: t for key, t in self._tensors.items() if key not in keys}
+        return TensorMicrobatch(kept, self._samples, self.facts, self._why)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
         """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
         return TensorMicrobatch(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -160,12 +161,15 @@ def steps_loss(step: ov.Step, params: Params, vit: Params, cut: Cut, routed: str
         [exchange] = step.encoder
         moved = ot.Exchange(encoded(vit, exchange), exchange, lens=lens_of(exchange))
         for m, mb in enumerate(step):
-            total += microbatch(params, cut, mb, valid, put(cut, mb, *moved.microbatch(m)))
+            if len(mb):  # nothing on a rank outside of the backbone's mesh
+                total += microbatch(params, cut, mb, valid, put(cut, mb, *moved.microbatch(m)))
         moved.backward()
         return total
     for mb in step:  # an exchange of its own: its maps are keys of the microbatch
         rows = ot.route(encoded(vit, mb), mb, lens=lens_of(mb))
-        if cut.first:
+        if "cu_seqlens" not in mb:  # a rank outside of the backbone's mesh
+            ot.tied(torch.zeros((), dtype=torch.float64), rows).backward()
+        elif cut.first:
             into = put(cut, mb, rows, mb["image_token_index"])
             total += microbatch(
                 params, cut, mb, valid, lambda x, into=into, rows=rows: ot.tied(into(x), rows)
@@ -255,6 +259,49 @@ def hybrid_plans_over_a_pipeline(out: Path) -> None:
     trained(out, ClientPlaceTree(pp=2, dp=w // 4, tp=2), vlm(per="microbatch"), "microbatch")
 
 
+def apart(encoder: ClientPlaceTree, backbone: ClientPlaceTree | None, per: str) -> Any:
+    """Encoder and backbone on meshes of their own."""
+
+    def strategy(buffer: ov.Buffer, place: ClientPlaceTree) -> ov.LoadingPlan:
+        drawn = ov.DGraph.from_buffer(buffer, place).mix()
+        samples = drawn.select("tokens").distribute("DP", on=backbone).balance("greedy")
+        images = drawn.select("image_patches", merge=2).distribute("WORLD", on=encoder)
+        images = images.balance("greedy") if per == "step" else images.follow(samples)
+        return samples.plan(encoder=images)
+
+    return strategy
+
+
+def an_encoder_on_its_own_mesh(out: Path) -> None:
+    if (w := dist.get_world_size()) > 4:
+        return  # more ranks add time, and no other case
+    place, half = ClientPlaceTree(dp=w), w // 2
+    for encoder, backbone in (
+        (ov.Mesh(dp=half), ov.Mesh(dp=w - half, first_rank=half)),  # apart
+        (ov.Mesh(dp=w - 1), ov.Mesh(dp=w - 1, first_rank=1)),  # each on one rank alone
+        (ov.Mesh(dp=1, first_rank=half), None),  # on one of the backbone's ranks
+    ):
+        for per in ("step", "microbatch"):
+            trained(out, place, apart(encoder, backbone, per), per)
+
+
+def a_broadcast_on_a_mesh_of_its_own_needs_the_plain_delivery(out: Path) -> None:
+    def strategy(buffer: ov.Buffer, place: ClientPlaceTree) -> ov.LoadingPlan:
+        drawn = ov.DGraph.from_buffer(buffer, place).mix()
+        samples = drawn.select("tokens").distribute("DP", on=ov.Mesh(tp=2)).balance("greedy")
+        images = drawn.select("image_patches", merge=2).distribute("WORLD").balance("greedy")
+        return samples.broadcast_at("TP").plan(encoder=images)
+
+    place = ClientPlaceTree(dp=dist.get_world_size())
+    made = replace(base(out), place=place, strategy=strategy)
+    with pytest.raises(ov.PlanError, match=r"got one on .*tp2; pass broadcast=False"):
+        ot.join(made, stall_limit_s=30.0)
+    with ot.join(made, stall_limit_s=30.0, broadcast=False) as client:
+        step = next(client)
+        assert all(("tokens" in mb) == (dist.get_rank() < 2) for mb in step)
+        dist.barrier()
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
@@ -262,5 +309,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         hybrid_plans_over_replicas,
         hybrid_plans_over_tensor_and_context_parallelism,
         hybrid_plans_over_a_pipeline,
+        an_encoder_on_its_own_mesh,
+        a_broadcast_on_a_mesh_of_its_own_needs_the_plain_delivery,
     )
 }

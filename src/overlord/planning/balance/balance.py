@@ -25,6 +25,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from overlord.checks import is_int
 from overlord.errors import PlanError
 from overlord.plan.plan import ROUNDING
 from overlord.planning.balance import placement
@@ -80,6 +81,17 @@ def place(
     buckets together is run k, or sub-draw k, of the stream.
     """
     _check(problem, level, objective, keep_order)
+    found = _in_memory(problem, level, objective, keep_order)
+    if (n := problem.counted(found.n_microbatches)) > found.n_microbatches:
+        found = _in_memory(replace(problem, microbatches=n), level, objective, keep_order)
+        # empty microbatches at the end, if still needed
+        found = replace(found, n_microbatches=problem.counted(found.n_microbatches))
+    return found
+
+
+def _in_memory(
+    problem: PackingProblem, level: str, objective: str, keep_order: bool
+) -> ItemPlacement:
     if problem.memory is None:
         return _place(problem, level, objective, keep_order)
     # A memory bound that holds anyway changes no plan. Otherwise both are counted as one size.
@@ -204,11 +216,10 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             f'level {level!r}: expected objective "iteration", got "microbatch"',
             remedy='use level "both" or "inter"',
         )
-    if p.group_size is not None and (
-        not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
-    ):
+    if p.group_size is not None and (not is_int(p.group_size) or p.group_size < 1):
         raise PlanError(
-            f"group_size: expected a divisor of the {p.n_buckets} buckets, got {p.group_size!r}"
+            f"group_size: expected a whole number of at least 1, got {p.group_size!r}",
+            remedy="give the number of buckets of a group, or None",
         )
     for what, column in (("cost", p.costs), ("memory", p.memory)):
         if (

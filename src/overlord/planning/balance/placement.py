@@ -15,6 +15,7 @@ import numpy as np
 from overlord.hashing import order_by_key
 from overlord.planning.balance import binpack
 from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, none_empty, spread
+from overlord.planning.balance.groups import by_groups, nested, rows_by
 from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
 
@@ -58,6 +59,11 @@ class PackingProblem:
     substep: np.ndarray | None = None
     # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
     spare: bool = True
+    count_multiple: int = 1  # M is a multiple of this number
+
+    def counted(self, m: int) -> int:
+        """Return the smallest number of microbatches of at least ``m`` that is allowed."""
+        return -(-m // self.count_multiple) * self.count_multiple
 
     def least_microbatches(self) -> int:
         """Return a lower bound of the number of microbatches, at least ``microbatches``.
@@ -158,17 +164,10 @@ def buckets(p: PackingProblem, m: int) -> np.ndarray:
     between buckets follows ``greedy``. m = 0: no capacity.
     """
     room = m * p.capacity
-    if p.group_size is None or p.group_size == p.n_buckets:
+    if p.group_size is None or p.group_size >= p.n_buckets:
         bucket = bins_by(p.method, p.costs, p.n_buckets, room, p.sizes)
     else:
-        n_groups, size = p.n_buckets // p.group_size, p.group_size
-        group = bins_by(p.method, p.costs, n_groups, size * room, p.sizes)
-        if not fits(group, p.sizes, n_groups, size * room):
-            return np.full(len(group), NOWHERE, np.int32)
-        inside = nested(p, group, n_groups, size, room)
-        bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(
-            np.int32
-        )
+        bucket = by_groups(p, p.group_size, room)
     if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
         return bucket
     return even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
@@ -205,35 +204,9 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
             tight=True,
         )
     else:
-        for rows in _rows_by(number, n_over):
+        for rows in rows_by(number, n_over):
             bins[redo[rows]] = binpack.best_fit(p.sizes[redo[rows]], m, p.capacity, lowest=True)
     return None if (bins[redo] == NOWHERE).any() else bins
-
-
-def nested(
-    p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
-) -> np.ndarray:
-    """Return the bin, 0 to ``n_bins`` - 1, of every item inside its parent, by the method.
-
-    ``greedy`` places in all parents at once if they are many and their bins few.
-    """
-    if n_bins == 1:
-        return np.zeros(len(parent), np.int32)
-    if p.method == "greedy" and n_parents >= binpack.FEW_BINS and n_bins <= n_parents:
-        return binpack.pack_inside(
-            parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity
-        )
-    bins = np.empty(len(parent), np.int32)
-    for rows in _rows_by(parent, n_parents):
-        bins[rows] = bins_by(p.method, p.costs[rows], n_bins, capacity, p.sizes[rows])
-    return bins
-
-
-def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
-    """Return the items of every part, each in stream order. ``part`` is by item."""
-    return np.split(
-        order_by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1]
-    )
 
 
 def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
@@ -289,7 +262,7 @@ def by_substep(p: PackingProblem) -> ItemPlacement:
     assert p.substep is not None
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
     slot, done = np.zeros(len(p.costs), np.int32), 0
-    for rows in _rows_by(p.substep, n):
+    for rows in rows_by(p.substep, n):
         part = PackingProblem(
             costs=p.costs[rows],
             sizes=p.sizes[rows],
@@ -312,7 +285,7 @@ def _deal_indices(
     The heaviest bin of an index goes to the bucket with the lowest total so far.
     """
     bins = np.empty(len(slot), np.int64)
-    for k, rows in enumerate(_rows_by(slot, m)):
+    for k, rows in enumerate(rows_by(slot, m)):
         if (found := _packed(p, rows)) is None:
             return None
         bins[rows] = found + k * p.n_buckets

@@ -20,6 +20,7 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
+from overlord.plan.module_ranks import mesh_problem
 from overlord.plan.plan import LoadingPlan, check_modules
 from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import (
@@ -30,15 +31,14 @@ from overlord.planning.balance.balance import (
     place,
 )
 from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
+from overlord.planning.graph.edges import Edge, edges_of
 from overlord.planning.graph.lineage import (
     Binding,
     Bound,
-    Edge,
     assignment_of,
     check_memory,
     check_module,
     described,
-    edges_of,
     read_only,
     unbound,
 )
@@ -76,6 +76,7 @@ class DGraph:
     sources: tuple[str, ...] | None = None  # as selected; None: all
     mixed: bool = False
     axis: str | None = None
+    on: Mesh | None = None  # the module's own mesh; None: ``tree``
     group_size: int | None = None
     costs: np.ndarray | None = None
     costs_by: CostFn | None = None  # the function that gave them
@@ -87,6 +88,7 @@ class DGraph:
     tasks: PlanTasks | None = None  # after split(): the ring of each sample
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # applied primitives, for display
+    before: DGraph | None = None  # the graph before the last of them, for edges()
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
 
     def __post_init__(self) -> None:
@@ -151,8 +153,8 @@ class DGraph:
             buffer = buffer.take(of_sources(buffer, narrowed))
         sample, columns, items = nodes(buffer, names, narrowed)
         what = ", ".join((*names, *(() if sources is None else (f"sources {', '.join(sources)}",))))
-        return replace(
-            self,
+        return self._after(
+            f"select({what})",
             buffer=buffer,
             sample=sample,
             columns=columns,
@@ -163,7 +165,6 @@ class DGraph:
             costs=None,
             memory=None,
             unit="",
-            trail=(*self.trail, f"select({what})"),
         )
 
     def mix(
@@ -191,7 +192,7 @@ class DGraph:
             problem = "mix: expected no mixture, since the job's has drawn this step already"
             raise PlanError(problem, given.step, remedy)
         if given.drawn and given.overflow == "grow":
-            return replace(self, mixed=True, trail=(*self.trail, "mix()"))
+            return self._after("mix()", mixed=True)
         self._before("mix", "balance", self.placement)  # the placement of other nodes
         self._before("mix", "cost", self.costs)
         if not drawn_by_job:
@@ -224,34 +225,38 @@ class DGraph:
             if len(buffer) == len(given)
             else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
         )
-        return replace(
-            self,
-            buffer=buffer,
-            sample=sample,
-            columns=columns,
-            items=items,
-            mixed=True,
-            trail=(*self.trail, f"mix({what})"),
+        return self._after(
+            f"mix({what})", buffer=buffer, sample=sample, columns=columns, items=items, mixed=True
         )
 
-    def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
+    def distribute(
+        self, axis: str, group_size: int | None = None, *, on: Mesh | None = None
+    ) -> DGraph:
         """Return the graph with buckets along an axis; the ranks of a bucket get the same samples.
 
         ``axis`` is ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups
-        of so many buckets first, then inside each group; it must divide the number of buckets.
+        of this number of buckets first, then inside each group. The last group may have fewer.
+        ``on``: the module's own mesh inside the job's, as in ``ov.Mesh(dp=2, first_rank=2)``. Other
+        ranks get nothing of the module, and take part in the exchange of embeddings.
         """
         self._before("distribute", "balance", self.placement)
+        if on is not None and (problem := mesh_problem(self.tree, on)):
+            remedy = "give the mesh of the module's ranks; Job.place has the ranks of all modules"
+            raise PlanError(f"distribute(on=): {problem}", self.buffer.step, remedy)
+        own = None if on == self.tree else on
         try:
-            n = self.tree.n_buckets(axis)
+            n = (own or self.tree).n_buckets(axis)
         except JobError as e:
             raise PlanError(e.problems[0], self.buffer.step) from None
         groups = "" if group_size is None else f", groups of {group_size}"
-        return replace(
-            self,
-            axis=axis,
-            group_size=group_size,
-            trail=(*self.trail, f"distribute({axis}: {n} buckets{groups})"),
-        )
+        where = "" if own is None else f" on {own}"
+        what = f"distribute({axis}: {n} buckets{groups}{where})"
+        return self._after(what, axis=axis, on=own, group_size=group_size)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the buckets: the module's own, or the job's."""
+        return self.on or self.tree
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
         """Return the graph with the cost of each node.
@@ -283,9 +288,8 @@ class DGraph:
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
-        by, trail = named(fn), (*self.trail, what)
-        made = replace(self, costs=costs, costs_by=by, memory=held, unit=unit_of(by), trail=trail)
-        return made
+        by = named(fn)
+        return self._after(what, costs=costs, costs_by=by, memory=held, unit=unit_of(by))
 
     def balance(
         self,
@@ -338,10 +342,11 @@ class DGraph:
         problem = PackingProblem(
             costs=graph.costs,
             sizes=self.sizes(),
-            n_buckets=self.tree.n_buckets(self.axis),
+            n_buckets=self.mesh.n_buckets(self.axis),
             capacity=capacity,
             group_size=self.group_size,
             microbatches=batch.microbatches if capacity else 1,
+            count_multiple=self.mesh.count_multiple if capacity else 1,
             method=method,
             memory=self.memory,
             memory_capacity=memory_capacity or 0.0,
@@ -384,7 +389,7 @@ class DGraph:
         ``what`` names the operation in the graph's trail.
         """
         done = f"{what}: {placement.algorithm}, M={placement.n_microbatches}"
-        return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
+        return self._after(done, placement=placement, capacity=capacity)
 
     def follow(
         self,
@@ -408,6 +413,13 @@ class DGraph:
                 "follow(): expected distributed items and balanced samples",
                 self.buffer.step,
                 "call .distribute(axis) on both graphs, and .balance() on the samples, first",
+            )
+        if stay and self.mesh != samples.mesh:
+            raise PlanError(
+                f"follow(stay=True): expected items on the mesh of their samples, {samples.mesh}, "
+                f"got {self.mesh}",
+                self.buffer.step,
+                "leave out stay=True, or distribute both graphs on one mesh",
             )
         graph = (
             self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
@@ -434,7 +446,7 @@ class DGraph:
                 graph.costs,
                 self.sizes(),
                 went,
-                self.tree,
+                self.mesh,
                 axis=self.axis,
                 method=method,
                 per=per,
@@ -455,9 +467,7 @@ class DGraph:
             both = broadcast_dims((*self.broadcast, *dims))
         except JobError as e:
             raise PlanError(e.problems[0], self.buffer.step) from None
-        return replace(
-            self, broadcast=both, trail=(*self.trail, f"broadcast_at({', '.join(dims)})")
-        )
+        return self._after(f"broadcast_at({', '.join(dims)})", broadcast=both)
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
         """Return the validated plan; raise ``PlanError`` if a primitive is missing.
@@ -545,6 +555,10 @@ class DGraph:
                 "raise the context, or let on_long truncate or split long samples",
             )
 
+    def _after(self, what: str, **changes: Any) -> DGraph:
+        """Return the graph after one more primitive; ``what`` names it in the trail."""
+        return replace(self, **changes, trail=(*self.trail, what), before=self)
+
     def _before(self, primitive: str, other: str, done: object) -> None:
         if done is not None:
             raise PlanError(
@@ -575,8 +589,8 @@ class DGraph:
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """Return each applied primitive, with the states of the nodes before and after it."""
-        return edges_of(self.trail, self.bound is not None)
+        """Return the edges of each applied primitive, between the nodes before and after it."""
+        return edges_of(self)
 
     def to_mermaid(self) -> str:
         """Return a Mermaid flowchart from sources to microbatches; long lists are shortened.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.errors import PlanError
 from overlord.hashing import position_in_key
 from overlord.mesh import Batch, Mesh
+from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.images import Placeholders
@@ -42,7 +42,9 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
             graph.buffer.step,
             'call .distribute(axis), then .balance(); balance("none") keeps stream order',
         )
-    p, n = graph.placement, graph.tree.n_buckets(graph.axis)
+    p, n = graph.placement, graph.mesh.n_buckets(graph.axis)
+    if name == "backbone":
+        check_padding(graph.tree, graph.on, graph.buffer.batch, graph.buffer.step)
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     slot = position_in_key(
         p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches, np.int32
@@ -63,6 +65,7 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
         memory_capacity=graph.memory_capacity,
         out=None if ends is None else ends.out,
         offset=None if ends is None else ends.offset,
+        on=graph.on,
     )
 
 
@@ -136,22 +139,6 @@ def check_memory(graph: DGraph, capacity: float | None) -> None:
 # A strategy cannot read them: a plan that depended on the loader of a sample would change with
 # the number of loaders.
 
-STATES = {
-    "select": "selected",
-    "mix": "drawn",
-    "distribute": "distributed",
-    "cost": "weighed",
-    "broadcast_at": "pruned",
-}
-
-
-class Edge(NamedTuple):
-    """One applied primitive, with the states of the nodes before and after it."""
-
-    before: str
-    after: str
-    what: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Binding:
@@ -201,19 +188,6 @@ def unbound(step: int) -> PlanError:
     )
 
 
-def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """Return an Edge for each primitive of a trail; ``planned`` adds one for ``plan()``.
-
-    A primitive that is not in ``STATES``, such as ``balance`` or a user's, places the nodes.
-    """
-    edges, state = [], "buffered"
-    for what in trail:
-        after = STATES.get(what.partition("(")[0], "placed")
-        edges.append(Edge(state, after, what))
-        state = after
-    return [*edges, Edge(state, "planned", "plan()")] if planned else edges
-
-
 def described(graph: DGraph) -> str:
     """Return the nodes of a graph and the primitives applied to them, as text."""
     nodes = (
@@ -225,12 +199,15 @@ def described(graph: DGraph) -> str:
     return head + "".join(f"\n  -> {t}" for t in graph.trail) + ")"
 
 
-def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
-    """Return the constructor of each bucket: that of the data-parallel group of its ranks."""
-    if axis == "DP":
+def constructors_of(place: Mesh, axis: str, on: Mesh | None = None) -> tuple[str, ...]:
+    """Return the constructor of each bucket: that of the data-parallel group of its ranks.
+
+    ``on``: the module's own mesh, if it has one.
+    """
+    if axis == "DP" and on is None:
         return tuple(f"constructor/{b}" for b in range(place.n_buckets("DP")))
     group = {rank: b for b, ranks in enumerate(place.buckets("DP")) for rank in ranks}
-    return tuple(f"constructor/{group[ranks[0]]}" for ranks in place.buckets(axis))
+    return tuple(f"constructor/{group[ranks[0]]}" for ranks in (on or place).buckets(axis))
 
 
 def planned_graph(
@@ -278,10 +255,11 @@ def planned_graph(
         meta=("tokens",),
         mixed=True,
         axis=a.axis,
+        on=a.on,
         costs=a.cost,
         capacity=a.capacity,
         placement=placement,
         broadcast=a.broadcast,
         trail=tuple(plan.extra.get("trail", ())),
-        bound=Bound(plan=plan, loader=binding, constructor=constructors_of(place, a.axis)),
+        bound=Bound(plan=plan, loader=binding, constructor=constructors_of(place, a.axis, a.on)),
     )

@@ -34,7 +34,7 @@ def flowchart(graph: DGraph) -> str:
         )
     if graph.placement is not None and graph.axis is not None:
         lines += _buckets(
-            graph, graph.placement, graph.tree.n_buckets(graph.axis), f"p{len(steps) - 1}"
+            graph, graph.placement, graph.mesh.n_buckets(graph.axis), f"p{len(steps) - 1}"
         )
     return "\n".join(lines)
 

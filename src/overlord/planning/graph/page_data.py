@@ -22,7 +22,8 @@ from overlord.planning.graph.lineage import constructors_of
 if TYPE_CHECKING:
     from overlord.mesh import Mesh
     from overlord.plan.plan import Assignment, LoadingPlan
-    from overlord.planning.graph.lineage import Binding, Edge
+    from overlord.planning.graph.edges import Edge
+    from overlord.planning.graph.lineage import Binding
 
 BUDGET = 2_600_000  # most characters of all columns; names and the page itself are extra
 CELLS = 60_000  # most loads by (bucket, microbatch, source), over all modules
@@ -72,7 +73,7 @@ def facts(step: PageStep) -> dict[str, Any]:
         "place": f"{step.place}",
         "samples": len(plan),
         "tokens": int(plan.tokens.sum()),
-        "edges": [list(e) for e in step.edges],
+        "edges": [[e.before, e.after, e.what] for e in step.edges],
         "sources": _sources(plan),
         "loaders": [] if step.loader is None else list(step.loader.names),
         "kept": kept,
@@ -107,8 +108,8 @@ def _module(step: PageStep, name: str, most_cells: int, most_grid: int) -> dict[
     whole = plan.modules[name]
     by_size = replace(plan, modules={name: replace(whole, cost=whole.size.astype(np.float64))})
     per = -(-a.n_microbatches // max(1, min(a.n_microbatches, most_grid // a.n_buckets)))
-    ranks = step.place.buckets(a.axis)
-    served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis)]
+    ranks = (a.on or step.place).buckets(a.axis)
+    served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis, a.on)]
     return {
         "name": name,
         "axis": a.axis,

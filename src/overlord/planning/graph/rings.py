@@ -28,7 +28,9 @@ def split_graph(graph: DGraph, capacity: int | None, rules: Mapping[str, Any]) -
     _check(graph)
     batch, tree = graph.buffer.batch, graph.tree
     assert graph.axis is not None
-    given = {"equal_counts": graph.buffer.sync == "microbatch", **rules}
+    chunks = {"virtual": tree.vpp, "count_multiple": tree.count_multiple} if tree.vpp > 1 else {}
+    equal = graph.buffer.sync == "microbatch" or tree.vpp > 1
+    given = {"equal_counts": equal, **chunks, **rules}
     unit = batch.pad_multiple * (tree.tp if batch.sequence_parallel else 1)
     padded = given.pop("padded", None)
     if padded is None:
@@ -86,6 +88,12 @@ def _check(graph: DGraph) -> None:
             f"{graph.tree.cp} ranks",
             step,
             'call .distribute("CP")',
+        )
+    if graph.on is not None:
+        raise PlanError(
+            f"split(): expected a graph on the job's mesh, got one on {graph.on}",
+            step,
+            "leave out distribute(on=)",
         )
     if graph.items or len(graph.sample) != len(graph.buffer):
         raise PlanError(
