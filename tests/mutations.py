@@ -683,7 +683,7 @@ MUTATIONS = [
         ("long runs from their document's start", "(start + base).tolist(),", "start.tolist(),"),
     ),
     *_at(
-        "plan/views.py",
+        "plan/view.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",
@@ -735,7 +735,7 @@ MUTATIONS = [
         ("narrowed twice, sliced twice", "array.shape[: len(shape)] == shape", "True"),
     ),
     *_at(
-        "plan/views.py",
+        "plan/view.py",
         (
             "the first stage gets labels",
             "and (self.last or key not in LAST)",

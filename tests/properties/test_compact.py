@@ -23,7 +23,7 @@ from overlord.constructor.compact import (
 )
 from overlord.constructor.pack import BatchArrays, build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
-from overlord.plan.views import View
+from overlord.plan.view import View
 from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]

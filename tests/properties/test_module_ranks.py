@@ -22,7 +22,7 @@ from overlord.plan.module_ranks import (
     first_ranks,
     view_by_rank,
 )
-from overlord.plan.views import views_of
+from overlord.plan.view import views_of
 
 WORLD = 12
 

@@ -17,7 +17,7 @@ import overlord as ov
 import overlord.torch as ot
 from overlord.constructor.pack import build
 from overlord.constructor.rank_views import narrow, slice_index
-from overlord.plan.views import SPLITS, View
+from overlord.plan.view import SPLITS, View
 from tests.torch.jobs import VOCAB, text_job
 
 torch = pytest.importorskip("torch")

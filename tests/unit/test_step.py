@@ -20,7 +20,7 @@ from overlord.constructor.pack import new_buffer
 from overlord.constructor.rank_views import narrow
 from overlord.messages.control import PlannedStep, StreamState
 from overlord.messages.data import StepInfo
-from overlord.plan.views import view_of
+from overlord.plan.view import view_of
 from overlord.sample import Buffer, Ragged
 
 LENGTHS = [3, 9, 4, 12, 1, 7, 5, 6]

@@ -20,7 +20,7 @@ from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
 from overlord.plan.module_ranks import OUTSIDE, fetcher_by_rank
-from overlord.plan.views import FIRST, LAST
+from overlord.plan.view import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:

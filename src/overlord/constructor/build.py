@@ -27,7 +27,7 @@ from overlord.messages.control import PlannedStep
 from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
 from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank, view_by_rank
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.plan.views import ALL, View
+from overlord.plan.view import ALL, View
 from overlord.sample import Ragged, Scattered
 
 # Payload, start and length of each document, its microbatch, number of microbatches, source of each

@@ -30,7 +30,7 @@ from overlord.constructor.pack import (
 from overlord.constructor.rank_views import PER_TOKEN
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
-from overlord.plan.views import View
+from overlord.plan.view import View
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
 # Mean tokens per document from which a slice per document costs less than gathering by index.

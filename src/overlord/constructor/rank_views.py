@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from overlord.constructor.pack import BatchArrays, cp_runs, ranges
-from overlord.plan.views import View
+from overlord.plan.view import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
 # Never sliced, even if an array has as many rows as the microbatch has tokens.

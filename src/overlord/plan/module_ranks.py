@@ -14,7 +14,7 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.mesh import Batch, Mesh
-from overlord.plan.views import NOTHING, View, views_of
+from overlord.plan.view import NOTHING, View, views_of
 
 OUTSIDE = -1  # entry of a rank that is not in the module's mesh
 

@@ -10,7 +10,7 @@ import numpy as np
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.plan.module_ranks import bucket_by_rank, view_by_rank
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
-from overlord.plan.views import View
+from overlord.plan.view import View
 
 # ----------------------------------------------------------------------------
 # The summary: balance and its lower bound, predicted time, peak memory, mixture.

@@ -32,7 +32,7 @@ from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, Stat
 from overlord.hashing import digest
 from overlord.messages.control import EncodedState
 from overlord.messages.data import StepInfo
-from overlord.plan.views import View
+from overlord.plan.view import View
 from overlord.serving.step_publisher import MOVED
 from overlord.torch.broadcast_frames import FrameBroadcast, portable_error
 from overlord.torch.departures import Departures

@@ -21,7 +21,7 @@ from overlord.client.control_client import ControlClient
 from overlord.errors import DataStall, PlanError
 from overlord.job.job import Job
 from overlord.messages.control import EncodedState
-from overlord.plan.views import view_of
+from overlord.plan.view import view_of
 from overlord.session.launch import launch
 from overlord.session.rendezvous import (
     POLL_S,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overlord.errors import JobError
-from overlord.plan.views import SPLITS
+from overlord.plan.view import SPLITS
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
 from overlord.torch.microbatch_info import SHIFTED, MicrobatchInfo

@@ -15,7 +15,7 @@ from typing import Any
 
 from overlord.errors import JobError
 from overlord.mesh import Mesh
-from overlord.plan.views import FIRST, LAST
+from overlord.plan.view import FIRST, LAST
 from overlord.torch.tensor_step import TensorMicrobatch
 
 MOST_AHEAD = 4096  # microbatches that one chunk may read before another; they stay in memory

@@ -1,6 +1,6 @@
 """Views: the arrays that a rank receives of its bucket's microbatches.
 
-Mesh, axis of buckets and broadcasts determine them.
+They follow from mesh, axis and broadcasts of a plan.
 """
 
 from __future__ import annotations
