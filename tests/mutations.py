@@ -324,7 +324,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/stream.py",
+        "planning/sample_blocks.py",
         (
             "rows of the bound itself are final",
             'np.uint64(bound), side="left")',
@@ -345,6 +345,9 @@ MUTATIONS = [
             "*(() if p.long is None else (p.long.key,))",
             "*()",
         ),
+    ),
+    *_at(
+        "planning/stream.py",
         (
             "the sample stands before its own loss",
             "is_row = order < len(key)\n    return np.cumsum(~is_row)[is_row]",
