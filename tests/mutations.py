@@ -714,7 +714,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "constructor/pack.py",
+        "constructor/runs.py",
         (
             "zigzag without the mirror",
             "[[r, 2 * cp - 1 - r] for r in ranks]",

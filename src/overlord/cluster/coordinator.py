@@ -28,7 +28,6 @@ from overlord.cluster.current_job import (
 from overlord.cluster.job_sources import JobSources
 from overlord.cluster.placement import AttachedRanks, Placement
 from overlord.cluster.plan_router import PlanHistory
-from overlord.cluster.planner_commands import PlannerCommands
 from overlord.cluster.rebalance import FIRST_SCALED, NUMBERS_PER_COORDINATOR, Rebalancer
 from overlord.cluster.recovery import RecoveryActions, RecoveryManager
 from overlord.cluster.status import ClientEndpoints, StatusReporter
@@ -43,16 +42,19 @@ from overlord.cluster.worker_factory import (
 from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerHandle, WorkerPool
 from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
-from overlord.errors import ActorLost, OverlordError
-from overlord.journal.write_ahead import NullJournal, WriteAheadGate
+from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.messages.control import (
     Attach,
     ConnectionLost,
     Consumed,
     Detach,
+    DropHeldSamples,
     EndOfJob,
     PlannedStep,
+    Refill,
     Report,
+    RestartLoader,
     Rollback,
     SetMixture,
     Skip,
@@ -68,6 +70,7 @@ from overlord.process.forkserver import sendable
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import loader_placement_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
+from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
 
@@ -131,9 +134,7 @@ class Coordinator:
             context, self._starter, self.placement, callbacks, lost_after_s=options.lost_after_s
         )
         self.commands = CommandLoop(
-            PlannerCommands(self, self._ranks).execute,
-            check=self.check if options.check else None,
-            after=self.pool.flush,
+            self._execute, check=self.check if options.check else None, after=self.pool.flush
         )
         self.gate = WriteAheadGate(self.commands, lambda: self.planner)
         self.history = PlanHistory(
@@ -402,6 +403,79 @@ class Coordinator:
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
         return Planner(spec, state, generation=self.recovery.generation, floor=floor)
+
+    # commands of the planner
+
+    def _execute(self, command: Any) -> None:
+        match self.gate.admit(command):
+            case None:
+                pass
+            case Refill(loader=loader) as refill:
+                self.pool.send(self.placement.worker(loader), refill)
+                if (standby := self.placement.standby_of.get(loader)) is not None:
+                    self.pool.send(standby, refill)
+            case (Announce() | DecodeFailures()) as event:
+                self.commands.queue.extend(self.planner.handle(event))
+            case Consumed() as taken:
+                self.commands.queue.extend(self.planner.handle(taken))
+                self._progress()
+                self.rebalancer.acked()
+            case PlannedStep() as stage:
+                self._publish(stage)
+            case EndOfJob() as finish:
+                self._finish(finish)
+            case DropHeldSamples(loaders=loaders) as drop:
+                self.router.forget(loaders)
+                self.pool.broadcast(drop)
+            case SourceLost() as lost:
+                lose_source(lost, self.event, self.on_lost)
+            case RestartLoader() as restart:
+                self.rebalancer.restart(restart)
+            case unknown:
+                raise TypeError(
+                    f"coordinator: expected a known command, got {type(unknown).__name__}; "
+                    "this is a bug in Overlord: report it"
+                )
+
+    def _progress(self) -> None:
+        taken = self.planner.taken
+        if taken is not None and self.history.taken(taken):
+            self.recovery.acked(self.history.acked)
+
+    def _publish(self, stage: PlannedStep) -> None:
+        """Send a planned step to its workers, unless the job ends before it."""
+        assert isinstance(stage.after, StreamState)
+        step, ends = stage.plan.step, self.planner.finished
+        if (ends is not None and step >= ends.step) or (first := self._is_first(stage)) is None:
+            return
+        # a step that an earlier coordinator planned may not be listed here yet
+        if first or not self.plans.of(step):
+            self.plans.keep(stage)
+            for watcher in self.on_stage:
+                watcher(stage)
+        after, acked = encode_state(stage.after), self.history.acked
+        routed = self.router.route(stage, after, self._ranks.served, acked)
+        for c, plan in routed.constructor_plans.items():
+            self.pool.constructors[c].out.append(plan)
+        for h, loader_plan in routed.loader_plans.items():
+            self.pool.send(h, loader_plan)
+        self.recovery.planned(step, self.planner.floor)
+
+    def _is_first(self, stage: PlannedStep) -> bool | None:
+        """Return whether a step is new; None if it differs from its first plan: the job ends."""
+        try:
+            return self.history.planned(stage)
+        except PlanError as error:
+            self.commands.queue.extend(self.planner.handle(EndOfJob(stage.plan.step, error)))
+            return None
+
+    def _finish(self, finish: EndOfJob) -> None:
+        """Send the end of the job to constructor workers, once the planner has accepted it."""
+        if self.planner.finished is not finish:
+            self.commands.queue.extend(self.planner.handle(finish))
+            return
+        for worker in self.pool.constructors.values():
+            worker.out.append(finish)
 
     # addresses and step queues of clients
 
