@@ -80,6 +80,7 @@ TESTS = {
     "session": ("unit/test_golden.py", *LAWS),
     "cluster": ("properties/test_plan_router.py", "properties/test_plan_router_images.py", *LAWS),
     "transforms": (
+        "unit/test_reader.py",
         "unit/test_image_header.py",
         "unit/test_image_items.py",
         "unit/test_images.py",
@@ -323,7 +324,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/stream.py",
+        "planning/sample_blocks.py",
         (
             "rows of the bound itself are final",
             'np.uint64(bound), side="left")',
@@ -344,6 +345,9 @@ MUTATIONS = [
             "*(() if p.long is None else (p.long.key,))",
             "*()",
         ),
+    ),
+    *_at(
+        "planning/stream.py",
         (
             "the sample stands before its own loss",
             "is_row = order < len(key)\n    return np.cumsum(~is_row)[is_row]",
@@ -560,12 +564,15 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/reader.py",
+        "transforms/base.py",
         (
             "pieces of separate tables unordered",
             'order = np.argsort(index, kind="stable")\n    content',
             "order = np.arange(len(index))\n    content",
         ),
+    ),
+    *_at(
+        "loader/reader.py",
         (
             "the loss of the cursor's document counted again",
             "(documents.file != after.file) | (documents.row != after.row)",

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from hops.job import Pieces, Reader
-from overlord.transport.connection import TIMEOUT, pair
+from overlord.transport.connection import TIMEOUT
+from overlord.transport.local_connection import pair
 from overlord.transport.server import Server, open_connection
 from overlord.transport.shared_memory import SharedMemoryPool
 
@@ -374,7 +375,7 @@ MEANING = {
     "ring has slots",
     BARE_AT_ONCE: "two processes that do the first at the same time, each for itself: two cores share "
     "a cache and the memory's bandwidth",
-    "pair": "two threads of one process, `overlord.transport.connection.pair`",
+    "pair": "two threads of one process, `overlord.transport.local_connection.pair`",
     "ring": "two processes, a link over a unix socket: `ring(nbytes)`, gather, `send`; `recv` "
     "gives a view",
     "tcp": "two processes, a link over TCP on loopback, into reused buffers",

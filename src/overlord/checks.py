@@ -112,6 +112,11 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
+def shown_name(thing: Any) -> str:
+    """Return a text as it is, and the name of anything else, or its ``repr`` if it has none."""
+    return thing if isinstance(thing, str) else getattr(thing, "__name__", repr(thing))
+
+
 def as_exception(error: BaseException, source: str = "") -> Exception:
     """Return ``error``, or an error with its text if it would end a program or a loop.
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.scaling.core_demand import Demand, cores_used, needs_of
+from overlord.scaling.decisions import Scale
 from overlord.scaling.loader_placement import (
     assign_shards,
     cores_of_threads,
@@ -22,7 +23,7 @@ from overlord.scaling.loader_placement import (
     with_shards,
     workers_to_keep,
 )
-from overlord.scaling.scaler import Observation, Scale, Scaler, ScalingLimits, SourceSample
+from overlord.scaling.scaler import Observation, Scaler, ScalingLimits, SourceSample
 from tests.laws import examples
 
 HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)

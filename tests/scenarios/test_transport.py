@@ -16,7 +16,8 @@ import pytest
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.transport import server
 from overlord.transport.address import Address, address_text
-from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
+from overlord.transport.connection import TIMEOUT
+from overlord.transport.local_connection import PAIR_MESSAGES, pair
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
 from tests.connections import (

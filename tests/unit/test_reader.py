@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 import overlord as ov
 from overlord.messages.data import Evaluate, Read
+from overlord.sample import Ragged
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
+from overlord.transforms.base import Block, merge_blocks
 from tests.corpus import write_rows
 from tests.internals import open_window
 
@@ -86,3 +90,18 @@ def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     outcome, content = reader.evaluate(Evaluate(0, 3))
     assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])
     assert reader.stats.samples == 3
+
+
+def test_samples_of_separate_tables_are_merged_in_the_order_of_their_rows() -> None:
+    def block(*ids: int) -> Block:
+        lengths = np.ones(len(ids), np.int64)
+        return Block(
+            index=np.arange(len(ids)),
+            part=np.zeros(len(ids), np.int32),
+            tokens=Ragged(np.array(ids), np.arange(len(ids) + 1)),
+            meta={"tokens": lengths, "bytes": lengths},
+        )
+
+    merged = merge_blocks([(np.array([1, 3]), block(11, 13)), (np.array([0, 2]), block(10, 12))])
+    assert merged.index.tolist() == [0, 1, 2, 3]
+    assert merged.tokens.values.tolist() == [10, 11, 12, 13]

@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlord.scaling.scaler import (
-    CannotKeepUp,
-    Decision,
-    Observation,
-    ReadAhead,
-    Scale,
-    Scaler,
-    ScalingLimits,
-    SourceSample,
-    current_shortages,
-)
+from overlord.scaling.decisions import CannotKeepUp, Decision, ReadAhead, Scale, current_shortages
+from overlord.scaling.scaler import Observation, Scaler, ScalingLimits, SourceSample
 
 LIMITS = ScalingLimits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
 

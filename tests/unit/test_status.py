@@ -18,7 +18,8 @@ from overlord.cli.main import cli
 from overlord.cluster.autoscale import KEPT_DECISIONS, LoadObserver
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
-from overlord.scaling.scaler import CannotKeepUp, ReadAhead, Scale, Scaler, ScalingLimits
+from overlord.scaling.decisions import CannotKeepUp, ReadAhead, Scale
+from overlord.scaling.scaler import Scaler, ScalingLimits
 from overlord.serving.session_server import ServedAddress
 from tests.unit.test_cli import job_file
 

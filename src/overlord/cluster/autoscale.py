@@ -20,18 +20,9 @@ from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
 from overlord.messages.data import LoaderWork
 from overlord.planning.planner import Planner
+from overlord.scaling.decisions import CannotKeepUp, Decision, ReadAhead, Scale, current_shortages
 from overlord.scaling.loader_placement import LoaderPlacement, cores_of_threads
-from overlord.scaling.scaler import (
-    CannotKeepUp,
-    Decision,
-    Observation,
-    ReadAhead,
-    Scale,
-    Scaler,
-    ScalingLimits,
-    SourceSample,
-    current_shortages,
-)
+from overlord.scaling.scaler import Observation, Scaler, ScalingLimits, SourceSample
 from overlord.setup.options import Options, n_cores
 from overlord.setup.partition import loads_of, scales
 from overlord.setup.prepared_job import PreparedJob

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checks import checked_function, describe_error, name_of
+from overlord.checks import checked_function, describe_error, name_of, shown_name
 from overlord.errors import JobError, PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.plan.plan import LoadingPlan
@@ -202,6 +202,20 @@ class Assembly:
 
 
 # Execution of hooks.
+
+
+def hook_problems(hooks: Any) -> list[str]:
+    """Return a problem for each value of ``Job.hooks`` that is not a hook, as text."""
+    if not isinstance(hooks, tuple):
+        return [f"hooks: expected a list, got {hooks!r}"]
+    wrong = [(i, hook) for i, hook in enumerate(hooks) if not isinstance(hook, Hook)]
+    known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
+    raw = " (pass it as strategy=)"
+    return [
+        f"hooks[{i}]: expected {known}, got "
+        f"{shown_name(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
+        for i, h in wrong
+    ]
 
 
 def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:

@@ -14,11 +14,11 @@ from os import PathLike
 from typing import Any
 
 from overlord import late_binding
-from overlord.checks import did_you_mean, is_int, is_real, one_of, signature_problem
+from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
 from overlord.job import document_limit
 from overlord.job.consumption import consume_problems
-from overlord.job.hooks import Hook
+from overlord.job.hooks import Hook, hook_problems
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
 
@@ -309,7 +309,7 @@ class Job:
         size = (
             f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
         )
-        how = f"{_name_of(self.strategy)}, sync {self.sync}"
+        how = f"{shown_name(self.strategy)}, sync {self.sync}"
         return (
             f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
             f"{how}, seed {self.seed})"
@@ -432,24 +432,12 @@ class Job:
             )
         return (
             found
-            + self._hook_problems()
+            + (hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead))
             + self._look_ahead_problems()
             + document_limit.problems(self)
             + self._image_problems()
             + self._journal_problems()
         )
-
-    def _hook_problems(self) -> list[str]:
-        if not isinstance(self.hooks, tuple):
-            return [f"hooks: expected a list, got {self.hooks!r}"]
-        wrong = [(i, hook) for i, hook in enumerate(self.hooks) if not isinstance(hook, Hook)]
-        known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
-        raw = " (pass it as strategy=)"
-        return [
-            f"hooks[{i}]: expected {known}, got "
-            f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
-            for i, h in wrong
-        ] + consume_problems(self.hooks, self.look_ahead)
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:
@@ -511,7 +499,7 @@ class Job:
                 'overflow: expected "grow" with look_ahead above 1, got "defer"; set look_ahead=1'
             )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
-            what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
+            what = getattr(self.mixture, "kind", None) or shown_name(self.mixture)
             found.append(
                 f"look_ahead: expected more than 1 for {what}, which chooses among candidates, "
                 "got 1; set it, for example, to 4"
@@ -607,7 +595,3 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
 def defaults(cls: type) -> dict[str, Any]:
     """Return the default of each field of a dataclass by name; MISSING for fields without one."""
     return {f.name: f.default if f.default is not MISSING else MISSING for f in fields(cls)}
-
-
-def _name_of(strategy: Any) -> str:
-    return strategy if isinstance(strategy, str) else getattr(strategy, "__name__", repr(strategy))

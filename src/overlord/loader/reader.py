@@ -37,96 +37,15 @@ from overlord.messages.data import (
     SampleBlock,
     WindowReady,
 )
-from overlord.sample import Content, Ragged, join_rows, take_rows
+from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
-from overlord.sources.tables import arrow_of, compact
+from overlord.sources.tables import compact, rows_of
 from overlord.sources.timeouts import TIMEOUTS
-from overlord.transforms.base import Block, RowIds, StagedRows
-
-# ----------------------------------------------------------------------------
-# Blocks of evaluated rows: selection from a window, merging of several tables, and the documents
-# that lost tokens.
-
-
-def long_documents(
-    key: np.ndarray,
-    file: np.ndarray,
-    row: np.ndarray,
-    at: np.ndarray,
-    lost: np.ndarray,
-    after: Cursor | None,
-) -> LongDocuments | None:
-    """Return the documents at the positions ``at``, which lost ``lost`` tokens each.
-
-    The document of the cursor ``after`` is excluded: its loss was counted with its sample.
-    """
-    documents = LongDocuments(key[at], file[at], row[at], lost)
-    if after is None:
-        return documents
-    return documents.take(
-        np.flatnonzero((documents.file != after.file) | (documents.row != after.row))
-    )
-
-
-def failed_block(n: int, reason: str) -> Block:
-    """Return a block in which all n rows are bad."""
-    none = np.zeros(0, np.int64)
-    empty = Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64))
-    return Block(
-        index=none,
-        part=none.astype(np.int32),
-        tokens=empty,
-        meta={"tokens": none, "bytes": none},
-        bad=[(i, reason) for i in range(n)],
-    )
-
-
-def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
-    """Return one block from the blocks of separate tables, in the order of their rows.
-
-    Each block comes with the positions of its rows in the merged order.
-    """
-    full = [(rows, b) for rows, b in blocks if len(b.index)]
-    bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
-    at = np.concatenate([rows[b.long] for rows, b in blocks])
-    long, lost = np.sort(at), np.concatenate([b.lost for _, b in blocks])[np.argsort(at)]
-    if not full:
-        return replace(
-            blocks[0][1], bad=bad, image_bytes_in=0, image_bytes_out=0, long=long, lost=lost
-        )
-    index = np.concatenate([rows[b.index] for rows, b in full])
-    order = np.argsort(index, kind="stable")
-    content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
-    return Block(
-        index=index[order],
-        part=np.concatenate([b.part for _, b in full])[order],
-        tokens=content.tokens,
-        items=content.items,
-        meta={
-            n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta
-        },
-        bad=bad,
-        image_bytes_in=sum(b.image_bytes_in for _, b in full),
-        image_bytes_out=sum(b.image_bytes_out for _, b in full),
-        long=long,
-        lost=lost,
-    )
-
-
-def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
-    """Return the rows ``at`` of a table; consecutive rows (unshuffled sources) are a view."""
-    if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
-        return table.slice(int(at[0]), len(at))
-    return table.take(arrow_of(at))
-
+from overlord.transforms.base import Block, RowIds, StagedRows, failed_block, merge_blocks
 
 READS = 64  # number of recent reads whose durations are kept
-
-
-# ----------------------------------------------------------------------------
-# The reader of a source: windows of chunks, transforms, and their cost.
 
 
 class Stages(Protocol):
@@ -498,7 +417,7 @@ class SourceReader:
         if len(block.long):
             samples = replace(
                 samples,
-                long=long_documents(
+                long=_long_documents(
                     key, file, row, good[block.long], block.lost, window.after if a == 0 else None
                 ),
             )
@@ -597,6 +516,26 @@ def _at_or_after(
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (
         (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))
+    )
+
+
+def _long_documents(
+    key: np.ndarray,
+    file: np.ndarray,
+    row: np.ndarray,
+    at: np.ndarray,
+    lost: np.ndarray,
+    after: Cursor | None,
+) -> LongDocuments | None:
+    """Return the documents at the positions ``at``, which lost ``lost`` tokens each.
+
+    The document of the cursor ``after`` is excluded: its loss was counted with its sample.
+    """
+    documents = LongDocuments(key[at], file[at], row[at], lost)
+    if after is None:
+        return documents
+    return documents.take(
+        np.flatnonzero((documents.file != after.file) | (documents.row != after.row))
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import JobError, PlanError
+from overlord.job.job import mixture_problems
 from overlord.messages.control import (
     AddSource,
     Cursor,
@@ -226,6 +227,30 @@ def with_every_weight(change: SetMixture, names: Sequence[str]) -> SetMixture:
     if all(name in change.weights for name in names):
         return change
     return replace(change, weights={**dict.fromkeys(names, 0.0), **change.weights})
+
+
+def checked_change(change: SetMixture, names: Sequence[str], events: Sequence[Event]) -> SetMixture:
+    """Return a change of mixture with a weight for every source of ``names``.
+
+    Raise ``PlanError`` if its weights are invalid, or none is for a source that exists at its step.
+    """
+    if problems := mixture_problems(change.weights, names):
+        raise PlanError("; ".join(problems))
+    if coming := _not_yet_added(change.weights, events, change.at):
+        raise PlanError(
+            "set_mixture: expected a weight above 0 for a source that exists at this step, "
+            f"got weights only for {', '.join(coming)}, added at a later step",
+            change.at,
+            "give another source a weight, or name a later step",
+        )
+    return with_every_weight(change, names)
+
+
+def _not_yet_added(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
+    """Return the sources with a weight if all of them are added after ``step``, else no source."""
+    coming = {e.name for e in added_sources(events) if e.at > step}
+    weighed = [name for name, weight in weights.items() if weight]
+    return weighed if all(name in coming for name in weighed) else []
 
 
 def with_added_sources(state: StreamState, n: int) -> StreamState:
@@ -550,10 +575,3 @@ def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
     """
     scheduled = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
     return scheduled / total if scheduled and (total := sum(own)) > 0 else 1.0
-
-
-def not_yet_added(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
-    """Return the sources with a weight if all of them are added after ``step``, else no source."""
-    coming = {e.name for e in added_sources(events) if e.at > step}
-    weighed = [name for name, weight in weights.items() if weight]
-    return weighed if all(name in coming for name in weighed) else []

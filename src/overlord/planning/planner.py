@@ -15,7 +15,6 @@ import numpy as np
 
 from overlord.checks import describe_error, did_you_mean, where_raised
 from overlord.errors import OverlordError, PlanError
-from overlord.job.job import mixture_problems
 from overlord.messages.control import (
     AddSource,
     Attach,
@@ -42,12 +41,11 @@ from overlord.planning.mixture import (
     Feedback,
     Mixture,
     added_sources,
+    checked_change,
     lost_sources,
-    not_yet_added,
     skipped,
     still_in_force,
     with_added_sources,
-    with_every_weight,
 )
 from overlord.planning.selection import counts_of
 from overlord.planning.spec import (
@@ -341,16 +339,7 @@ class Planner:
             event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step)
         )
         if isinstance(event, SetMixture):
-            if problems := mixture_problems(event.weights, self.spec.names):
-                raise PlanError("; ".join(problems))
-            if names := not_yet_added(event.weights, self._state.events, event.at):
-                raise PlanError(
-                    "set_mixture: expected a weight above 0 for a source that exists at this step, "
-                    f"got weights only for {', '.join(names)}, added at a later step",
-                    event.at,
-                    "give another source a weight, or name a later step",
-                )
-            event = with_every_weight(event, self.spec.names)
+            event = checked_change(event, self.spec.names, self._state.events)
         if self._ended is None:
             self._state = replace(self._state, events=(*self._state.events, event))
 

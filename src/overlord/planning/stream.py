@@ -9,172 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
-from overlord.messages.data import Announce, LongDocuments, SampleBlock
-from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items, take_rows
-
-# ----------------------------------------------------------------------------
-# Operations on announced samples: sort, select, concatenate, split and rank.
-
-NO_ROWS = np.zeros(0, np.int64)
-
-
-def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
-    """Return a block with samples and rows in the order of their window.
-
-    Also return the permutation of its samples: the old row of each.
-    """
-    order = np.lexsort((found.part, found.row, found.file, found.key))
-    bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
-    long = (
-        None
-        if found.long is None
-        else found.long.take(np.lexsort((found.long.row, found.long.file, found.long.key)))
-    )
-    return replace(take(found, order, bad), long=long), order
-
-
-def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
-    """Return a block with samples ``rows`` and quarantined rows ``bad`` of ``found``.
-
-    Its dropped rows and long documents are all those of ``found``.
-    """
-    return SampleBlock(
-        found.key[rows],
-        found.file[rows],
-        found.row[rows],
-        found.part[rows],
-        {n: take_rows(c, rows) for n, c in found.meta.items()},
-        found.bad_key[bad],
-        found.bad_file[bad],
-        found.bad_row[bad],
-        tuple(found.bad_reason[j] for j in bad.tolist()),
-        found.dropped,
-        found.long,
-    )
-
-
-def concat(parts: Sequence[SampleBlock]) -> SampleBlock:
-    """Return the concatenation of blocks; at least one must be given."""
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([getattr(p, name) for p in parts])
-
-    full = [p for p in parts if len(p)] or parts[:1]
-    meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
-    reasons = tuple(r for p in parts for r in p.bad_reason)
-    return SampleBlock(
-        join("key"),
-        join("file"),
-        join("row"),
-        join("part"),
-        meta,
-        join("bad_key"),
-        join("bad_file"),
-        join("bad_row"),
-        reasons,
-        sum(p.dropped for p in parts),
-        _longs([p.long for p in parts]),
-    )
-
-
-def _longs(parts: Sequence[LongDocuments | None]) -> LongDocuments | None:
-    some = [p for p in parts if p is not None]
-    if len(some) < 2:
-        return some[0] if some else None
-    return LongDocuments(
-        *(
-            np.concatenate([getattr(p, name) for p in some])
-            for name in ("key", "file", "row", "lost")
-        )
-    )
-
-
-def last_key(parts: Sequence[SampleBlock]) -> int | None:
-    """Return the highest key of samples, quarantined rows and long documents; None if none."""
-    keys = [
-        int(k[-1])
-        for p in parts
-        for k in (p.key, p.bad_key, *(() if p.long is None else (p.long.key,)))
-        if len(k)
-    ]
-    return max(keys) if keys else None
-
-
-def split(
-    parts: list[SampleBlock], bound: int | None
-) -> tuple[list[SampleBlock], list[SampleBlock]]:
-    """Divide blocks at a key: return the rows with lower keys, and the rest. None: no rest.
-
-    Rows of the key itself are in the rest: a row of equal key that precedes them may still be
-    announced.
-    """
-    if bound is None:
-        return parts, []
-    final, rest = [], []
-    for part in parts:
-        keys = (part.key, part.bad_key, NO_ROWS if part.long is None else part.long.key)
-        cuts = [int(np.searchsorted(k, np.uint64(bound), side="left")) for k in keys]
-        if cuts == [len(k) for k in keys]:
-            final.append(part)
-        elif not any(cuts):
-            rest.append(part)
-        else:
-            a, b, c = cuts
-            before, after = (
-                None if part.long is None else part.long.take(rows)
-                for rows in (np.arange(c), np.arange(c, len(keys[2])))
-            )
-            final.append(replace(take(part, np.arange(a), np.arange(b)), long=before))
-            rest.append(
-                replace(
-                    take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))),
-                    dropped=0,
-                    long=after,
-                )
-            )
-    return final, rest
-
-
-def rank_of_bad(found: SampleBlock) -> np.ndarray:
-    """Return the number of the block's samples that precede each quarantined row in its window."""
-    return _rank(found, found.bad_key, found.bad_file, found.bad_row)
-
-
-def rank_of_long(found: SampleBlock) -> np.ndarray:
-    """Return the number of the block's samples that precede each long document.
-
-    For a truncated document it is the index of its own sample.
-    """
-    return (
-        NO_ROWS
-        if found.long is None
-        else _rank(found, found.long.key, found.long.file, found.long.row)
-    )
-
-
-def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
-    if not len(key):
-        return NO_ROWS
-    order = np.lexsort(  # stable: a row precedes the sample that was made of it
-        (
-            np.concatenate([row, found.row]),
-            np.concatenate([file, found.file]),
-            np.concatenate([key, found.key]),
-        )
-    )
-    is_row = order < len(key)
-    return np.cumsum(~is_row)[is_row]
-
-
-# ----------------------------------------------------------------------------
-# The front of the stream of one source.
+from overlord.messages.data import Announce, SampleBlock
+from overlord.planning.sample_blocks import NO_ROWS, concat, last_key, sorted_found, split, take
+from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items
 
 
 @dataclass(slots=True, eq=False)
@@ -392,7 +236,7 @@ class SourceStream:
         if not len(found) and not len(found.bad_key) and found.long is None:
             return
         self._epoch_long += 0 if found.long is None else len(found.long)
-        bad_at = rank_of_bad(found)
+        bad_at = _rank_of_bad(found)
         stop = self._check_bad(found, bad_at)
         if stop is not None:
             goods, bads = stop
@@ -404,7 +248,9 @@ class SourceStream:
         np.cumsum(lengths, out=tokens[1:])
         ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
         self._segments.append(
-            _ReadyRun(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found))
+            _ReadyRun(
+                self._at, found, loader, tokens, bad_at, ids, len(found), _rank_of_long(found)
+            )
         )
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
@@ -595,3 +441,34 @@ def _bad_rows(segment: _ReadyRun, which: np.ndarray) -> list[BadRow]:
         (segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j])
         for j in which.tolist()
     ]
+
+
+def _rank_of_bad(found: SampleBlock) -> np.ndarray:
+    """Return the number of the block's samples that precede each quarantined row in its window."""
+    return _rank(found, found.bad_key, found.bad_file, found.bad_row)
+
+
+def _rank_of_long(found: SampleBlock) -> np.ndarray:
+    """Return the number of the block's samples that precede each long document.
+
+    For a truncated document it is the index of its own sample.
+    """
+    return (
+        NO_ROWS
+        if found.long is None
+        else _rank(found, found.long.key, found.long.file, found.long.row)
+    )
+
+
+def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+    if not len(key):
+        return NO_ROWS
+    order = np.lexsort(  # stable: a row precedes the sample that was made of it
+        (
+            np.concatenate([row, found.row]),
+            np.concatenate([file, found.file]),
+            np.concatenate([key, found.key]),
+        )
+    )
+    is_row = order < len(key)
+    return np.cumsum(~is_row)[is_row]

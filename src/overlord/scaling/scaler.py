@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlord.scaling.core_demand import Demand, Need, cores_used, needs_of
+from overlord.scaling.decisions import CannotKeepUp, Decision, ReadAhead, Scale
 from overlord.scaling.loader_placement import locked_part, measured_part
 
 # slow reads are a long tail if they take more than this many times the usual time
@@ -124,53 +124,6 @@ class Observation:
     sources: tuple[SourceSample, ...]
     host_bytes: int = 0  # memory of one loader worker
     changing: bool = False  # a migration of loaders is in progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """Decision to read a source in another number of loader workers."""
-
-    source: str
-    hosts: int  # new number of workers
-    had: int  # number of workers before
-    reason: str
-    # existing workers that are added; the others are started
-    on: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.had} -> {self.hosts} loader workers: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CannotKeepUp:
-    """Report that trainers wait, or will wait, for a source that cannot get more workers."""
-
-    source: str
-    hosts: int  # number of workers or loaders that the source has
-    wanted: int  # number of workers or loaders that it would need
-    reason: str
-    what: str = "loader workers"  # unit of both numbers
-
-    def __str__(self) -> str:
-        return (
-            f"{self.source} cannot keep up: it would take {self.wanted} {self.what} and has "
-            f"{self.hosts}: {self.reason}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadAhead:
-    """Decision to read a source ``steps`` steps ahead of the draw."""
-
-    source: str
-    steps: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.source}: read {self.steps} steps ahead: {self.reason}"
-
-
-Decision = Scale | CannotKeepUp | ReadAhead
 
 
 @dataclass(slots=True, eq=False)
@@ -584,15 +537,3 @@ class Scaler:
                 reason = f"its slow reads take {s.slow_read_s:.3g} s, usual ones {s.read_s:.3g} s"
                 decisions.append(ReadAhead(source=s.name, steps=steps, reason=reason))
         return decisions
-
-
-def current_shortages(decisions: Sequence[Decision]) -> list[CannotKeepUp]:
-    """Return the last report of each source that cannot keep up and was not scaled since.
-
-    ``decisions`` are in the order in which they were made.
-    """
-    last: dict[str, Decision] = {}
-    for decision in decisions:
-        if not isinstance(decision, ReadAhead):
-            last[decision.source] = decision
-    return [decision for decision in last.values() if isinstance(decision, CannotKeepUp)]

@@ -39,7 +39,6 @@ from overlord.sources.base import (
     no_rows_chunk,
     short_read,
 )
-from overlord.sources.files import merged
 from overlord.sources.parquet_footer import BrokenFooter, ParquetLayout, parse
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 SMALL_ROW_GROUP = 4 * 2**20  # bytes of the needed columns, decoded
 # Bytes of the read buffer of an open column; 64 kB and 1 MB read equally fast.
 READ_BUFFER = 2**16
+GAP = 2**16  # ranges at most this many bytes apart are merged
 PAGE = 2**20  # size that writers aim at for one page
 
 # Limits far above any real file (a footer of 100 MB is accepted), and far below the memory that a
@@ -393,6 +393,17 @@ def _byte_ranges(
     ranges = [(c.start, c.start + c.compressed) for c in columns]
     # Ranges outside the file are left out: pyarrow requests them itself, and fails there.
     return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges sorted, with ranges at most ``GAP`` bytes apart merged."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if out and start - out[-1][1] <= GAP:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return out
 
 
 def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:

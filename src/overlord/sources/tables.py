@@ -433,6 +433,13 @@ def too_large(size: int, limit: int) -> str:
     return f"expected a row of at most max_sample_bytes={limit} bytes, got {size}"
 
 
+def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
+    """Return the rows ``at`` of a table; consecutive rows (unshuffled sources) are a view."""
+    if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
+        return table.slice(int(at[0]), len(at))
+    return table.take(arrow_of(at))
+
+
 def compact(table: pa.Table) -> pa.Table:
     """Copy the rows into their own memory, so that their row group or file can be freed.
 

@@ -11,14 +11,14 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sample import Column, Ragged
+from overlord.sample import Column, Content, Ragged, join_rows, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,6 +89,51 @@ class Block:
 
     def __len__(self) -> int:
         return len(self.index)
+
+
+def failed_block(n: int, reason: str) -> Block:
+    """Return a block in which all n rows are bad."""
+    none = np.zeros(0, np.int64)
+    empty = Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64))
+    return Block(
+        index=none,
+        part=none.astype(np.int32),
+        tokens=empty,
+        meta={"tokens": none, "bytes": none},
+        bad=[(i, reason) for i in range(n)],
+    )
+
+
+def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
+    """Return one block from the blocks of separate tables, in the order of their rows.
+
+    Each block comes with the positions of its rows in the merged order.
+    """
+    full = [(rows, b) for rows, b in blocks if len(b.index)]
+    bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
+    at = np.concatenate([rows[b.long] for rows, b in blocks])
+    long, lost = np.sort(at), np.concatenate([b.lost for _, b in blocks])[np.argsort(at)]
+    if not full:
+        return replace(
+            blocks[0][1], bad=bad, image_bytes_in=0, image_bytes_out=0, long=long, lost=lost
+        )
+    index = np.concatenate([rows[b.index] for rows, b in full])
+    order = np.argsort(index, kind="stable")
+    content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
+    return Block(
+        index=index[order],
+        part=np.concatenate([b.part for _, b in full])[order],
+        tokens=content.tokens,
+        items=content.items,
+        meta={
+            n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta
+        },
+        bad=bad,
+        image_bytes_in=sum(b.image_bytes_in for _, b in full),
+        image_bytes_out=sum(b.image_bytes_out for _, b in full),
+        long=long,
+        lost=lost,
+    )
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -173,6 +173,44 @@ def server_side(token: str, peer: str) -> Steps:
     return Accepted(hello=_decoded(answer[32:], peer), sign_welcome=sign_welcome)
 
 
+class PendingHandshake:
+    """The server's end of a connection in the handshake, on a socket that does not block."""
+
+    def __init__(self, sock: socket.socket, name: str, token: str, deadline: float):
+        self.sock, self.name, self.deadline = sock, name, deadline
+        self._steps = server_side(token, name)
+        self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
+
+    def read(self) -> Accepted | None:
+        """Read available bytes; return ``Accepted`` once the peer has proved that it has the token.
+
+        Until then return None. Raise ``LinkRefused`` for a wrong proof, ``OSError`` if it is lost.
+        """
+        while True:
+            if isinstance(self._wanted, bytes):
+                self.write(self._wanted)
+                self._wanted = next(self._steps)
+                continue
+            try:
+                some = self.sock.recv(self._wanted - len(self._got))
+            except (BlockingIOError, InterruptedError):
+                return None
+            if not some:
+                raise ConnectionResetError("it closed the connection")
+            self._got += some
+            if len(self._got) == self._wanted:
+                whole, self._got = self._got, b""
+                try:
+                    self._wanted = self._steps.send(whole)
+                except StopIteration as done:
+                    return done.value
+
+    def write(self, data: bytes) -> None:
+        """Send a few bytes; raise ``ConnectionResetError`` if the socket does not accept all."""
+        if self.sock.send(data) != len(data):
+            raise ConnectionResetError("it does not read")
+
+
 # ----------------------------------------------------------------------------
 # Addresses of the form ``overlord://host:port/key``, and the sockets that listen there.
 #

@@ -24,13 +24,13 @@ from overlord.transport.address import (
     HAS_SHARED_MEMORY,
     Accepted,
     Address,
+    PendingHandshake,
     check_key,
     listen_local,
     listen_tcp,
     new_key,
     reachable,
     refusal,
-    server_side,
     tune,
 )
 from overlord.transport.connection import CLOSED_HERE, CLOSES, SocketConnection, open_connection
@@ -209,45 +209,7 @@ OnClose = Callable[[ServerConnection, str], None]
 
 
 # ----------------------------------------------------------------------------
-# The server, and connections that are still in the handshake.
-
-
-class Pending:
-    """A connection in the handshake."""
-
-    def __init__(self, sock: socket.socket, name: str, token: str, deadline: float):
-        self.sock, self.name, self.deadline = sock, name, deadline
-        self._steps = server_side(token, name)
-        self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
-
-    def read(self) -> Accepted | None:
-        """Read available bytes; return ``Accepted`` once the peer has proved that it has the token.
-
-        Until then return None. Raise ``LinkRefused`` for a wrong proof, ``OSError`` if it is lost.
-        """
-        while True:
-            if isinstance(self._wanted, bytes):
-                self.write(self._wanted)
-                self._wanted = next(self._steps)
-                continue
-            try:
-                some = self.sock.recv(self._wanted - len(self._got))
-            except (BlockingIOError, InterruptedError):
-                return None
-            if not some:
-                raise ConnectionResetError("it closed the connection")
-            self._got += some
-            if len(self._got) == self._wanted:
-                whole, self._got = self._got, b""
-                try:
-                    self._wanted = self._steps.send(whole)
-                except StopIteration as done:
-                    return done.value
-
-    def write(self, data: bytes) -> None:
-        """Send a few bytes; raise ``ConnectionResetError`` if the socket does not accept all."""
-        if self.sock.send(data) != len(data):
-            raise ConnectionResetError("it does not read")
+# The server, and its connections that are open or in the handshake.
 
 
 class Server:
@@ -301,7 +263,7 @@ class Server:
         self.pool = pool or self._own_pool
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
-        self._pending: dict[int, Pending] = {}  # oldest first
+        self._pending: dict[int, PendingHandshake] = {}  # oldest first
         self._calls: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
         self._closing_at: float | None = None
@@ -374,7 +336,7 @@ class Server:
             for key, mask in self._selector.select(self._select_timeout()):
                 if isinstance(key.data, ServerConnection):
                     self._serve(key.data, mask)
-                elif isinstance(key.data, Pending):
+                elif isinstance(key.data, PendingHandshake):
                     self._continue_handshake(key.data)
                 else:
                     key.data()
@@ -418,7 +380,7 @@ class Server:
                     later=True,
                 )
             tune(sock)
-            pending = Pending(
+            pending = PendingHandshake(
                 sock, _name_of(sock, where), self._token, time.monotonic() + self._handshake_s
             )
             self._pending[sock.fileno()] = pending
@@ -441,7 +403,7 @@ class Server:
             for sock in self._listeners:
                 self._selector.unregister(sock)
 
-    def _continue_handshake(self, pending: Pending) -> None:
+    def _continue_handshake(self, pending: PendingHandshake) -> None:
         if self._pending.get(pending.sock.fileno()) is not pending:
             return
         try:
@@ -455,7 +417,7 @@ class Server:
             if accepted is not None:
                 self._welcome(pending, accepted)
 
-    def _welcome(self, pending: Pending, accepted: Accepted) -> None:
+    def _welcome(self, pending: PendingHandshake, accepted: Accepted) -> None:
         first = accepted.hello
         hello = first.get("hello")
         if not isinstance(hello, dict):
@@ -486,7 +448,7 @@ class Server:
         connection.begin(welcome)
         return None
 
-    def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
+    def _refuse(self, pending: PendingHandshake, reason: str, *, later: bool = False) -> None:
         """Refuse a connection.
 
         ``later``: the peer may connect again, for example after a suspension during its handshake.
@@ -495,7 +457,7 @@ class Server:
             pending.write(refusal(reason, later=later))
         self._forget(pending)
 
-    def _forget(self, pending: Pending) -> None:
+    def _forget(self, pending: PendingHandshake) -> None:
         del self._pending[pending.sock.fileno()]
         self._selector.unregister(pending.sock)
         pending.sock.close()

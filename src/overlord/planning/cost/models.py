@@ -169,6 +169,10 @@ def unit_of(fn: CostFn) -> str:
     return str(getattr(fn, "unit", ""))
 
 
+def title_of(fn: CostFn | str) -> str:
+    return getattr(fn, "__name__", None) or (fn.title if isinstance(fn, Cost) else repr(fn))
+
+
 def fingerprint_of(fn: CostFn) -> str:
     """Return the ``fingerprint`` of a cost, or its module and name if it has none."""
     mine = getattr(fn, "fingerprint", None)

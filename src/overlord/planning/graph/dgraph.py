@@ -30,7 +30,7 @@ from overlord.planning.balance.balance import (
     method_named,
     place,
 )
-from overlord.planning.cost import Cost, CostFn, checked_costs, named, unit_of
+from overlord.planning.cost import CostFn, checked_costs, named, title_of, unit_of
 from overlord.planning.graph.edges import Edge, edges_of
 from overlord.planning.graph.lineage import (
     Binding,
@@ -287,7 +287,7 @@ class DGraph:
             )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
-        what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
+        what = f"cost({title_of(fn)}{'' if memory is None else f', memory={title_of(memory)}'})"
         by = named(fn)
         return self._after(what, costs=costs, costs_by=by, memory=held, unit=unit_of(by))
 
@@ -609,7 +609,3 @@ class DGraph:
         from overlord.planning.graph.page import write_page
 
         write_page(self, path, modules)
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__name__", None) or (fn.title if isinstance(fn, Cost) else repr(fn))
