@@ -20,7 +20,7 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
-from overlord.plan.module_ranks import mesh_problem
+from overlord.plan.module_ranks import own_mesh
 from overlord.plan.plan import LoadingPlan, check_modules
 from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import (
@@ -206,10 +206,8 @@ class DGraph:
                 raise PlanError(f"unknown draw {draw!r}; known: exact, random", given.step)
             given = draw_by_hand(given, schedule, draw, seed, look_ahead)
         if given.drawn:
-            context, n_bins = (
-                given.batch.context,
-                self.tree.n_buckets("DP") * given.batch.microbatches,
-            )
+            context = given.batch.context
+            n_bins = self.tree.n_buckets("DP") * given.batch.microbatches
             # all samples, whatever the nodes of this graph
             whole = DGraph.from_buffer(given, self.tree)
             whole.check_sizes(context)
@@ -220,11 +218,8 @@ class DGraph:
             )
         sample, columns, items = nodes(buffer, self.meta, self.sources)
         what = "" if drawn_by_job else draw
-        what += (
-            ""
-            if len(buffer) == len(given)
-            else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
-        )
+        if len(buffer) != len(given):
+            what += f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
         return self._after(
             f"mix({what})", buffer=buffer, sample=sample, columns=columns, items=items, mixed=True
         )
@@ -240,10 +235,7 @@ class DGraph:
         ranks get nothing of the module, and take part in the exchange of embeddings.
         """
         self._before("distribute", "balance", self.placement)
-        if on is not None and (problem := mesh_problem(self.tree, on)):
-            remedy = "give the mesh of the module's ranks; Job.place has the ranks of all modules"
-            raise PlanError(f"distribute(on=): {problem}", self.buffer.step, remedy)
-        own = None if on == self.tree else on
+        own = own_mesh(self.tree, on, self.buffer.step)
         try:
             n = (own or self.tree).n_buckets(axis)
         except JobError as e:
@@ -537,11 +529,8 @@ class DGraph:
         if self.tasks is not None:
             return self.tasks.lengths(tokens.astype(np.int64))
         multiple = self.buffer.batch.document_multiple(self.tree)
-        return (
-            tokens.astype(np.int64, copy=False)
-            if multiple == 1
-            else -(-tokens.astype(np.int64) // multiple) * multiple
-        )
+        wide = tokens.astype(np.int64, copy=False)
+        return wide if multiple == 1 else -(-wide // multiple) * multiple
 
     def check_sizes(self, capacity: int) -> None:
         """Raise ``PlanError`` for a node larger than ``capacity``; 0: no limit."""
