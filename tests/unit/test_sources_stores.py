@@ -17,10 +17,11 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
 from overlord.journal.storage import storage_of
-from overlord.sources import files
+from overlord.sources import range_file
 from overlord.sources.base import StorageUnreachable
-from overlord.sources.files import Files, RangeFile
+from overlord.sources.files import Files
 from overlord.sources.object_store import RemoteStore
+from overlord.sources.range_file import RangeFile
 from overlord.sources.retry import Failure, classify_store_error, store_give_up_error
 from overlord.uris import scrub, uri_problems
 from tests.internals import cached_runs, forget_store_clients, store_client, store_key
@@ -243,7 +244,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
     small = {"FIRST": 16, "READ_AHEAD": 64, "TAIL": 8, "GAP": 4, "RUNS": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
-            patch.setattr(files, name, value)
+            patch.setattr(range_file, name, value)
         asked = []
 
         def fetch(a, b):
@@ -251,7 +252,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
             asked.append((a, b))
             return memoryview(data)[a:b]
 
-        told = files.merged([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
+        told = range_file.merged([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
         ours, theirs = RangeFile(fetch, len(data), told), io.BytesIO(data)
         for at, n in reads:
             assert ours.seek(at) == theirs.seek(at)

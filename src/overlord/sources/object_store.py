@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.checks import pip_install
 from overlord.sources.base import File, StorageUnreachable
+from overlord.sources.range_file import RangeFile
 from overlord.sources.retry import (
     Failure,
     StorageStats,
@@ -134,8 +135,6 @@ class RemoteStore:
         ``ranges`` (start, stop) are the bytes that the caller will read, each front to back.
         """
         import pyarrow as pa
-
-        from overlord.sources.files import RangeFile
 
         client = self._client()
         return pa.PythonFile(

@@ -39,8 +39,8 @@ from overlord.sources.base import (
     no_rows_chunk,
     short_read,
 )
-from overlord.sources.files import merged
 from overlord.sources.parquet_footer import BrokenFooter, ParquetLayout, parse
+from overlord.sources.range_file import merged
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
