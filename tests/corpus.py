@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,7 +24,9 @@ SUFFIX = {
     "arrow": ".arrow",
     "arrow-stream": ".arrow",
 }
-FORMATS = tuple(SUFFIX)
+FORMATS = tuple(SUFFIX)  # formats that hold any columns
+TOKEN_FORMATS = ("megatron",)  # formats that hold the column ``tokens`` alone
+SUFFIX["megatron"] = ".bin"
 
 
 def write_rows(
@@ -73,6 +77,9 @@ def _write(
             ],
             **kw,
         )
+    elif format == "megatron":
+        documents = [split_document(first + i, row["tokens"]) for i, row in enumerate(rows)]
+        write_megatron(path, documents, **{k: v for k, v in kw.items() if k == "dtype"})
     else:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         path.write_bytes(pack(text, format))
@@ -100,6 +107,44 @@ def write_tar(
             info = tarfile.TarInfo(name)
             info.size = len(data)
             out.addfile(info, io.BytesIO(data))
+
+
+MEGATRON_CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
+
+
+def split_document(k: int, tokens: Sequence[int]) -> list[list[int]]:
+    """Return the sequences of document k: one for most, several for some, none for some empty."""
+    size = (len(tokens), 7, 1)[k % 3] or 1
+    return [list(tokens[a : a + size]) for a in range(0, len(tokens), size)] or [[]][: k % 2]
+
+
+def write_megatron(
+    path: str | Path,
+    documents: Sequence[Sequence[Sequence[int]]],
+    dtype: str = "uint16",
+    modes: Sequence[int] | None = None,
+) -> None:
+    """Write a ``.bin`` and its ``.idx``; a document is a list of sequences."""
+    sequences = [s for document in documents for s in document]
+    lengths = np.array([len(s) for s in sequences], "<i4")
+    item = np.dtype(dtype).itemsize
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * item
+    edges = np.cumsum([0, *map(len, documents)])
+    Path(path).write_bytes(b"".join(np.array(s, dtype).tobytes() for s in sequences))
+    head = b"MMIDIDX\0\0" + struct.pack(
+        "<QBQQ", 1, MEGATRON_CODES[dtype], len(sequences), len(edges)
+    )
+    parts = [lengths, starts.astype("<i8"), edges.astype("<i8"), np.array(modes or [], "i1")]
+    Path(path).with_suffix(".idx").write_bytes(head + b"".join(p.tobytes() for p in parts))
 
 
 def _as_bytes(value: Any) -> bytes:

@@ -16,6 +16,7 @@ from overlord.sources.base import TEXTS, ReadOptions, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
+from overlord.sources.megatron import TOKENS
 from overlord.sources.tables import MIXED, type_name
 from overlord.uris import is_uri, scrub
 
@@ -62,13 +63,17 @@ def inspect_data(uri: str) -> DataReport:
         re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
         or "data"
     )
-    options = ReadOptions()
+    options = ReadOptions(lengths_only=True)
     index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
     cache = OpenChunkCache(max_open=1)
     try:
-        table = ChunkReader(index, options, cache).slice(0, 0).table
+        raw = ChunkReader(index, options, cache).slice(0, 0)
     finally:
         cache.close()
+    table = raw.table
+    first = table.slice(0, 1).to_pylist()[0] if table.num_rows else {}
+    if raw.blank and first:
+        first[TOKENS] = f"{len(first[TOKENS]):,} ids"
     if not table.num_rows and index.schema is None:
         raise SourceError(
             name,
@@ -85,7 +90,7 @@ def inspect_data(uri: str) -> DataReport:
         rows=index.rows,
         nbytes=index.nbytes,
         schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
-        first=table.slice(0, 1).to_pylist()[0] if table.num_rows else {},
+        first=first,
     )
 
 

@@ -123,6 +123,12 @@ class Files:
         # Every read of a store requests the indexed version.
         if self.fs is None or isinstance(self.fs, RemoteStore):
             return None
+        if file.companion is not None:
+            try:
+                self.check_unchanged(file.companion)
+            except StorageUnreachable as error:
+                problem = f"{file.companion.path}: {error.problem}"
+                raise StorageUnreachable(problem, error.remedy, error.kind) from error
         if self.local:
             return check_same_file(file)
         info = self.fs.get_file_info(file.path)
@@ -156,6 +162,21 @@ class Files:
                 left -= block.size
         if left > 0:
             raise short_read(left)
+
+    def lookup(self, paths: Sequence[str]) -> dict[str, File]:
+        """Return the existing files among ``paths``; several of one folder cost one listing."""
+        folders: dict[str, list[str]] = {}
+        for path in paths:
+            folders.setdefault(path.rpartition("/")[0], []).append(path)
+        found = dict[str, File]()
+        for folder, wanted in folders.items():
+            entries = (
+                [self._find(wanted[0])]
+                if len(wanted) == 1
+                else self._list(folder or "/", recursive=False)
+            )
+            found |= {e.path: e.file for e in entries if e is not None and e.file is not None}
+        return {path: found[path] for path in paths if path in found}
 
     def expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
         """Return the files of a path, directory or glob ``rest``.

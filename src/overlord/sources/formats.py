@@ -8,6 +8,7 @@ from overlord.errors import SourceError
 from overlord.sources.arrow import Arrow
 from overlord.sources.base import File, Format
 from overlord.sources.jsonl import Jsonl
+from overlord.sources.megatron import Megatron
 from overlord.sources.parquet import Parquet
 from overlord.sources.python_objects import DatasetFormat, FactoryFormat
 from overlord.sources.webdataset import WebDataset
@@ -17,6 +18,7 @@ _ALL: tuple[Format, ...] = (
     Jsonl(),
     WebDataset(),
     Arrow(),
+    Megatron(),
     DatasetFormat(),
     FactoryFormat(),
 )
