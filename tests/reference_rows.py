@@ -81,6 +81,8 @@ def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[li
         return [list(enumerate(read_arrow(name).to_pylist()))]
     if kind in ("tar", "webdataset"):
         return [read_tar(name, source.max_sample_bytes)]
+    if ".mds" in name:
+        return [read_mds(name, data)]
     if kind == "bin":
         return read_megatron(name, data, job.chunk_bytes)
     lines = read_lines(unpack(name, data), source.max_sample_bytes)
@@ -109,6 +111,39 @@ def read_megatron(name: str, data: bytes, chunk_bytes: int) -> list[list[Row]]:
         tokens = np.frombuffer(data[at : at + size], "<u2").tolist()
         out.setdefault(min(at, len(data) - 1) // chunk_bytes, []).append((row, {"tokens": tokens}))
     return [out[k] for k in sorted(out)]
+
+
+def read_mds(name: str, data: bytes) -> list[Row]:
+    """Return the samples of a shard, whose columns the index of its folder lists."""
+    with open(os.path.join(os.path.dirname(name), "index.json")) as f:
+        (shard,) = (
+            s for s in json.load(f)["shards"] if s["raw_data"]["basename"] in os.path.basename(name)
+        )
+    if name.endswith(".zstd"):
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().decompress(data)
+    edges = np.frombuffer(data[4 : 4 * (shard["samples"] + 2)], "<u4").tolist()
+    rows: list[Row] = []
+    for a, b in pairwise(edges):
+        sample, fields = data[a:b], {}
+        columns = zip(shard["column_names"], shard["column_encodings"], strict=True)
+        at = 4 * shard["column_sizes"].count(None)
+        sizes = iter(np.frombuffer(sample[:at], "<u4").tolist())
+        for column, encoding in columns:
+            size = 8 if encoding == "int" else next(sizes)
+            fields[column] = mds_value(encoding, sample[at : at + size])
+            at += size
+        rows.append((len(rows), fields))
+    return rows
+
+
+def mds_value(encoding: str, value: bytes) -> Any:
+    if encoding == "int":
+        return int.from_bytes(value, "little", signed=True)
+    if encoding == "ndarray:int32":
+        return np.frombuffer(value[3 if value[0] & 1 else 2 :], "<i4").tolist()
+    return value.decode() if encoding == "str" else json.loads(value)
 
 
 def unpack(name: str, data: bytes) -> bytes:

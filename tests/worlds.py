@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.job.job import ON_LONG
-from tests.corpus import FORMATS, TOKEN_FORMATS, write_rows
+from tests.corpus import FORMATS, INDEXED_FORMATS, TOKEN_FORMATS, write_rows
+
+EVERY_FORMAT = (*FORMATS, *INDEXED_FORMATS, *TOKEN_FORMATS, "dataset", "factory")
 
 
 def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
@@ -166,7 +168,7 @@ class World:
 def worlds(
     draw: st.DrawFn,
     *,
-    formats: tuple[str, ...] = (*FORMATS, *TOKEN_FORMATS, "dataset", "factory"),
+    formats: tuple[str, ...] = EVERY_FORMAT,
     endless: bool = True,
     batches: str = "both",
 ) -> World:

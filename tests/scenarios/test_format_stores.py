@@ -9,7 +9,7 @@ import pytest
 import overlord as ov
 from overlord.errors import SourceError
 from overlord.sources.index import build_index
-from tests.corpus import SUFFIX, write_rows
+from tests.corpus import INDEXED_FORMATS, SUFFIX, TOKEN_FORMATS, write_rows
 from tests.processes import WORKER_RUNTIME
 from tests.source_reads import read_all
 from tests.store_jobs import ROWS, delivered
@@ -17,7 +17,7 @@ from tests.stores import BUCKET, Fault
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(200)
-FORMATS = ("megatron",)
+FORMATS = (*TOKEN_FORMATS, *INDEXED_FORMATS)
 PREFIX = f"s3://{BUCKET}/formats"
 
 

@@ -16,6 +16,7 @@ from overlord.sources.base import TEXTS, ReadOptions, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
+from overlord.sources.mds_index import NAME as MDS_INDEX
 from overlord.sources.megatron import TOKENS
 from overlord.sources.tables import MIXED, type_name
 from overlord.uris import is_uri, scrub
@@ -47,6 +48,8 @@ class DataReport:
 def is_data(what: str) -> bool:
     """Return whether an argument names data and not a job file."""
     # An existing job file has precedence, even if its name contains * or ?.
+    if os.path.basename(what) == MDS_INDEX:
+        return True
     if what.lower().endswith(JOB_FILES) and os.path.isfile(what):
         return False
     if is_uri(what) or os.path.isdir(what) or GLOB.search(what):

@@ -222,6 +222,11 @@ class Format(Protocol):
 class FileSet(Protocol):
     """A format whose data files are described by other files."""
 
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Names of describing files that may be listed instead of data files."""
+        ...
+
     def data_files(self, files: Files, listed: Sequence[File]) -> tuple[File, ...]:
         """Return the data files of a listing in the order of their rows, with their companions.
 

@@ -55,6 +55,7 @@ class Megatron:
     name = "megatron"
     suffixes = (".bin", ".idx")
     indexed = True
+    index_names = ()
 
     def data_files(self, files: Files, listed: Sequence[File]) -> tuple[File, ...]:
         pairs = companion_paths([file.path for file in listed])
