@@ -377,7 +377,11 @@ def without_invalid_rows(
     the file, so every column is validated and not only text. ``table`` may be a view.
     """
     bad: dict[int, str] = {}
-    doubtful = [i for i, f in enumerate(table.schema) if every_column or _has_text(f.type)]
+    doubtful = [
+        i
+        for i, f in enumerate(table.schema)
+        if every_column or (not is_mixed(f.type) and _has_text(f.type))
+    ]
     if doubtful:
         view = table.select(doubtful)
         try:
