@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 import overlord as ov
 from overlord.messages.data import Evaluate, Read
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
+from overlord.sources.tables import take_table
 from tests.corpus import write_rows
 from tests.internals import open_window
 
@@ -86,3 +90,22 @@ def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     outcome, content = reader.evaluate(Evaluate(0, 3))
     assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])
     assert reader.stats.samples == 3
+
+
+def test_long_lists_are_taken_as_arrow_takes_them():
+    rng = np.random.default_rng(3)
+    for mean in (5, 400):
+        lists = [rng.integers(0, 99, rng.integers(0, 2 * mean)).tolist() for _ in range(40)]
+        whole = pa.table(
+            {
+                "tokens": pa.array(lists, pa.large_list(pa.uint16())),
+                "n": pa.array(range(40)),
+                "text": pa.array([str(k) for k in range(40)]),
+            }
+        )
+        for table in (whole, whole.slice(7, 20)):
+            rows = rng.permutation(table.num_rows)[:15]
+            taken = take_table(table, rows)
+            taken.validate(full=True)
+            assert taken.equals(table.take(pa.array(rows)))
+            assert taken.schema == table.schema

@@ -41,7 +41,7 @@ from overlord.sample import Content, Ragged, join_rows, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
-from overlord.sources.tables import arrow_of, compact
+from overlord.sources.tables import compact, take_table
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
 
@@ -119,7 +119,7 @@ def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
     """Return the rows ``at`` of a table; consecutive rows (unshuffled sources) are a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
-    return table.take(arrow_of(at))
+    return take_table(table, at)
 
 
 READS = 64  # number of recent reads whose durations are kept
