@@ -72,6 +72,7 @@ SAYS = {
         "rank 1: task 1 on [1], task 2 on [1], task 3 on [3, 1]: [250, 211, 150] tokens",
         "loss 4.34 to 0.1",
     ],
+    "18_megatron_data.py": ["wiki: expected 70%, read 70.0% of 400", "code: expected 30%"],
     "17_tempbalance.py": [
         "60 steps: loss 4.4 to 0.0",
         "layers.0: learning rate times",

@@ -17,6 +17,7 @@ from overlord.errors import SourceError
 from overlord.sources.base import ReadOptions
 from overlord.sources.index import build_index
 from tests.corpus import MEGATRON_CODES, write_megatron
+from tests.data import write_formats
 from tests.source_reads import read_all
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -179,6 +180,18 @@ def test_files_of_another_format_with_the_suffix_say_what_to_do(tmp_path):
         build_index("web", str(tmp_path))
 
 
+def test_a_bin_of_another_tool_next_to_other_data_is_ignored_and_a_lost_half_is_not(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    assert read_all(str(tmp_path)).rows == [{"a": 1}]
+    write_megatron(tmp_path / "b.bin", DOCUMENTS)
+    with pytest.raises(SourceError, match="expected files of one format"):
+        read_all(str(tmp_path))
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(SourceError, match=r"got no .*model.idx"):
+        read_all(str(tmp_path))
+
+
 def unreadable(path: Path) -> None:
     """Replace the token ids by others, so that a reader of them would fail or differ."""
     path.write_bytes(b"\xff" * path.stat().st_size)
@@ -238,3 +251,9 @@ def test_files_of_megatrons_own_builder_have_its_values_and_order():
         wanted = json.loads((DATA / "megatron" / f"{name}.json").read_text())
         everything = read_all(str(DATA / "megatron" / f"{name}.bin"), slice_rows=3)
         assert everything.rows == wanted
+
+
+def test_files_that_megatrons_builder_makes_now_have_its_values_and_order(tmp_path):
+    pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    for name, rows in write_formats.write_megatron(tmp_path).items():
+        assert read_all(str(tmp_path / f"{name}.idx"), slice_rows=4, chunk_bytes=99).rows == rows

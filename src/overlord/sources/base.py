@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 NO_ROWS = "the file has no rows"
+# Suffixes of the two files of a Megatron dataset. Alone, many other tools use the first one too.
+PAIR = (".bin", ".idx")
 
 
 class BadFile(ValueError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
-from overlord.sources.base import BadFile, File, StorageUnreachable, short_read
+from overlord.sources.base import PAIR, BadFile, File, StorageUnreachable, short_read
 from overlord.sources.object_store import ListedObject, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
 from overlord.sources.retry import RESTORE_FILE, StorageStats, check_same_file, retry_briefly
@@ -226,7 +226,7 @@ class Files:
             and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]
         _refuse_special_files(entries, source)
-        files = [e.file for e in entries if e.file]
+        files = _without_single_halves([e.file for e in entries if e.file])
         if not files:
             wanted = f" with the suffix {', '.join(suffixes)}" if suffixes else ""
             raise SourceError(
@@ -318,6 +318,18 @@ class Files:
             if self.local
             else listed(base, recursive)
         )
+
+
+def _without_single_halves(files: list[File]) -> list[File]:
+    """Return the data files of a directory without ``.bin`` and ``.idx`` files of other tools.
+
+    They are such files if other data are next to them, and none of them has its other half.
+    """
+    halves = {file.path for file in files if file.path.endswith(PAIR)}
+    stems = [{path[:-4] for path in halves if path.endswith(end)} for end in PAIR]
+    if len(halves) == len(files) or stems[0] & stems[1]:
+        return files
+    return [file for file in files if file.path not in halves]
 
 
 def _full_reads(

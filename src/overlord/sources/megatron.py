@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from overlord.sources import tables as cols
 from overlord.sources.base import (
+    PAIR,
     BadFile,
     Chunks,
     File,
@@ -53,7 +54,7 @@ _INDEXES: Lru[File, MegatronIndex] = Lru(max_items=4096, max_bytes=2**22)
 
 class Megatron:
     name = "megatron"
-    suffixes = (".bin", ".idx")
+    suffixes = PAIR
     indexed = True
     index_names = ()
 
