@@ -14,8 +14,8 @@ Both loaders read the same files in the same run, which the library's own writer
   ``packed``, as many tokens a rank and step. One job delivers to all ranks; the peers run a loader
   in each rank, whose cost per token does not depend on their number.
 
-Each cell is a fresh process. CPU is that of the process and all of its threads, from the first
-delivered step after a warm-up to the last, divided by the delivered tokens. Every array of a step
+Each cell is a fresh process. CPU is that of all threads of the process, divided by the delivered
+tokens. It is measured from the first step after a warm-up to the last. Every array of a step
 is touched. Loaders differ in what a step has: Megatron and Overlord deliver labels, positions and a
 loss mask, Streaming ids alone; only Overlord keeps documents apart and accounts for every sample.
 

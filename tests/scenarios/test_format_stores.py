@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from click.testing import CliRunner
 
 import overlord as ov
+from overlord.cli.main import cli
 from overlord.errors import SourceError
 from overlord.sources.index import build_index
 from tests.corpus import INDEXED_FORMATS, SUFFIX, TOKEN_FORMATS, write_rows
@@ -131,7 +131,21 @@ def test_a_missing_half_is_named(proxy, server, datasets):
 def test_few_requests_are_made(proxy, datasets):
     read_all(f"{PREFIX}/megatron/*.bin", slice_rows=7)
     seen = [s for s in proxy.seen if "part-" in s.path]
-    # For each dataset: the index at launch (header, lengths, offsets, boundaries), a HEAD of the
-    # index, then boundaries, offsets and ids of the only chunk.
+    # For each dataset: header, lengths, offsets and boundaries of the index at launch, then the
+    # boundaries, offsets and ids of the only chunk.
     assert len(seen) <= 2 * 8
-    assert Path(datasets)
+
+
+def test_plans_and_inspection_request_no_byte_of_the_data(proxy, datasets, tmp_path, monkeypatch):
+    monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "job.yaml").write_text(
+        f"name: x\nbatch: {{samples: 8, context: 64}}\nsources:\n  web: {{uri: "
+        f"'{PREFIX}/megatron/*.bin', transforms: [tokens]}}\n"
+    )
+    for words in (["inspect", str(tmp_path / "job.yaml")], ["inspect", f"{PREFIX}/megatron"]):
+        assert CliRunner().invoke(cli, words).exit_code == 0
+    words = ["plan", str(tmp_path / "job.yaml"), "--step", "2"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    paths = {s.path.partition("?")[0].rpartition(".")[2] for s in proxy.seen if s.method == "GET"}
+    assert "idx" in paths
+    assert "bin" not in paths

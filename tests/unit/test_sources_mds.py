@@ -255,8 +255,28 @@ def test_inspect_suggests_a_job_that_runs(tmp_path, monkeypatch):
     for path in (DATA / "community" / "plain", DATA / "community" / "plain" / "index.json"):
         done = CliRunner().invoke(cli, ["inspect", str(path)])
         assert done.exit_code == 0, done.output
-        assert "mds" in done.output
+        assert "plain  mds" in done.output
         text = done.output.partition("a job file for it:")[2]
         (tmp_path / "job.yaml").write_text("\n".join(text.splitlines()[1:]))
         job = ov.Job.from_yaml(tmp_path / "job.yaml")
         assert job.sources[0].transforms == (ov.Tokens("tokens"),)
+
+
+@pytest.mark.parametrize("name", ["index.json", "part-00000.mds.zstd"])
+def test_a_file_that_changes_in_mid_run_is_an_error_that_names_it(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.2")
+    rows = [{"n": k, "tokens": [k + 1]} for k in range(40)]
+    write_rows(tmp_path, "mds.zstd", rows, files=1)
+    job = ov.Job(
+        name="x",
+        sources=[ov.Source("web", str(tmp_path), epochs=1)],
+        batch=ov.Batch(samples=1, context=8),
+        slice_rows=1,
+    )
+    with ov.launch(job, prefetch=1) as session:
+        client = session.client(0)
+        next(client)
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(SourceError, match=rf"{name}: the file changed since the source was"):
+            for _ in client:
+                pass

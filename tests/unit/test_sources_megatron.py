@@ -145,7 +145,8 @@ def test_a_missing_half_is_named_at_launch(tmp_path, missing):
         build_index("web", str(tmp_path))
 
 
-def test_an_index_that_changes_in_mid_run_is_an_error_that_names_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["a.idx", "a.bin"])
+def test_a_file_that_changes_in_mid_run_is_an_error_that_names_it(tmp_path, monkeypatch, name):
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.2")
     write_megatron(tmp_path / "a.bin", [[[k]] for k in range(50)])
     job = ov.Job(
@@ -158,8 +159,8 @@ def test_an_index_that_changes_in_mid_run_is_an_error_that_names_it(tmp_path, mo
     with ov.launch(job, prefetch=1) as session:
         client = session.client(0)
         next(client)
-        (tmp_path / "a.idx").write_bytes(b"")
-        with pytest.raises(SourceError, match=r"a.idx: the file changed since the source was"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(SourceError, match=rf"{name}: the file changed since the source was"):
             for _ in client:
                 pass
 

@@ -62,10 +62,9 @@ def inspect_data(uri: str) -> DataReport:
 
     Raise ``SourceError`` for data without readable rows and without a schema.
     """
-    name = (
-        re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
-        or "data"
-    )
+    path = Path(uri.partition("?")[0].rstrip("/"))
+    path = path.parent if path.name == MDS_INDEX else path
+    name = re.sub(r"\W+", "-", path.name.split(".")[0]).strip("-") or "data"
     options = ReadOptions(lengths_only=True)
     index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
     cache = OpenChunkCache(max_open=1)

@@ -1,9 +1,9 @@
 """Reader of Megatron datasets: token ids in a ``.bin``, described by the ``.idx`` next to it.
 
 A row is a document, the sequences of which are joined. The column ``tokens`` has its ids in the
-type of the file, ``lengths`` the ids of each sequence, and ``modes`` the mode of each sequence of a
-multimodal dataset. The lengths of all documents are known from the index, so planning reads no
-byte of the ``.bin`` (``ReadOptions.lengths_only``).
+type of the file, and ``lengths`` the number of ids of each sequence. A multimodal dataset also has
+``modes``, the mode of each sequence. The lengths of all documents are known from the index, so
+planning reads no byte of the ``.bin`` (``ReadOptions.lengths_only``).
 
 One read copies the ids of a slice from the file into the memory that transforms and batches use.
 The file is not mapped: an unreadable mapped page ends the process (``docs/sources.md``).

@@ -1,8 +1,8 @@
 """The index of a Megatron dataset (``.idx``): its layout, its checks, and the place of documents.
 
 The index lists sequences (length, byte offset) and documents (runs of sequences). It is not
-trusted. ``cut_chunks`` reads all of it once, in pieces, and accepts it only if the sequences cover
-the ``.bin`` exactly, in order and without overlap, as Megatron's builder writes them. Any entry
+trusted. ``cut_chunks`` reads all of it once, in pieces. The sequences must cover the ``.bin``
+exactly, in order and without overlap, as Megatron's builder writes them. Any entry
 that was changed, repeated or lost is detected by that rule, and readers need no further checks.
 """
 
