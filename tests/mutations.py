@@ -52,6 +52,8 @@ TESTS = {
         "unit/test_sources_chunk_reader.py",
         "unit/test_sources_files.py",
         "unit/test_sources_columnar.py",
+        "unit/test_sources_megatron.py",
+        "unit/test_sources_mds.py",
     ),
     "loader": (
         "unit/test_golden.py",

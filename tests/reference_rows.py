@@ -11,6 +11,7 @@ import json
 import os
 import tarfile
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,10 @@ def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[li
         return [list(enumerate(read_arrow(name).to_pylist()))]
     if kind in ("tar", "webdataset"):
         return [read_tar(name, source.max_sample_bytes)]
+    if ".mds" in name:
+        return [read_mds(name, data)]
+    if kind == "bin":
+        return read_megatron(name, data, job.chunk_bytes)
     lines = read_lines(unpack(name, data), source.max_sample_bytes)
     if name.endswith((".gz", ".zst")):
         return [lines]
@@ -87,6 +92,58 @@ def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[li
     for row, fields in lines:
         out[row // job.chunk_bytes].append((row, fields))
     return out
+
+
+def read_megatron(name: str, data: bytes, chunk_bytes: int) -> list[list[Row]]:
+    """Return the documents of a Megatron dataset, by the range of bytes in which they start."""
+    with open(name.removesuffix(".bin") + ".idx", "rb") as f:
+        head = f.read(34)
+        n, m = np.frombuffer(head[18:], "<u8").tolist()
+        lengths, starts, edges = (
+            np.frombuffer(f.read(k * np.dtype(d).itemsize), d).tolist()
+            for k, d in ((n, "<i4"), (n, "<i8"), (m, "<i8"))
+        )
+    assert head[17] == 8
+    out: dict[int, list[Row]] = {}
+    for row, (a, b) in enumerate(pairwise(edges)):
+        at = starts[a] if a < n else len(data)
+        size = 2 * sum(lengths[a:b])
+        tokens = np.frombuffer(data[at : at + size], "<u2").tolist()
+        out.setdefault(min(at, len(data) - 1) // chunk_bytes, []).append((row, {"tokens": tokens}))
+    return [out[k] for k in sorted(out)]
+
+
+def read_mds(name: str, data: bytes) -> list[Row]:
+    """Return the samples of a shard, whose columns the index of its folder lists."""
+    with open(os.path.join(os.path.dirname(name), "index.json")) as f:
+        (shard,) = (
+            s for s in json.load(f)["shards"] if s["raw_data"]["basename"] in os.path.basename(name)
+        )
+    if name.endswith(".zstd"):
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().decompress(data)
+    edges = np.frombuffer(data[4 : 4 * (shard["samples"] + 2)], "<u4").tolist()
+    rows: list[Row] = []
+    for a, b in pairwise(edges):
+        sample, fields = data[a:b], {}
+        columns = zip(shard["column_names"], shard["column_encodings"], strict=True)
+        at = 4 * shard["column_sizes"].count(None)
+        sizes = iter(np.frombuffer(sample[:at], "<u4").tolist())
+        for column, encoding in columns:
+            size = 8 if encoding == "int" else next(sizes)
+            fields[column] = mds_value(encoding, sample[at : at + size])
+            at += size
+        rows.append((len(rows), fields))
+    return rows
+
+
+def mds_value(encoding: str, value: bytes) -> Any:
+    if encoding == "int":
+        return int.from_bytes(value, "little", signed=True)
+    if encoding == "ndarray:int32":
+        return np.frombuffer(value[3 if value[0] & 1 else 2 :], "<i4").tolist()
+    return value.decode() if encoding == "str" else json.loads(value)
 
 
 def unpack(name: str, data: bytes) -> bytes:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.job.job import ON_LONG
-from tests.corpus import FORMATS, write_rows
+from tests.corpus import FORMATS, INDEXED_FORMATS, TOKEN_FORMATS, write_rows
+
+EVERY_FORMAT = (*FORMATS, *INDEXED_FORMATS, *TOKEN_FORMATS, "dataset", "factory")
 
 
 def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
@@ -36,6 +38,11 @@ def decode(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in lists.items()
     }
     return {**row, **lists, "n": int(row["n"])}
+
+
+def number(row: dict[str, Any]) -> dict[str, Any]:
+    """Number a row of a format that holds token ids alone, by these."""
+    return {**row, "n": sum(row["tokens"])}
 
 
 def even(columns: dict[str, Any]) -> list[bool]:
@@ -129,6 +136,9 @@ class World:
                     else [rng.randrange(30) for _ in range(k % 4)]
                 )
         transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
+        if format in TOKEN_FORMATS:
+            extra = "" if extra == "images" else extra
+            transforms += [ov.Map(number, rows=True)] if extra in ("even", "odd", "picky") else []
         transforms += {
             "even": [ov.Filter(even)],
             "odd": [ov.Filter(only_odd, rows=True)],
@@ -158,7 +168,7 @@ class World:
 def worlds(
     draw: st.DrawFn,
     *,
-    formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"),
+    formats: tuple[str, ...] = EVERY_FORMAT,
     endless: bool = True,
     batches: str = "both",
 ) -> World:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from tests.corpus import FORMATS, SUFFIX, pack, write_rows
+from tests.corpus import FORMATS, INDEXED_FORMATS, SUFFIX, pack, write_rows
 from tests.source_reads import Everything, read_all
 
 LAW = settings(
@@ -37,7 +37,7 @@ def as_read(format: str, row: dict[str, Any]) -> dict[str, Any]:
     return {k: v.encode() if isinstance(v, str) else json.dumps(v).encode() for k, v in row.items()}
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, *INDEXED_FORMATS])
 @LAW
 @given(
     rows=ROWS,

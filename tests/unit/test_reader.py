@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 import overlord as ov
 from overlord.messages.data import Evaluate, Read
 from overlord.sample import Ragged
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
+from overlord.sources.tables import take_table
 from overlord.transforms.base import Block, merge_blocks
 from tests.corpus import write_rows
 from tests.internals import open_window
@@ -105,3 +107,22 @@ def test_samples_of_separate_tables_are_merged_in_the_order_of_their_rows() -> N
     merged = merge_blocks([(np.array([1, 3]), block(11, 13)), (np.array([0, 2]), block(10, 12))])
     assert merged.index.tolist() == [0, 1, 2, 3]
     assert merged.tokens.values.tolist() == [10, 11, 12, 13]
+
+
+def test_long_lists_are_taken_as_arrow_takes_them():
+    rng = np.random.default_rng(3)
+    for mean in (5, 400):
+        lists = [rng.integers(0, 99, rng.integers(0, 2 * mean)).tolist() for _ in range(40)]
+        whole = pa.table(
+            {
+                "tokens": pa.array(lists, pa.large_list(pa.uint16())),
+                "n": pa.array(range(40)),
+                "text": pa.array([str(k) for k in range(40)]),
+            }
+        )
+        for table in (whole, whole.slice(7, 20)):
+            rows = rng.permutation(table.num_rows)[:15]
+            taken = take_table(table, rows)
+            taken.validate(full=True)
+            assert taken.equals(table.take(pa.array(rows)))
+            assert taken.schema == table.schema

@@ -16,6 +16,8 @@ from overlord.sources.base import TEXTS, ReadOptions, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
+from overlord.sources.mds_index import NAME as MDS_INDEX
+from overlord.sources.megatron import TOKENS
 from overlord.sources.tables import MIXED, type_name
 from overlord.uris import is_uri, scrub
 
@@ -46,6 +48,8 @@ class DataReport:
 def is_data(what: str) -> bool:
     """Return whether an argument names data and not a job file."""
     # An existing job file has precedence, even if its name contains * or ?.
+    if os.path.basename(what) == MDS_INDEX:
+        return True
     if what.lower().endswith(JOB_FILES) and os.path.isfile(what):
         return False
     if is_uri(what) or os.path.isdir(what) or GLOB.search(what):
@@ -58,17 +62,20 @@ def inspect_data(uri: str) -> DataReport:
 
     Raise ``SourceError`` for data without readable rows and without a schema.
     """
-    name = (
-        re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
-        or "data"
-    )
-    options = ReadOptions()
+    path = Path(uri.partition("?")[0].rstrip("/"))
+    path = path.parent if path.name == MDS_INDEX else path
+    name = re.sub(r"\W+", "-", path.name.split(".")[0]).strip("-") or "data"
+    options = ReadOptions(lengths_only=True)
     index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
     cache = OpenChunkCache(max_open=1)
     try:
-        table = ChunkReader(index, options, cache).slice(0, 0).table
+        raw = ChunkReader(index, options, cache).slice(0, 0)
     finally:
         cache.close()
+    table = raw.table
+    first = table.slice(0, 1).to_pylist()[0] if table.num_rows else {}
+    if raw.blank and first:
+        first[TOKENS] = f"{len(first[TOKENS]):,} ids"
     if not table.num_rows and index.schema is None:
         raise SourceError(
             name,
@@ -85,7 +92,7 @@ def inspect_data(uri: str) -> DataReport:
         rows=index.rows,
         nbytes=index.nbytes,
         schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
-        first=table.slice(0, 1).to_pylist()[0] if table.num_rows else {},
+        first=first,
     )
 
 

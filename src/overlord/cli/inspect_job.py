@@ -64,6 +64,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
             source.max_sample_bytes,
             pipeline.columns,
             pipeline.refused,
+            lengths_only=pipeline.lengths_suffice and not full,
         )
         index = build_index(
             source.name, source.uri, source.format, options, cache_dir=default_cache_dir()

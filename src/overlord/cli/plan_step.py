@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.errors import JobError, PlanError, StateMismatch
@@ -17,6 +17,7 @@ from overlord.mesh import AXES, ClientPlaceTree
 from overlord.observe.explain import SampleExplanation, explain_sample, find
 from overlord.planning.mixture import skipped
 from overlord.session.inspection import current_knowledge
+from overlord.session.launch import launch_planning
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 
 Note = Callable[[str], None]
-# Options of a session that only plans: no measurement, and nothing is stored.
-PLANNING_ONLY: dict[str, Any] = {"prefetch": 1, "partition": "off", "watch_s": 0.0}
 MANY = 4  # most differences that a remark names
 
 
@@ -164,11 +163,9 @@ def _planning_session(
 
     If the job does not fit the state of the journal, pass a remark to ``note`` and begin at step 0.
     """
-    import overlord as ov
-
     quiet, first = replace(job, journal=None), begin.first
     try:
-        session = ov.launch(quiet, resume=begin.state, allow=allow, **PLANNING_ONLY)
+        session = launch_planning(quiet, begin.state, allow)
     except StateMismatch as fault:
         fields = ", ".join(sorted(fault.differences)[:MANY]) + (
             f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else ""
@@ -177,7 +174,7 @@ def _planning_session(
             f"journal: expected this job's, got one that differs in {fields}; the answer "
             "follows from the job file alone"
         )
-        session, first = ov.launch(quiet, **PLANNING_ONLY), 0
+        session, first = launch_planning(quiet), 0
     else:
         if begin.note:
             note(begin.note)

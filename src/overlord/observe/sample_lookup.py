@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from overlord.sources.index import Index
 
 # Formats whose `row` is a row number; in the other formats it is a byte offset.
-COUNTED = ("parquet", "arrow", "dataset", "factory")
+COUNTED = ("parquet", "arrow", "megatron", "mds", "dataset", "factory")
 _ID = re.compile(
     r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL
 )

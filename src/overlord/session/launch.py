@@ -16,6 +16,7 @@ from overlord.setup.options import (
     GROUPED,
     MemoryLimits,
     Options,
+    PlanningOptions,
     RayPlacement,
     memory_fields,
     ray_fields,
@@ -142,6 +143,17 @@ def launch(
         **ray_fields(ray, deprecated),
     )
     return _start(job, runtime, resume, allow, given)
+
+
+def launch_planning(
+    job: Job, resume: Mapping[str, Any] | None = None, allow: tuple[str, ...] = ()
+) -> Session:
+    """Start a session for its plans alone: nothing is measured, and token ids may be zeros.
+
+    The plans are those of the job. Ids of formats that index their lengths are not read. A row
+    with an id out of range, which a run quarantines, is then planned like any other.
+    """
+    return _start(job, "local", resume, allow, PlanningOptions())
 
 
 def _start(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
@@ -126,6 +126,8 @@ class Options:
     partition: str | None = "auto"
     # seconds between polls of loaders and trainers, which detect slow sources; 0: never
     watch_s: float = 2.0
+    # True: sources whose lengths are known without the token ids deliver zeros for ids
+    lengths_only: ClassVar[bool] = False
     # scale the loader workers of each source; a mapping enables it with other limits of the scaler
     autoscale: bool | Mapping[str, Any] = False
 
@@ -341,6 +343,16 @@ class Options:
 
 # Keywords that ``launch`` still accepts: fields of ``ray=`` and ``memory=``. Its other options are
 # in its signature.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions(Options):
+    """Options of a session for its plans alone: nothing is measured, and ids may be zeros."""
+
+    prefetch: int = 1
+    partition: str | None = "off"
+    watch_s: float = 0.0
+    lengths_only: ClassVar[bool] = True
+
+
 GROUPED = tuple(
     f.name for group in (RayPlacement, MemoryLimits) for f in fields(group) if f.name != "total"
 )

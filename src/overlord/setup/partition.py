@@ -42,6 +42,7 @@ CODE_S = 2e-5  # per row, for each transform with user code
 # Cheaper rows never need a second process: one process delivers ten thousand a second.
 HEAVY_ROW_S = 1e-4
 ROW_BYTES = 2048  # bytes of a row, if the number of rows is unknown
+COLUMNAR = ("parquet", "arrow", "megatron", "mds")  # formats whose rows are arrays
 OWN_CODE = ("dataset", "factory")  # formats whose rows come from Python objects of the user
 HANDLES = 3 * 2**20  # bytes of an open source without its rows: footers, handles, codecs
 
@@ -67,7 +68,7 @@ def load_of(
         [t.kind for t in pipeline.transforms],
         sum(t.user_code for t in pipeline.transforms),
     )
-    read_s = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
+    read_s = row_bytes * (READ_S if index.format in COLUMNAR else PARSE_S)
     encode_s = row_bytes * TOKENIZE_S * kinds.count("tokenize")
     seconds = read_s + encode_s + CODE_S * code
     open_chunks = min(shuffle_chunks if source.shuffle else 1, len(index.chunks))

@@ -141,6 +141,7 @@ class PreparedJob:
             source.max_sample_bytes,
             pipeline.columns,
             pipeline.refused,
+            self.options.lengths_only and pipeline.lengths_suffice,
         )
 
     @property

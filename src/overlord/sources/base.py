@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 NO_ROWS = "the file has no rows"
+# Suffixes of the two files of a Megatron dataset. Alone, many other tools use the first one too.
+PAIR = (".bin", ".idx")
 
 
 class BadFile(ValueError):
@@ -123,6 +125,8 @@ class File:
     size: int
     mtime_ns: int
     version: str = ""  # entity tag of an object; empty if there is none
+    # The file that describes the rows of this one (an .idx, an index.json); None: it stands alone.
+    companion: File | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +155,8 @@ class ReadOptions:
     max_sample_bytes: int = 2**26
     columns: tuple[str, ...] | None = None  # names of the requested columns; None: all
     refused: tuple[str, ...] = ()  # loss columns that the job would ignore: refused
+    # Formats that know the lengths of documents from an index need not read the token ids.
+    lengths_only: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +170,7 @@ class RawSlice:
     table: pa.Table  # len(row) - len(bad) rows
     bad: list[tuple[int, str]] = field(default_factory=list)  # (index into row, reason), ascending
     last: bool = False  # no raw row of the chunk follows this slice
+    blank: bool = False  # token ids were not read: they are zeros, and only their number is right
 
 
 class Format(Protocol):
@@ -209,6 +216,23 @@ class Format(Protocol):
         the final one has ``last`` set. A ``skip`` past the end yields one empty slice. Unreadable
         rows are listed in ``bad``. Raises BadFile if the file cannot be used, and OSError if
         storage fails: only invalid bytes lead to quarantine.
+        """
+        ...
+
+
+@runtime_checkable
+class FileSet(Protocol):
+    """A format whose data files are described by other files."""
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Names of describing files that may be listed instead of data files."""
+        ...
+
+    def data_files(self, files: Files, listed: Sequence[File]) -> tuple[File, ...]:
+        """Return the data files of a listing in the order of their rows, with their companions.
+
+        Raises BadFile if a file is missing.
         """
         ...
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
-from overlord.sources.base import BadFile, File, StorageUnreachable, short_read
+from overlord.sources.base import PAIR, BadFile, File, StorageUnreachable, short_read
 from overlord.sources.object_store import ListedObject, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
 from overlord.sources.retry import StorageStats, check_same_file, check_same_status, retry_briefly
@@ -119,6 +119,12 @@ class Files:
         # Every read of a store requests the indexed version.
         if self.fs is None or isinstance(self.fs, RemoteStore):
             return None
+        if file.companion is not None:
+            try:
+                self.check_unchanged(file.companion)
+            except StorageUnreachable as error:
+                problem = f"{file.companion.path}: {error.problem}"
+                raise StorageUnreachable(problem, error.remedy, error.kind) from error
         if self.local:
             return check_same_file(file)
         info = self.fs.get_file_info(file.path)
@@ -147,6 +153,21 @@ class Files:
                 left -= block.size
         if left > 0:
             raise short_read(left)
+
+    def lookup(self, paths: Sequence[str]) -> dict[str, File]:
+        """Return the existing files among ``paths``; several of one folder cost one listing."""
+        folders: dict[str, list[str]] = {}
+        for path in paths:
+            folders.setdefault(path.rpartition("/")[0], []).append(path)
+        found = dict[str, File]()
+        for folder, wanted in folders.items():
+            entries = (
+                [self._find(wanted[0])]
+                if len(wanted) == 1
+                else self._list(folder or "/", recursive=False)
+            )
+            found |= {e.path: e.file for e in entries if e is not None and e.file is not None}
+        return {path: found[path] for path in paths if path in found}
 
     def expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
         """Return the files of a path, directory or glob ``rest``.
@@ -196,7 +217,7 @@ class Files:
             and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]
         _refuse_special_files(entries, source)
-        files = [e.file for e in entries if e.file]
+        files = _without_single_halves([e.file for e in entries if e.file])
         if not files:
             wanted = f" with the suffix {', '.join(suffixes)}" if suffixes else ""
             raise SourceError(
@@ -288,6 +309,18 @@ class Files:
             if self.local
             else listed(base, recursive)
         )
+
+
+def _without_single_halves(files: list[File]) -> list[File]:
+    """Return the data files of a directory without ``.bin`` and ``.idx`` files of other tools.
+
+    They are such files if other data are next to them, and none of them has its other half.
+    """
+    halves = {file.path for file in files if file.path.endswith(PAIR)}
+    stems = [{path[:-4] for path in halves if path.endswith(end)} for end in PAIR]
+    if len(halves) == len(files) or stems[0] & stems[1]:
+        return files
+    return [file for file in files if file.path not in halves]
 
 
 def _full_reads(

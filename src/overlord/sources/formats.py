@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from overlord.errors import SourceError
 from overlord.sources.arrow import Arrow
-from overlord.sources.base import File, Format
+from overlord.sources.base import File, FileSet, Format
 from overlord.sources.jsonl import Jsonl
+from overlord.sources.mds import Mds
+from overlord.sources.megatron import Megatron
 from overlord.sources.parquet import Parquet
 from overlord.sources.python_objects import DatasetFormat, FactoryFormat
 from overlord.sources.webdataset import WebDataset
@@ -17,6 +19,8 @@ _ALL: tuple[Format, ...] = (
     Jsonl(),
     WebDataset(),
     Arrow(),
+    Megatron(),
+    Mds(),
     DatasetFormat(),
     FactoryFormat(),
 )
@@ -39,6 +43,9 @@ def format_named(name: str, source: str) -> Format:
 def format_of(files: Sequence[File], source: str) -> Format:
     """Return the format of files by their suffixes. Raises SourceError if not all have the same."""
     first: dict[str, str] = {}
+    for format in FORMATS.values():
+        if isinstance(format, FileSet) and all(_describes(format, file) for file in files):
+            return format
     for file in files:
         name = next(
             (f.name for f in FORMATS.values() if file.path.lower().endswith(f.suffixes or ("\0",))),
@@ -59,6 +66,10 @@ def format_of(files: Sequence[File], source: str) -> Format:
             remedy="make one source for each format",
         )
     return FORMATS[next(iter(first))]
+
+
+def _describes(format: FileSet, file: File) -> bool:
+    return file.path.rpartition("/")[2] in format.index_names
 
 
 def known_formats() -> str:

@@ -29,6 +29,7 @@ from overlord.sources.base import (
     BadFile,
     Chunks,
     File,
+    FileSet,
     Format,
     ReadOptions,
     StorageUnreachable,
@@ -217,6 +218,7 @@ class _FileEntry(msgspec.Struct, array_like=True):
     mtime_ns: int
     version: str
     chunks: bytes  # int64 [n, 5]: start, stop, unit, rows, nbytes
+    companion: tuple[str, int, int, str] | None = None  # path, size, time, version
 
 
 class _CacheEntry(msgspec.Struct):
@@ -225,7 +227,7 @@ class _CacheEntry(msgspec.Struct):
     files: list[_FileEntry]
 
 
-_VERSION = 2
+_VERSION = 3
 _DECODER = msgspec.msgpack.Decoder(_CacheEntry)
 
 
@@ -389,6 +391,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: OnWait) -> _Work | SourceErr
             spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES
         )
         fmt = given or format_of(files, spec.name)
+        files = _data_files(fmt, access, files, spec)
         work = _Work(
             spec,
             fmt,
@@ -402,12 +405,40 @@ def _start(spec: IndexSpec, cache: Path | None, at: OnWait) -> _Work | SourceErr
         return error
 
 
+def _data_files(
+    fmt: Format, access: Files, listed: tuple[File, ...], spec: IndexSpec
+) -> tuple[File, ...]:
+    """Return the data files of a listing, with the files that describe them. Raises SourceError."""
+    if not isinstance(fmt, FileSet):
+        return listed
+    try:
+        return retry_briefly(lambda: fmt.data_files(access, listed))
+    except (BadFile, StorageUnreachable) as error:
+        raise SourceError(spec.name, error.problem, path_text(spec.path), error.remedy) from error
+    except OSError as error:
+        raise SourceError(
+            spec.name,
+            f"could not be listed: {scrub(str(error))}",
+            path_text(spec.path),
+            "check that the files exist and are readable",
+        ) from error
+
+
+def _identity(file: File) -> tuple[str, int, int, str]:
+    return file.path, file.size, file.mtime_ns, file.version
+
+
+def _companion(file: File) -> tuple[str, int, int, str] | None:
+    return None if file.companion is None else _identity(file.companion)
+
+
 def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
     paths = [spec.path] if isinstance(spec.path, (str, os.PathLike)) else spec.path
     where = [p if "://" in (p := os.fspath(x)) else os.path.abspath(p) for x in paths]
     columns = "*" if spec.options.columns is None else "\x1f".join(spec.options.columns)
     refused = "\x1f".join(spec.options.refused)
-    return cache / f"{digest(fmt.name, columns, refused, *where)}.msgpack"
+    sizes = str(spec.options.chunk_bytes)
+    return cache / f"{digest(fmt.name, columns, refused, sizes, *where)}.msgpack"
 
 
 def _load_cache(work: _Work) -> None:
@@ -417,9 +448,9 @@ def _load_cache(work: _Work) -> None:
         entry = _DECODER.decode(work.cache_file.read_bytes())
         if entry.version != _VERSION:
             return
-        known = {(e.path, e.size, e.mtime_ns, e.version): e for e in entry.files}
+        known = {(e.path, e.size, e.mtime_ns, e.version, e.companion): e for e in entry.files}
         for file in work.files:
-            if cached := known.get((file.path, file.size, file.mtime_ns, file.version)):
+            if cached := known.get((*_identity(file), _companion(file))):
                 table = np.frombuffer(cached.chunks, np.int64).reshape(-1, 5)
                 work.parts[file.path] = make_chunks(table)  # type: ignore[arg-type]
         if work.files[0].path in work.parts:
@@ -502,9 +533,9 @@ def _fingerprint(work: _Work, chunks: Chunks) -> str:
     shared = [len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)]
     root = shared.index(False) if False in shared else len(shared)
     names = "\0".join("/".join(p[root:]) for p in parts)
-    return digest(
-        work.format.name, names, np.array([f.size for f in work.files], np.int64), *structure
-    )
+    sizes = [f.size for f in work.files]
+    sizes += [f.companion.size for f in work.files if f.companion is not None]
+    return digest(work.format.name, names, np.array(sizes, np.int64), *structure)
 
 
 def _write_cache(
@@ -519,7 +550,7 @@ def _write_cache(
         for c in parts
     ]
     entries = [
-        _FileEntry(f.path, f.size, f.mtime_ns, f.version, t.tobytes())
+        _FileEntry(*_identity(f), t.tobytes(), _companion(f))
         for f, t in zip(files, tables, strict=True)
     ]
     with suppress(OSError):

@@ -377,7 +377,11 @@ def without_invalid_rows(
     the file, so every column is validated and not only text. ``table`` may be a view.
     """
     bad: dict[int, str] = {}
-    doubtful = [i for i, f in enumerate(table.schema) if every_column or _has_text(f.type)]
+    doubtful = [
+        i
+        for i, f in enumerate(table.schema)
+        if every_column or (not is_mixed(f.type) and _has_text(f.type))
+    ]
     if doubtful:
         view = table.select(doubtful)
         try:
@@ -437,7 +441,7 @@ def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
     """Return the rows ``at`` of a table; consecutive rows (unshuffled sources) are a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
-    return table.take(arrow_of(at))
+    return take_table(table, at)
 
 
 def compact(table: pa.Table) -> pa.Table:
@@ -450,6 +454,42 @@ def compact(table: pa.Table) -> pa.Table:
         if table.num_columns
         else table
     )
+
+
+# Mean length of lists from which copying one by one is cheaper than Arrow's gathering. Measured:
+# 1.6 ns per value by Arrow; 0.2 us per list and the copy itself otherwise.
+LONG_LISTS = 160
+
+
+def take_table(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Return the chosen rows in the given order; long lists of numbers are copied one by one."""
+    if not any(_is_long(column) for column in table.columns):
+        return table.take(arrow_of(rows))
+    index = arrow_of(rows)
+    columns = [_taken(c.chunk(0), rows) if _is_long(c) else c.take(index) for c in table.columns]
+    return pa.table(columns, schema=table.schema)
+
+
+def _is_long(column: pa.ChunkedArray) -> bool:
+    """Return whether a column holds lists of numbers without nulls, long ones on average."""
+    kind = column.type
+    if column.num_chunks != 1 or not pt.is_large_list(kind) or column.null_count:
+        return False
+    inner, lists = kind.value_type, column.chunk(0)
+    if not (pt.is_integer(inner) or pt.is_floating(inner)) or lists.values.null_count:
+        return False
+    edges = numpy_of(lists.offsets)
+    return bool(len(lists) and edges[-1] - edges[0] > LONG_LISTS * len(lists))
+
+
+def _taken(lists: pa.LargeListArray, rows: np.ndarray) -> pa.Array:
+    values, edges = numpy_of(lists.values), numpy_of(lists.offsets)
+    starts, stops = edges[rows], edges[rows + 1]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(stops - starts, out=offsets[1:])
+    pieces = [values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    flat = np.concatenate([values[:0], *pieces])
+    return pa.LargeListArray.from_arrays(arrow_of(offsets), arrow_of(flat), type=lists.type)
 
 
 def _copied(column: pa.ChunkedArray) -> pa.Array:

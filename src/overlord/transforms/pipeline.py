@@ -73,6 +73,7 @@ from overlord.transforms.requirements import (
     NO_IDS,
     check_map,
     describes,
+    lengths_suffice,
     raw_columns,
     refused_columns,
     used_columns,
@@ -107,6 +108,7 @@ class Pipeline:
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
+        self.lengths_suffice: bool = lengths_suffice(self.transforms)
         self._images = find_images(source, self.transforms)
         self._image_totals = ImageTotals(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (

@@ -71,6 +71,18 @@ def used_columns(t: Transform) -> tuple[str, ...]:
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 
 
+def lengths_suffice(transforms: Sequence[Transform]) -> bool:
+    """Return whether samples and their metadata depend on the number of token ids alone.
+
+    Ids that are out of range are the exception: their rows are quarantined.
+    """
+    return all(
+        isinstance(t, (Tokens, Select))
+        or (isinstance(t, Meta) and not t.user_code and t.value != IDS)
+        for t in transforms
+    )
+
+
 def describes(name: str, items: str) -> bool:
     """Return whether list ``name`` must have one number per item of list ``items``.
 
