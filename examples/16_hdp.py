@@ -6,7 +6,9 @@ python examples/16_hdp.py, or torchrun --nproc-per-node 8 examples/16_hdp.py
 """
 
 import os
+import shutil
 import socket
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ def job(ranks: int) -> ov.Job:
         strategy="hdp_balance",
         max_document=900,
         sync="step",  # ranks wait for each other once a step, so their counts may differ
-        until=60,
+        until=40,
     )
 
 
@@ -81,7 +83,8 @@ def train(rank: int, port: int = 0) -> None:
         }
     )
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=5e-3), []
-    with ot.join(job(dist.get_world_size())) as client:
+    folder = tempfile.mkdtemp()  # of the loader's measurements
+    with ot.join(job(dist.get_world_size()), cache_dir=folder) as client:
         for step in client:
             total = torch.zeros(())
             with hdp.local_gradients(model):
@@ -104,6 +107,7 @@ def train(rank: int, port: int = 0) -> None:
                 say(rank, step)
     if rank == 0:
         print(f"{len(losses)} steps: loss {losses[0]:.2f} to {losses[-1]:.2f}")
+    shutil.rmtree(folder)
     dist.destroy_process_group()
 
 

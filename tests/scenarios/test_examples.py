@@ -70,8 +70,8 @@ SAYS = {
     "16_hdp.py": [
         "rank 0: 225 tokens on [0, 1, 2, 3], 175 tokens on [0, 1, 2, 3], ",
         "rank 3: 225 tokens on",
-        "60 steps: loss 4.3",
-        " to 0.0",
+        "40 steps: loss 4.3",
+        " to 0.",
     ],
     "17_tempbalance.py": [
         "60 steps: loss 4.4 to 0.0",

@@ -24,10 +24,10 @@ from overlord.constructor.pack import (
     BatchArrays,
     documents,
     new_buffer,
-    ranges,
     with_document_arrays,
 )
 from overlord.constructor.rank_views import PER_TOKEN
+from overlord.constructor.runs import ranges
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
 from overlord.plan.view import View

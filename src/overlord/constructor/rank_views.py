@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from overlord.constructor.pack import BatchArrays, cp_runs, ranges
+from overlord.constructor.pack import BatchArrays
+from overlord.constructor.runs import cp_runs, ranges
 from overlord.plan.view import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp

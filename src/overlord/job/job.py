@@ -543,10 +543,7 @@ class Job:
             and getattr(self.batch, "cp_split", "none") != "none"
         )
         if specs and self.hybrid:
-            found.append(
-                "strategy: expected whole samples for images, since their placeholders would be on "
-                f"several ranks, got {_name_of(self.strategy)!r}; use 'llm_balance' or 'vlm_hybrid'"
-            )
+            found.append(document_limit.IMAGES)
         elif specs and sliced and isinstance(self.strategy, str):
             remedies = (
                 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'

@@ -37,6 +37,7 @@ from overlord.planning.graph.lineage import (
     assignment_of,
     check_memory,
     check_module,
+    described,
     edges_of,
     read_only,
     unbound,
@@ -282,9 +283,9 @@ class DGraph:
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
-        by = named(fn)
-        made = replace(self, costs=costs, costs_by=by, memory=held, unit=unit_of(by))
-        return replace(made, trail=(*self.trail, what))
+        by, trail = named(fn), (*self.trail, what)
+        made = replace(self, costs=costs, costs_by=by, memory=held, unit=unit_of(by), trail=trail)
+        return made
 
     def balance(
         self,
@@ -553,16 +554,7 @@ class DGraph:
             )
 
     def __repr__(self) -> str:
-        nodes = (
-            f"{len(self.sample)} items of {len(self.buffer)} samples"
-            if self.items
-            else f"{len(self.sample)} samples"
-        )
-        return (
-            f"DGraph(step {self.buffer.step}, {nodes} on {self.tree}"
-            + "".join(f"\n  -> {t}" for t in self.trail)
-            + ")"
-        )
+        return described(self)
 
     @property
     def loader(self) -> Binding:

@@ -214,6 +214,17 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
     return [*edges, Edge(state, "planned", "plan()")] if planned else edges
 
 
+def described(graph: DGraph) -> str:
+    """Return the nodes of a graph and the primitives applied to them, as text."""
+    nodes = (
+        f"{len(graph.sample)} items of {len(graph.buffer)} samples"
+        if graph.items
+        else f"{len(graph.sample)} samples"
+    )
+    head = f"DGraph(step {graph.buffer.step}, {nodes} on {graph.tree}"
+    return head + "".join(f"\n  -> {t}" for t in graph.trail) + ")"
+
+
 def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
     """Return the constructor of each bucket: that of the data-parallel group of its ranks."""
     if axis == "DP":
