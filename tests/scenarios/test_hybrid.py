@@ -223,6 +223,14 @@ def test_what_cannot_be_shared_is_refused_at_once() -> None:
     for changes, problem in (
         ({"max_document": 97}, "max_document: expected at most 96, the context of 4 ranks, got 97"),
         ({"max_document": 0}, "max_document: expected a whole number of at least 1, got 0"),
+        (
+            {"max_document": 81, "strategy": hdp(capacity=21)},
+            "max_document: expected at most 80, the capacity of 4 ranks, got 81",
+        ),
+        (
+            {"batch": ov.Batch(samples=15, context=CONTEXT, cp_split="contiguous")},
+            "batch.cp_split: expected \"zigzag\" with samples that ranks share, got 'contiguous'",
+        ),
         ({"overflow": "defer"}, 'overflow: expected "grow" with samples that ranks share'),
         (
             {"batch": ov.Batch(samples=4, context=23)},

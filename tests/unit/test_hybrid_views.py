@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import overlord as ov
-from overlord.errors import PlanError
+from overlord.errors import JobError, PlanError
 from overlord.observe.tables import plan_view
 from overlord.plan.tasks import TaskTable
 from overlord.planning.cost.ring import RingCosts
@@ -141,10 +141,62 @@ def test_split_says_what_it_needs() -> None:
         ov.DGraph.from_buffer(buffer(), ov.Mesh(dp=2, cp=2)).mix().distribute("DP").split()
     with pytest.raises(PlanError, match="expected at most 512 tokens"):
         ov.DGraph.from_buffer(buffer(), ov.Mesh(dp=2)).mix().distribute("CP").split()
-    with pytest.raises(PlanError, match=r"split\(\) was called after balance\(\)"):
+    with pytest.raises(PlanError, match=r"split\(\) was called after split\(\)"):
         graph().split(capacity=1024).split()
     with pytest.raises(PlanError, match="expected a cost of the metadata 'tokens' alone"):
         replace(graph(), costs_by=ov.cost.named("vit_1b")).split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"gropus": 2}, r"unknown argument 'gropus'"),
+        ({"stages": 2}, r"unknown argument 'stages'"),
+        ({"groups": "powers"}, r"expected groups \"any\" or \"power_of_two\", got 'powers'"),
+        ({"capacity": "256"}, r"expected capacity to be a whole number of at least 1, got '256'"),
+        ({"capacity": 0}, r"expected capacity to be a whole number of at least 1, got 0"),
+        ({"node": "8"}, r"expected node to be a whole number of at least 1, got '8'"),
+        ({"count_multiple": 2.5}, r"expected count_multiple to be a whole number .* got 2.5"),
+        ({"padded": "no"}, r"expected padded to be True, False or None, got 'no'"),
+        ({"offload_share": "most"}, r"expected offload_share to be a number, got 'most'"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_strategy_and_by_the_primitive(
+    arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(JobError, match=rf"strategy\.hdp: {problem}"):
+        hdp(**arguments)
+    with pytest.raises(PlanError, match=rf"split\(\): {problem}"):
+        graph().split(**arguments)
+
+
+def test_none_stands_for_the_default_of_an_argument() -> None:
+    names = ("capacity", "padded", "equal_counts", "count_multiple", "node", "virtual")
+    none: dict[str, Any] = dict.fromkeys(names)
+    given = hdp(**none)
+    assert given.fingerprint == hdp().fingerprint
+    split = graph().split(**none).plan()
+    assert split.digest() == graph().split().plan().digest()
+    counts = given(buffer(sync="microbatch"), PLACE).tasks.table.counts(4)  # type: ignore[union-attr]
+    assert len({*counts.tolist()}) == 1
+
+
+def test_arguments_that_contradict_the_job_are_refused() -> None:
+    """Else ranks would wait for ever, or would get pieces that their kernels cannot divide."""
+    with pytest.raises(PlanError, match=r'expected equal counts with Job.sync="microbatch"'):
+        hdp(equal_counts=False)(buffer(sync="microbatch"), PLACE)
+    hdp(equal_counts=False)(buffer(sync="step"), PLACE)
+    padded = replace(buffer(), batch=replace(BATCH, pad_multiple=4))
+    with pytest.raises(PlanError, match="a piece is a multiple of 4 tokens, got padded=False"):
+        hdp(padded=False)(padded, PLACE)
+    whole = replace(buffer(), batch=replace(BATCH, cp_split="none"))
+    with pytest.raises(PlanError, match=r'expected Batch\.cp_split "zigzag", got'):
+        hdp()(whole, PLACE)
+
+
+def test_a_placement_by_rings_is_named_after_its_primitive() -> None:
+    with pytest.raises(PlanError, match=r"balance\(\) was called after split\(\)"):
+        graph().split().balance("greedy")
 
 
 def test_costs_of_lengths_become_costs_of_rings() -> None:

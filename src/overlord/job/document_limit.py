@@ -43,7 +43,21 @@ def of(job: Job) -> int:
     """Return the tokens of the longest sample of a job."""
     if job.max_document is not None:
         return job.max_document
-    return job.batch.context * (ring_ranks(job.place) if job.hybrid else 1)
+    return _capacity(job) * ring_ranks(job.place) if job.hybrid else job.batch.context
+
+
+def _capacity(job: Job) -> int:
+    """Return the tokens of a rank in a hybrid job, of which pieces can use all."""
+    own, context = getattr(job.strategy, "capacity", None), job.batch.context
+    if not isinstance(own, int) or not 0 < own < context:
+        return context
+    unit = _unit(job) if ring_ranks(job.place) > 1 else 1
+    return own // unit * unit
+
+
+def _unit(job: Job) -> int:
+    """Return the number of tokens of which every piece with padding is a multiple."""
+    return 2 * job.batch.pad_multiple * (job.place.tp if job.batch.sequence_parallel else 1)
 
 
 def problems(job: Job) -> list[str]:
@@ -65,19 +79,25 @@ def problems(job: Job) -> list[str]:
 
 def _hybrid_problems(job: Job) -> list[str]:
     batch, ranks, found = job.batch, ring_ranks(job.place), list[str]()
-    unit = 2 * batch.pad_multiple * (job.place.tp if batch.sequence_parallel else 1)
+    unit, capacity = _unit(job), _capacity(job)
     if ranks > 1 and batch.context % unit:
         found.append(
             f"batch.context: expected a multiple of {unit} {ALONE}, since a rank has two chunks "
             f"of each, got {batch.context}"
         )
-    if (limit := job.document_limit) > batch.context * ranks:
+    if (limit := job.document_limit) > capacity * ranks:
+        what = "context" if capacity == batch.context else "capacity"
         found.append(
-            f"max_document: expected at most {batch.context * ranks}, the context of {ranks} "
-            f"ranks, got {limit}; use more dp or cp ranks, or a larger context"
+            f"max_document: expected at most {capacity * ranks}, the {what} of {ranks} "
+            f"ranks, got {limit}; use more dp or cp ranks, or a larger {what}"
         )
     if batch.layout != "packed":
         found.append(f'batch.layout: expected "packed" {ALONE}, got {batch.layout!r}')
+    if batch.cp_split != "zigzag":
+        found.append(
+            f'batch.cp_split: expected "zigzag" {ALONE}, got {batch.cp_split!r}; each rank of a '
+            "ring has chunks k and 2d-1-k"
+        )
     if job.overflow != "grow":
         found.append(f'overflow: expected "grow" {ALONE}, got {job.overflow!r}')
     hooks = job.hooks if isinstance(job.hooks, tuple) else ()

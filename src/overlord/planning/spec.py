@@ -421,7 +421,7 @@ def _warning(name: str, tokens: int, lost: int, on_long: str, context: int) -> s
     return (
         f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} "
         f"tokens so far ({share(tokens, lost):.1%}): "
-        f"documents longer than the context of {context:,}; on_long='split' keeps all tokens"
+        f"documents longer than {context:,} tokens; on_long='split' keeps all tokens"
     )
 
 

@@ -19,6 +19,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.binpack import cut_inside
+from overlord.planning.balance.hybrid_rules import check_arguments
 from overlord.planning.cost import CostFn, fingerprint_of, named, transformer, vit_1b
 from overlord.planning.cost.ring import RingCosts
 from overlord.planning.graph.dgraph import DGraph
@@ -123,7 +124,7 @@ def hdp(
     *,
     capacity: int | None = None,
     groups: str = "any",
-    **rules: float | bool,
+    **rules: float | bool | None,
 ) -> HybridStrategy:
     """Return a strategy that splits samples over rings of ranks: hybrid data parallelism.
 
@@ -131,11 +132,16 @@ def hdp(
     and cp form one axis. ``cost``: ``ov.cost.RingCosts`` of your model and network, by default
     those of a 12B model on a cluster with 400 Gb/s links. Other arguments: see ``DGraph.split``.
     """
+    try:
+        given = check_arguments(capacity, groups, rules)
+    except PlanError as e:
+        remedy = f"; {e.remedy}" if e.remedy else ""
+        raise JobError([f"strategy.hdp: {e.problem}{remedy}"]) from None
     return HybridStrategy(
         cost=RING_12B if cost is None else named(cost),
         capacity=capacity,
         groups=groups,
-        rules=tuple(sorted(rules.items())),
+        rules=tuple(sorted(given.items())),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from overlord.checks import did_you_mean, is_int, is_real
 from overlord.errors import PlanError
 from overlord.plan.tasks import TaskRules
 
@@ -60,6 +62,35 @@ class HybridRules:
             count_multiple=self.count_multiple,
             memory_capacity=float(self.capacity) if self.offload_share else 0.0,
         )
+
+
+WHOLE, SWITCHES = ("node", "virtual", "count_multiple"), ("equal_counts", "padded")
+SHARES = ("offload_share", "offload_base", "offload_slope")
+ARGUMENTS = (*SWITCHES, *WHOLE, *SHARES)  # of ``DGraph.split``, besides capacity and groups
+
+
+def check_arguments(capacity: Any, groups: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are given; raise ``PlanError`` for one without a meaning.
+
+    None stands for the default of an argument.
+    """
+    given = {name: value for name, value in rules.items() if value is not None}
+    for name, value in given.items():
+        if name not in ARGUMENTS:
+            raise PlanError(f"unknown argument {name!r}{did_you_mean(name, ARGUMENTS)}")
+        if name in SWITCHES and not isinstance(value, bool | np.bool_):
+            raise PlanError(f"expected {name} to be True, False or None, got {value!r}")
+        if name in SHARES and not is_real(value):
+            raise PlanError(f"expected {name} to be a number, got {value!r}")
+    if groups not in ("any", "power_of_two"):
+        raise PlanError(
+            f'expected groups "any" or "power_of_two", got {groups!r}', remedy="choose one of them"
+        )
+    whole = {name: given[name] for name in WHOLE if name in given}
+    for name, value in (whole if capacity is None else {"capacity": capacity, **whole}).items():
+        if not (is_int(value) or isinstance(value, np.integer)) or value < 1:
+            raise PlanError(f"expected {name} to be a whole number of at least 1, got {value!r}")
+    return given
 
 
 def check(lengths: np.ndarray, rules: HybridRules) -> None:

@@ -360,7 +360,7 @@ class DGraph:
         )
 
     def split(
-        self, capacity: int | None = None, groups: str = "any", **rules: float | bool
+        self, capacity: int | None = None, groups: str = "any", **rules: float | bool | None
     ) -> DGraph:
         """Return the graph with every sample on a ring of ranks that share its tokens.
 
@@ -373,7 +373,7 @@ class DGraph:
         from overlord.planning.graph.rings import split_graph  # it imports the schedule
 
         self._before("split", "balance", self.placement)
-        return split_graph(self, capacity, {"groups": groups, **rules})
+        return split_graph(self, capacity, groups, rules)
 
     def placed(self, placement: ItemPlacement, what: str, capacity: int) -> DGraph:
         """Return the graph with a given placement, for strategies that place without ``balance``.
@@ -550,6 +550,8 @@ class DGraph:
 
     def _before(self, primitive: str, other: str, done: object) -> None:
         if done is not None:
+            if done is self.placement and self.tasks is not None:
+                other = "split"
             raise PlanError(
                 f"{primitive}() was called after {other}()",
                 self.buffer.step,

@@ -13,6 +13,7 @@ from overlord.plan.pieces import AXES
 from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
+from overlord.planning.balance.hybrid_rules import check_arguments
 from overlord.planning.cost import CostFn, fingerprint_of
 from overlord.planning.cost.ring import RingCosts
 
@@ -23,20 +24,32 @@ if TYPE_CHECKING:
 PROBES = np.array([4096.0, 8192.0])
 
 
-def split_graph(graph: DGraph, capacity: int | None, rules: Mapping[str, Any]) -> DGraph:
+def split_graph(
+    graph: DGraph, capacity: int | None, groups: Any, rules: Mapping[str, Any]
+) -> DGraph:
     """Return the graph with every sample on its ring: see ``DGraph.split``."""
     _check(graph)
     batch, tree = graph.buffer.batch, graph.tree
     assert graph.axis is not None
     chunks = {"virtual": tree.vpp, "count_multiple": tree.count_multiple} if tree.vpp > 1 else {}
     equal = graph.buffer.sync == "microbatch" or tree.vpp > 1
-    given = {"equal_counts": equal, **chunks, **rules}
     unit = batch.pad_multiple * (tree.tp if batch.sequence_parallel else 1)
-    padded = given.pop("padded", None)
-    if padded is None:
-        padded = unit > 1 or given.get("groups") == "power_of_two"
     try:
+        given = {"equal_counts": equal, **chunks, **check_arguments(capacity, groups, rules)}
+        padded = given.pop("padded", unit > 1 or groups == "power_of_two")
+        if equal and not given["equal_counts"]:
+            raise PlanError(
+                'expected equal counts with Job.sync="microbatch" or place.vpp above 1, got '
+                "equal_counts=False",
+                remedy='leave out equal_counts, or set Job.sync="step" and place.vpp=1',
+            )
+        if unit > 1 and not padded:
+            raise PlanError(
+                f"expected padding, since a piece is a multiple of {unit} tokens, got padded=False",
+                remedy="leave out padded, or set Batch.pad_multiple=1 and sequence_parallel=False",
+            )
         made = HybridRules(
+            groups=groups,
             ranks=tree.n_buckets(graph.axis),
             capacity=batch.context if capacity is None else capacity,
             stages=tree.pp,
@@ -112,6 +125,12 @@ def _check(graph: DGraph) -> None:
             f'split(): expected Batch.layout "packed", got {graph.buffer.batch.layout!r}',
             step,
             'set layout="packed"',
+        )
+    if graph.buffer.batch.cp_split != "zigzag":
+        raise PlanError(
+            f'split(): expected Batch.cp_split "zigzag", got {graph.buffer.batch.cp_split!r}',
+            step,
+            'set cp_split="zigzag": a ring has chunks k and 2d-1-k of each sample',
         )
 
 
