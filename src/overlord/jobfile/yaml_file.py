@@ -22,6 +22,7 @@ from overlord.job.job import Job, Source
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.tokenizer_content import is_name
@@ -40,6 +41,7 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "select": Select,
     "meta": Meta,
     "images": Images,
+    "fill_in_middle": FillInMiddle,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -104,6 +104,10 @@ class Encoder:
     dtype: np.dtype[Any]
     content: str  # digest of the tokenizer
 
+    def without_ends(self) -> Encoder:
+        """Return this encoder without ``bos`` and ``eos``."""
+        return replace(self, bos=None, eos=None)
+
     def encode(self, texts: list[str]) -> Ragged:
         """Return the ids of every text, with ``bos`` and ``eos``.
 
@@ -179,13 +183,20 @@ def _check_template(
 
 def _token_id(engine: Engine, spec: Tokenize, name: str, source: str) -> int | None:
     token = getattr(spec, name)
-    if token is None or isinstance(token, int):
+    return None if token is None else token_of(engine, token, "Tokenize", name, spec, source)
+
+
+def token_of(
+    engine: Engine, token: str | int, where: str, name: str, spec: Tokenize, source: str
+) -> int:
+    """Return the id of a token or id. Raises TransformError if the vocabulary lacks the token."""
+    if isinstance(token, int):
         return token
     token_id = engine.token_id(token)
     if token_id is None:
         raise TransformError(
             source,
-            "Tokenize",
+            where,
             f"{name}: expected a token of {spec.tokenizer}, got {token!r}",
             "use a token of the vocabulary, or an id",
         )
