@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from tests.corpus import write_texts
+from tests.corpus import TEXT_FORMATS, write_texts
+from tests.source_reads import read_all
 from tests.store_jobs import stream
+from tests.stores import BUCKET
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +44,22 @@ def test_all_runtimes_deliver_one_stream_of_tables_and_texts(tmp_path: Path, wor
     assert sum(len(step) for step in local) >= 192
     assert stream(job(tmp_path, words), "simulated") == local
     assert stream(job(tmp_path, Tokenizer.from_file(words)), "process") == local
+
+
+def test_tables_and_texts_in_a_store_have_the_rows_and_fingerprint_of_the_disk(
+    proxy, server, tmp_path: Path
+):
+    pytest.importorskip("obstore")
+    texts = [f"row {k} " + "x" * (k % 40) for k in range(300)]
+    for format in TEXT_FORMATS:
+        write_texts(tmp_path / "texts" / format, format, texts, files=2)
+    server.upload(tmp_path / "texts", "texts")
+    for format in TEXT_FORMATS:
+        kind = format.partition(".")[0]
+        here, there = (
+            read_all(f"{root}/{format}/*", kind, slice_rows=7, chunk_bytes=900)
+            for root in (tmp_path / "texts", f"s3://{BUCKET}/texts")
+        )
+        assert [row["text"] for row in there.rows] == texts
+        assert (here.rows, here.ids) == (there.rows, there.ids)
+        assert here.index.fingerprint == there.index.fingerprint

@@ -140,9 +140,9 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
     with _lock:
         key = content_digest(spec.tokenizer, source)
         if key not in _loaded:
-            _loaded[key] = load_engine(
-                read_content(spec.tokenizer, source), str(spec.tokenizer), source
-            )
+            content = read_content(spec.tokenizer, source)
+            key = content.digest  # the file may have changed since its digest was taken
+            _loaded[key] = load_engine(content, str(spec.tokenizer), source)
         engine = _loaded[key]
     bos, eos = (_token_id(engine, spec, name, source) for name in ("bos", "eos"))
     if spec.add_special_tokens:
