@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -28,6 +29,14 @@ FORMATS = tuple(SUFFIX)  # formats that hold any columns
 INDEXED_FORMATS = ("mds", "mds.zstd")  # the same, where an index lists the files
 TOKEN_FORMATS = ("megatron",)  # formats that hold the column ``tokens`` alone
 SUFFIX |= {"megatron": ".bin", "mds": ".mds", "mds.zstd": ".mds.zstd"}
+FORMATS = tuple(SUFFIX)
+# Formats whose values are all text: read by the laws of tests/properties/test_sources_text.py.
+TEXT_FORMATS = tuple(
+    name + packed
+    for name in ("csv", "tsv", "lines", "paragraphs")
+    for packed in ("", ".gz", ".zst")
+)
+TEXT_SUFFIX = {"csv": ".csv", "tsv": ".tsv", "lines": ".txt", "paragraphs": ".txt", "text": ".txt"}
 
 
 def write_rows(
@@ -91,14 +100,36 @@ def _write(
 
 
 def pack(text: bytes, format: str) -> bytes:
-    """Return text as it is stored in a file of the JSONL formats."""
-    if format == "jsonl.gz":
+    """Return text as it is stored in a file of a format of lines."""
+    if format.endswith(".gz"):
         return gzip.compress(text, mtime=0)
-    if format == "jsonl.zst":
+    if format.endswith(".zst"):
         import zstandard
 
         return zstandard.ZstdCompressor().compress(text)
     return text
+
+
+def write_texts(directory: str | Path, format: str, texts: Sequence[str], files: int = 1) -> str:
+    """Write texts as rows of the column ``text`` of a format of text, and return their glob.
+
+    In a table each text has its number next to it, as the column ``id``.
+    """
+    kind, _, packed = format.partition(".")
+    suffix = TEXT_SUFFIX[kind] + ("." + packed if packed else "")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    share = -(-len(texts) // files)
+    for k in range(files):
+        out, part = io.StringIO(newline=""), texts[k * share : (k + 1) * share]
+        if kind in ("csv", "tsv"):
+            table = csv.writer(out, delimiter="," if kind == "csv" else "\t")
+            table.writerows([("id", "text"), *((i + k * share, t) for i, t in enumerate(part))])
+        else:
+            out.write(("\n\n" if kind == "paragraphs" else "\n").join(part))
+        path = directory / f"part-{k:05d}{suffix}"
+        path.write_bytes(pack(out.getvalue().encode(), format))
+    return str(directory / f"*{suffix}")
 
 
 def write_tar(

@@ -138,12 +138,12 @@ def test_problems_of_several_sources_come_in_one_error(tmp_path):
     ("names", "format", "says"),
     [
         (
-            ["a.csv"],
+            ["a.xyz"],
             None,
             r"with a known suffix, got .*; set format=; known formats: parquet \(\.parquet",
         ),
         (["a.parquet", "b.jsonl"], None, "expected files of one format, got jsonl"),
-        (["a.jsonl"], "avro", "expected a known format, got 'avro'; known formats: arrow, dataset"),
+        (["a.jsonl"], "avro", "expected a known format, got 'avro'; known formats: arrow, csv"),
     ],
 )
 def test_an_unknown_format_is_an_error_that_lists_the_known_ones(tmp_path, names, format, says):

@@ -72,7 +72,7 @@ def run(p: Pipeline, table: pa.Table) -> Block:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: Tokenize(""), "tokenizer: expected the path"),
+        (lambda: Tokenize(""), "tokenizer: expected a path"),
         (lambda: Tokenize("t.json", text=""), "text: expected a name"),
         (lambda: Tokenize("t.json", bos=-1), "bos: expected a token or an id"),
         (lambda: Tokenize("t.json", eos=True), "eos: expected a token or an id"),

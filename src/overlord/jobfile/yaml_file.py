@@ -22,8 +22,10 @@ from overlord.job.job import Job, Source
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
+from overlord.transforms.tokenizer_content import is_name
 from overlord.uris import is_uri, uri_problems
 
 REGISTER = (
@@ -39,6 +41,7 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "select": Select,
     "meta": Meta,
     "images": Images,
+    "fill_in_middle": FillInMiddle,
 }
 
 
@@ -308,6 +311,11 @@ class _Reader:
             else os.path.join(self.folder, os.path.expanduser(path))
         )
 
+    def _tokenizer(self, text: str) -> str:
+        """Return a tokenizer's path, joined to the folder of the file, or its name unchanged."""
+        path = self._path(text)
+        return text if is_name(text) and not os.path.exists(path) else path
+
     def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
         made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]
         return tuple(t for t in made if t is not None)
@@ -344,7 +352,7 @@ class _Reader:
             return None
         given: dict[str, Any] = {}
         if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
-            given["tokenizer"] = self._path(body["tokenizer"])
+            given["tokenizer"] = self._tokenizer(body["tokenizer"])
         if kind == "meta":
             body = self._meta_value(body, at)
         name = "value" if kind == "meta" else "fn"
@@ -501,7 +509,7 @@ class _Writer:
             for name, value in _changed(t).items()
         }
         if isinstance(t, Tokenize):
-            body["tokenizer"] = _absolute(str(t.tokenizer))
+            body["tokenizer"] = self._tokenizer(t, at)
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
@@ -510,6 +518,14 @@ class _Writer:
                 {"column": value} if isinstance(value, str) else {"fn": self._name_of(value, at)}
             )
         return {t.kind: body}
+
+    def _tokenizer(self, t: Tokenize, at: str) -> str:
+        if isinstance(t.tokenizer, str):
+            return t.tokenizer if is_name(t.tokenizer) else _absolute(t.tokenizer)
+        self.problems.append(
+            f"{at}: expected a tokenizer by path or name, got an object; save it, and use its path"
+        )
+        return "?"
 
     def _name_of(self, fn: Any, at: str) -> str:
         for name in sorted(_functions):

@@ -7,13 +7,26 @@ from collections.abc import Sequence
 from overlord.errors import SourceError
 from overlord.sources.arrow import Arrow
 from overlord.sources.base import File, FileSet, Format
+from overlord.sources.csv_rows import Csv
 from overlord.sources.jsonl import Jsonl
 from overlord.sources.mds import Mds
 from overlord.sources.megatron import Megatron
 from overlord.sources.parquet import Parquet
 from overlord.sources.python_objects import DatasetFormat, FactoryFormat
+from overlord.sources.text import Text
 from overlord.sources.webdataset import WebDataset
 
+_TABLES = (
+    Csv("csv", ","),
+    Csv("csv-no-header", ",", header=False),
+    Csv("csv-semicolon", ";"),
+    Csv("csv-semicolon-no-header", ";", header=False),
+    Csv("csv-pipe", "|"),
+    Csv("csv-pipe-no-header", "|", header=False),
+    Csv("tsv", "\t", suffix=".tsv"),
+    Csv("tsv-no-header", "\t", header=False, suffix=".tsv"),
+)
+_TEXTS = (Text("lines", "line"), Text("paragraphs", "paragraph"), Text("text", "file"))
 _ALL: tuple[Format, ...] = (
     Parquet(),
     Jsonl(),
@@ -21,12 +34,19 @@ _ALL: tuple[Format, ...] = (
     Arrow(),
     Megatron(),
     Mds(),
+    *_TABLES,
+    *_TEXTS,
     DatasetFormat(),
     FactoryFormat(),
 )
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 ALIASES = {"webdataset": "tar", "json": "jsonl", "ndjson": "jsonl", "ipc": "arrow"}
-SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
+SUFFIXES = tuple(dict.fromkeys(suffix for f in FORMATS.values() for suffix in f.suffixes))
+# Suffixes that select the files of a directory if no format is given. Tables and texts next to data
+# usually describe it (README.txt, metadata.csv).
+DIRECTORY_SUFFIXES = tuple(
+    suffix for suffix in SUFFIXES if not any(suffix in f.suffixes for f in (*_TABLES, *_TEXTS))
+)
 
 
 def format_named(name: str, source: str) -> Format:

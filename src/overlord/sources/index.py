@@ -38,7 +38,7 @@ from overlord.sources.base import (
     no_rows_chunk,
 )
 from overlord.sources.files import Files
-from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
+from overlord.sources.formats import DIRECTORY_SUFFIXES, FORMATS, format_named, format_of
 from overlord.sources.python_objects import Factory, files_of, fingerprint_of
 from overlord.sources.retry import deadline_s, retry_briefly
 from overlord.sources.timeouts import TIMEOUTS
@@ -388,7 +388,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: OnWait) -> _Work | SourceErr
         given = format_named(spec.format, spec.name) if spec.format else None
         at(spec.name, path_text(spec.path), LISTING)
         access, files = Files.resolve(
-            spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES
+            spec.path, source=spec.name, suffixes=given.suffixes if given else DIRECTORY_SUFFIXES
         )
         fmt = given or format_of(files, spec.name)
         files = _data_files(fmt, access, files, spec)

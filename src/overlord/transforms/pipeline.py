@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +23,7 @@ import pyarrow as pa
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
-from overlord.sources.tables import arrow_of, is_mixed
+from overlord.sources.tables import arrow_of, is_mixed, numpy_of
 from overlord.transforms.base import (
     Block,
     Filter,
@@ -56,6 +57,13 @@ from overlord.transforms.columns import (
     retyped,
     unequal_items,
     unfit_rows,
+)
+from overlord.transforms.fill_in_middle import (
+    FillInMiddle,
+    FillInMiddleEncoder,
+    build_fill_in_middle,
+    check_order,
+    keys_of,
 )
 from overlord.transforms.image_rows import (
     ITEM,
@@ -91,6 +99,9 @@ from overlord.transforms.user_functions import (
     value_per_row,
 )
 
+# Column of a random key per row, from its identity: made by the slice stage.
+KEY = HIDDEN + "\x1ffill_in_middle"
+
 
 class Pipeline:
     """The validated transforms of one source, with their tokenizers loaded.
@@ -109,6 +120,7 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
+        check_order(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._image_totals = ImageTotals(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (
@@ -132,9 +144,17 @@ class Pipeline:
             for i, t in enumerate(self.transforms)
             if isinstance(t, Tokenize)
         }
+        # By the position of the Tokenize after a FillInMiddle.
+        self._rearranged: dict[int, FillInMiddleEncoder] = {
+            i + 1: build_fill_in_middle(t, after, self._encoders[i + 1], context, source)
+            for i, (t, after) in enumerate(pairwise(self.transforms))
+            if isinstance(t, FillInMiddle) and isinstance(after, Tokenize)
+        }
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
-        self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
+        kinds = [e.dtype for e in self._encoders.values()]
+        kinds += [e.dtype for e in self._rearranged.values()]
+        self._id_bytes = max((kind.itemsize for kind in kinds), default=4)
         if self._images is not None:
             self._id_bytes = max(
                 self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
@@ -206,6 +226,9 @@ class Pipeline:
                     )
                 ),
             )
+        if self._rearranged:
+            key = key64("fill_in_middle", self.seed, self.source)
+            frame.put(KEY, arrow_of(keys_of(key, ids.epoch, ids.file, ids.row)))
         try:
             for position in range(self._row_stage_start):
                 try:
@@ -334,7 +357,7 @@ class Pipeline:
             if not frame.table.num_rows:
                 return
         if isinstance(t, Tokenize):
-            _tokenize(frame, t.text, self._encoders[position])
+            _tokenize(frame, t.text, self._rearranged.get(position) or self._encoders[position])
         elif isinstance(t, Tokens):
             check_ids(frame.table, t.column)
             if t.column != IDS:
@@ -473,26 +496,43 @@ def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     )
 
 
-def _tokenize(frame: RowFrame, text: str, encoder: Encoder) -> None:
+def _tokenize(frame: RowFrame, text: str, encoder: Encoder | FillInMiddleEncoder) -> None:
     texts, bad = read_texts(frame.table, text)
     if bad:
         texts = [texts[i] for i in range(len(texts)) if i not in bad]
         frame.drop(bad)
+    keys = None
+    if isinstance(encoder, FillInMiddleEncoder):
+        keys = numpy_of(column(frame.table, KEY, "random keys")).view(np.uint64)
     try:
-        ids = encoder.encode(texts)
+        ids = _encode(encoder, texts, keys)
     except BaseException as fault:
         if not _is_row_fault(fault):
             raise
-        ids = _encode_each(frame, texts, encoder)
+        ids = _encode_each(frame, texts, keys, encoder)
     frame.put(IDS, ids_column(ids))
 
 
-def _encode_each(frame: RowFrame, texts: list[str], encoder: Encoder) -> Ragged:
+def _encode(
+    encoder: Encoder | FillInMiddleEncoder, texts: list[str], keys: np.ndarray | None
+) -> Ragged:
+    if isinstance(encoder, FillInMiddleEncoder):
+        assert keys is not None, "the slice stage makes the keys"
+        return encoder.encode(texts, keys)
+    return encoder.encode(texts)
+
+
+def _encode_each(
+    frame: RowFrame,
+    texts: list[str],
+    keys: np.ndarray | None,
+    encoder: Encoder | FillInMiddleEncoder,
+) -> Ragged:
     bad: Bad = {}
     parts = []
     for i, text in enumerate(texts):
         try:
-            parts.append(encoder.encode([text]))
+            parts.append(_encode(encoder, [text], None if keys is None else keys[i : i + 1]))
         except BaseException as fault:
             if not _is_row_fault(fault):
                 raise
