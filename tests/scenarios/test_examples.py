@@ -22,7 +22,7 @@ SAYS = {
     ],
     "01_local.py": ["LoadingPlan(step 0, 64 samples", "expected 60.0%, realised 60.0%"],
     "02_torch_loop.py": ["step 39:"],
-    "18_fill_in_middle.py": ["'<fim_prefix>def add_9(x):<", "6 of 12 documents are rearranged"],
+    "19_fill_in_middle.py": ["'<fim_prefix>def add_9(x):<", "6 of 12 documents are rearranged"],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
         "step 5 on 3 ranks: 24 samples, the same",

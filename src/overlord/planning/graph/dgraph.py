@@ -584,10 +584,7 @@ class DGraph:
         return edges_of(self)
 
     def to_mermaid(self) -> str:
-        """Return a Mermaid flowchart from sources to microbatches; long lists are shortened.
-
-        Loads are costs over the mean bucket.
-        """
+        """Return a Mermaid flowchart, shortened, with costs over the mean bucket as loads."""
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)

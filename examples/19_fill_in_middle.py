@@ -3,7 +3,7 @@
 The tokenizer is an object; a path, a folder or a name such as "gpt2" works as well. The cuts follow
 from the identity of a row, so they are the same on every runtime and after a resume.
 
-Run it: python examples/18_fill_in_middle.py
+Run it: python examples/19_fill_in_middle.py
 """
 
 from __future__ import annotations
