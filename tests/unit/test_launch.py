@@ -555,5 +555,6 @@ def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
         "chunk_bytes",
         "feedback_lag",
         "on_long",
+        "max_document",
         "hooks",
     ]
