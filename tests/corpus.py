@@ -29,7 +29,6 @@ FORMATS = tuple(SUFFIX)  # formats that hold any columns
 INDEXED_FORMATS = ("mds", "mds.zstd")  # the same, where an index lists the files
 TOKEN_FORMATS = ("megatron",)  # formats that hold the column ``tokens`` alone
 SUFFIX |= {"megatron": ".bin", "mds": ".mds", "mds.zstd": ".mds.zstd"}
-FORMATS = tuple(SUFFIX)
 # Formats whose values are all text: read by the laws of tests/properties/test_sources_text.py.
 TEXT_FORMATS = tuple(
     name + packed
