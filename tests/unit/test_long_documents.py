@@ -144,8 +144,10 @@ def test_losses_are_those_of_the_reference(on_long: str) -> None:
 def test_an_epoch_of_dropped_documents_alone_names_on_long_and_the_remedy() -> None:
     run = ov.simulate(job({"web": [9, 10, 11]}, on_long="drop"))
     assert isinstance(run.error, SourceError)
-    assert "longer than the context (on_long='drop'; 3 documents)" in str(run.error)
-    assert "raise the context, or let on_long split long documents" in str(run.error)
+    assert "longer than max_document (on_long='drop'; 3 documents)" in str(run.error)
+    assert "raise the context or max_document, or let on_long split long documents" in str(
+        run.error
+    )
 
 
 def test_a_source_whose_last_documents_are_dropped_ends_and_the_others_go_on() -> None:

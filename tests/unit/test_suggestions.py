@@ -77,7 +77,7 @@ def test_inspect_says_how_many_samples_the_context_is_too_short_for(
     rows = [{"tokens": [1] * n} for n in (3, 5, 90, 70, 64)]
     source = {"uri": write_rows(tmp_path / "web", "parquet", rows), "transforms": ["tokens"]}
     shown = overlord("inspect", job_file(tmp_path, {"web": source}, on_long=on_long)).stdout
-    assert f"2 longer than the context (on_long: {on_long})" in shown
+    assert f"2 longer than max_document (on_long: {on_long})" in shown
     if on_long == "quarantine":
         assert "tokens 3 / 5 / 64" in shown
         assert "bad: 2 rows: more tokens than the context of 64" in shown
@@ -102,7 +102,7 @@ def test_inspect_says_so_where_every_document_would_be_dropped(tmp_path: Path) -
     result = overlord("inspect", job_file(tmp_path, {"web": source}, on_long="drop"))
     assert result.exit_code != 0
     assert (
-        "no sampled row became a sample; all 2 documents are longer than the context of "
+        "no sampled row became a sample; all 2 documents are longer than max_document, "
         "64 (on_long: drop)" in result.output
     )
 

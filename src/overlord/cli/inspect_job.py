@@ -140,7 +140,7 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
 
 def _all_long(out: SourceReport, job: Job) -> str:
     return (
-        f"; all {out.longer:,} documents are longer than the context of "
+        f"; all {out.longer:,} documents are longer than max_document, "
         f"{job.document_limit:,} (on_long: {job.on_long})"
         if out.longer
         else ""

@@ -232,7 +232,7 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
             sampled = f"sampled {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
             longer = (
-                f", {r.longer:,} longer than the context (on_long: {job.on_long})"
+                f", {r.longer:,} longer than max_document (on_long: {job.on_long})"
                 if r.longer
                 else ""
             )

@@ -306,9 +306,11 @@ class SourceStream:
         )
         if n := self._epoch_long:
             lost += (
-                f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
+                f", or is longer than max_document (on_long='drop'; {n:,} document{'s' * (n > 1)})"
             )
-            remedy = "raise the context, or let on_long split long documents; " + remedy
+            remedy = (
+                "raise the context or max_document, or let on_long split long documents; " + remedy
+            )
         return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
     def delaying_loaders(self) -> list[int]:
