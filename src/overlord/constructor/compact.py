@@ -27,10 +27,10 @@ from overlord.constructor.pack import (
     with_document_arrays,
 )
 from overlord.constructor.rank_views import PER_TOKEN
-from overlord.constructor.runs import ranges
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
 from overlord.plan.view import View
+from overlord.token_parts import ranges
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
 # Mean tokens per document from which a slice per document costs less than gathering by index.
