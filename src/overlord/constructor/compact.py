@@ -142,7 +142,8 @@ def for_view(
     """
     if view == ALL:
         return batch, layout
-    layout = layout._replace(keys=tuple(key for key in layout.keys if view.has(key)))
+    keys = tuple(key for key in layout.keys if view.has(key))
+    layout = CompactLayout(keys, layout.labels, layout.context)
     ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
     return batch.only(lambda key: view.has(key) and (ids or key != IDS)), layout
 
