@@ -32,6 +32,7 @@ _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
     "Model": "overlord.job.model",
+    "evaluation": "overlord.job.evaluation",
     "Batch": "overlord.mesh",
     "Mesh": "overlord.mesh",
     "ClientPlaceTree": "overlord.mesh",
@@ -142,6 +143,7 @@ if TYPE_CHECKING:
     from overlord.errors import StorageError as StorageError
     from overlord.errors import TransformError as TransformError
     from overlord.job.consumption import Candidates as Candidates
+    from overlord.job.evaluation import evaluation as evaluation
     from overlord.job.hooks import Assembly as Assembly
     from overlord.job.hooks import Popped as Popped
     from overlord.job.hooks import constructor_do_plan as constructor_do_plan

@@ -16,7 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit
+from overlord.job import document_limit, one_pass
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -272,6 +272,8 @@ class Job:
         "quarantine". Default "split".
     max_document: tokens of the longest sample. Default None: ``batch.context``; with "hdp_balance"
         the context of all dp x cp ranks together, which share a document.
+    evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
+        ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -298,11 +300,14 @@ class Job:
     feedback_lag: int = 8
     on_long: str = "split"
     max_document: int | None = None
+    evaluation: bool = False
     hooks: Sequence[Hook] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (list, tuple)):
             object.__setattr__(self, "sources", tuple(self.sources))
+        if self.evaluation is True:
+            object.__setattr__(self, "sources", one_pass.one_pass(self.sources))
         if isinstance(self.hooks, list):
             object.__setattr__(self, "hooks", tuple(self.hooks))
         if isinstance(self.journal, PathLike):
@@ -315,6 +320,7 @@ class Job:
             f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
         )
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
+        how = f"one pass, {how}" if self.evaluation else how
         return (
             f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
             f"{how}, seed {self.seed})"
@@ -437,6 +443,10 @@ class Job:
                 "strategy: expected a known strategy, got "
                 f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
             )
+        if not isinstance(self.evaluation, bool):
+            found.append(f"evaluation: expected true or false, got {self.evaluation!r}")
+        if self.evaluation and not found:
+            found += one_pass.problems(self)
         return (
             found
             + (hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead))
