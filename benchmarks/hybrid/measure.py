@@ -114,12 +114,13 @@ def measure(case: Case, seed: int, linux: Path = LINUX) -> Outcome:
     rules = HybridRules(ranks=case.ranks, capacity=case.capacity)
     ours = schedule(lengths, case.costs, rules)
     aligned = schedule(lengths, case.costs, replace(rules, groups="power_of_two"))
-    for plan in (ours, aligned):
-        plan.tasks.check(rules.task_rules(), task=plan.task, tokens=lengths)
+    other = megatron.schedule(lengths, case.ranks, case.capacity)
+    for table, task in ((ours.tasks, ours.task), (aligned.tasks, aligned.task), other):
+        table.check(rules.task_rules(), task=task, tokens=lengths)
     ways = (
         (ours.tasks, ours.task),
         (aligned.tasks, aligned.task),
-        megatron.schedule(lengths, case.ranks, case.capacity),
+        other,
         baselines.static(lengths, case.ranks, case.capacity, case.context),
         baselines.static_balanced(lengths, case.ranks, case.capacity, case.context, case.costs),
     )

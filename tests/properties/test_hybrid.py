@@ -172,7 +172,8 @@ def test_rings_side_by_side_start_on_all_their_ranks_at_once(nodes: list[int], s
     end, index = np.zeros(ranks), np.full(ranks, -1)
     for doc, first, d, at in zip(placed.doc, placed.first, placed.size, placed.index, strict=True):
         mine = slice(first, first + d)
-        assert first % node == 0 and first + d <= ranks
+        assert first % node == 0
+        assert first + d <= ranks
         assert index[mine].max() < at, "order and index differ on a rank"
         index[mine], end[mine] = at, end[mine].max() + seconds[doc]
     assert sorted(placed.doc.tolist()) == list(range(len(size)))

@@ -25,6 +25,7 @@ __all__ = ["HybridPlan", "HybridRules", "schedule"]
 NEAR = 1.005  # over the mean rank: nothing else is tried
 MUCH = 1 << 21  # rings times ranks above which rings of any size are not tried: it takes too long
 FEW = 16  # ranks up to which one ring of all for every document is tried too
+TINY = (8, 32)  # parts of its share of a full rank: shorter documents need no ring of all
 PASSES = 3  # of the quota of pipelines
 SHARES = (1.0, 0.9, 0.6)  # of the mean rank: most time of a document on a ring of whole nodes
 
@@ -81,7 +82,9 @@ def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Ite
     for choice in choices:
         yield choice.nested(Wide.none(rules.ranks))
         if rules.ranks <= FEW:
-            yield choice.all_ranks()
+            yield choice.all_ranks(0)
+            for part in TINY:
+                yield choice.all_ranks(rules.capacity // (part * rules.ranks))
     for share in shares[1:]:
         yield from choices[0].wide(share)
 
@@ -107,11 +110,10 @@ class Choice:
         )
         return self._placed(rows, size, wide)
 
-    def all_ranks(self) -> Rings:
-        """Return the placement with all ranks for every document."""
-        rows = np.arange(len(self.length))
-        size = np.full(len(rows), self.rules.ranks)
-        return self._placed(rows, size, Wide.none(self.rules.ranks))
+    def all_ranks(self, short: int) -> Rings:
+        """Return the placement with all ranks for every document of more than ``short`` tokens."""
+        size = np.where(self.length > short, self.rules.ranks, self.least)
+        return self._placed(np.arange(len(size)), size, Wide.none(self.rules.ranks))
 
     def wide(self, share: float) -> Iterator[Rings]:
         """Yield the placement whose longest documents have any number of whole nodes, if any do.
