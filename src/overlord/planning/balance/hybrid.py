@@ -15,7 +15,14 @@ import numpy as np
 
 from overlord import ring
 from overlord.plan.tasks import TaskTable
-from overlord.planning.balance import binpack, hybrid_table, ring_placement, ring_search, rings
+from overlord.planning.balance import (
+    binpack,
+    hybrid_table,
+    levels,
+    ring_placement,
+    ring_search,
+    rings,
+)
 from overlord.planning.balance.hybrid_rules import HybridRules, check
 from overlord.planning.balance.ring_placement import Rings, Wide
 from overlord.planning.cost.ring import RingCosts
@@ -47,8 +54,8 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     best, slowest = None, np.inf
     near = rings.mean_load(length, costs, rules, constants=True)
     near *= NEAR if rules.ranks > FEW else 1.0
-    for placed in _placements(length, costs, rules):
-        found = _planned(length, placed, costs, rules)
+    for placed in placements(length, costs, rules):
+        found = planned(length, placed, costs, rules)
         if best is None or float(found.load.max()) < slowest:
             best, slowest = found, float(found.load.max())
         if slowest <= near:
@@ -57,7 +64,7 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     return best
 
 
-def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
+def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
     """Yield placements of long documents, the cheapest to compute first.
 
     On the least busy ranks; then on nested blocks, some of them behind rings of whole nodes.
@@ -66,6 +73,8 @@ def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Ite
     chains = [chain for chain in rings.chains(rules) if np.isin(least[fixed], chain).all()]
     choices = [Choice(length, least, fixed, chain, costs, rules) for chain in chains]
     free = rules.groups == "any"
+    if rules.equal_counts and choices and not fixed.any():
+        yield levels.placed(length, least, choices[0].chain, costs, rules)
     if free or not choices:
         size = ring_search.free_sizes(length, least, costs, rules)
         size[fixed] = least[fixed]
@@ -146,7 +155,7 @@ class Choice:
         )
 
 
-def _planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
+def planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
     """Return the plan with these rings: short documents on ranks, packs, and empty tasks."""
     alone = np.zeros(len(length), bool)
     alone[placed.doc] = True
