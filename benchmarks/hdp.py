@@ -265,6 +265,11 @@ def unfavourable(found: Found) -> list[str]:
         f"- Pipelines of 4 stages are less even: the slowest column is up to {uneven.uneven:.2f} "
         f"times the mean ({uneven.mix}, {uneven.ranks} ranks, context {uneven.context // K}K)."
     )
+    wait = max(found.pipelines, key=lambda p: p.meeting)
+    lines.append(
+        f"- Ranks that meet at every microbatch take up to {wait.meeting:.2f} times the ideal "
+        f"({wait.mix}, {wait.ranks} ranks, context {wait.context // K}K)."
+    )
     return lines
 
 
@@ -293,17 +298,37 @@ def sections(found: Found) -> list[Section]:
         ),
         (
             "Pipelines of 4 stages",
-            "Slowest over mean column by W (m + p - 1); microbatches of a column; empty tasks, "
-            "without and with equal counts.",
-            ["mix", "ranks", "context", "slowest / mean", "microbatches", "gaps", "padding"],
+            "Slowest over mean column by W (m + p - 1); the slowest over the same of a mean rank with "
+            "as few microbatches as tokens allow (below 1: more and shorter ones fill a pipeline "
+            "sooner). Both also for the schedule that is best without stages. Microbatches of a "
+            "column; empty tasks.",
+            [
+                *NAMES[:3],
+                "slowest / mean",
+                "without stages",
+                "slowest / ideal",
+                "without stages",
+                "microbatches",
+                "gaps",
+            ],
             [
                 [
-                    p.mix,
-                    f"{p.ranks:,}",
-                    f"{p.context // K}K",
-                    f"{p.uneven:.3f}",
-                    f"{p.fewest} to {p.most}",
-                    str(p.gaps),
+                    *(p.mix, f"{p.ranks:,}", f"{p.context // K}K", f"{p.uneven:.3f}"),
+                    *(f"{p.alone[0]:.3f}", f"{p.slowest:.3f}", f"{p.alone[1]:.3f}"),
+                    *(f"{p.fewest} to {p.most}", str(p.gaps)),
+                ]
+                for p in found.pipelines
+            ],
+        ),
+        (
+            "Ranks that meet at every microbatch",
+            "The sum, over microbatch indices, of the slowest task, over the ideal. *By rank*: the "
+            "schedule with the smallest sum of a rank, padded to equal counts. Share of empty tasks.",
+            [*NAMES[:3], "ours", "by rank", "gain", "padding"],
+            [
+                [
+                    *(p.mix, f"{p.ranks:,}", f"{p.context // K}K", f"{p.meeting:.3f}"),
+                    *(f"{p.meeting_alone:.3f}", f"{p.meeting_alone / p.meeting:.2f}"),
                     f"{p.padded:.1%}",
                 ]
                 for p in found.pipelines

@@ -227,6 +227,21 @@ def test_rings_side_by_side_start_on_all_their_ranks_at_once(nodes: list[int], s
     assert (placed.following == index + 1).all()
 
 
+def test_columns_of_pipelines_with_long_documents_end_together() -> None:
+    """A column with one long microbatch would fill and drain its pipeline for three more."""
+    rng = np.random.default_rng(1)
+    lengths = np.concatenate(([9000, 4000], rng.integers(1, 300, 600)))
+    rules = HybridRules(ranks=32, capacity=800, stages=4)
+    plan = checked(lengths, rules)
+    alone = replace(rules, stages=1)
+    before = [
+        hybrid.planned(lengths, placed, COSTS, rules).load
+        for placed in hybrid.placements(lengths, COSTS, alone)
+    ]
+    assert plan.load.max() < 1.15 * plan.load.mean()
+    assert all(plan.load.max() < 0.9 * load.max() for load in before)
+
+
 def test_pipelines_with_few_long_microbatches_do_less() -> None:
     """W (m + p - 1) is equal, so a column of 1 long microbatch waits longer to fill and drain."""
     rules = HybridRules(ranks=2, capacity=64, stages=4)

@@ -73,7 +73,7 @@ def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iter
     chains = [chain for chain in rings.chains(rules) if np.isin(least[fixed], chain).all()]
     choices = [Choice(length, least, fixed, chain, costs, rules) for chain in chains]
     free = rules.groups == "any"
-    if rules.equal_counts and choices and not fixed.any():
+    if (rules.equal_counts or rules.stages > 1) and choices and not fixed.any():
         yield levels.placed(length, least, choices[0].chain, costs, rules)
     if free or not choices:
         size = ring_search.free_sizes(length, least, costs, rules)

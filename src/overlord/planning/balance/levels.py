@@ -4,7 +4,8 @@ The time of a step is then the sum, over microbatch indices, of the slowest rank
 index, a *level*, should take equally long. The longest document that is left begins a level and
 sets its time by the size of its ring; others get the smallest ring that is no slower. Of some sizes
 of the first ring the one counts with which the level wastes least. Packs of short documents fill
-ranks that are free; those that are left make levels of packs of equal time.
+ranks that are free; those that are left make levels of packs of equal time. In a level the rank
+with the least work so far gets the longest pack, so ranks also end together.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def placed(
     table = _by_size(length[rows], least[rows], sizes, costs, rules)
     while len(rows):
         seconds, taken, width = _level(table, sizes, work[rows], pack_s * (len(short) > 0), rules)
-        put, free = made.add_rings(rows[taken], width)
+        spent = table[taken, np.searchsorted(sizes, width)]
+        put, free = made.add_rings(rows[taken], width, spent)
         stays = np.ones(len(rows), bool)
         stays[taken[put]] = False
         rows, table = rows[stays], table[stays]
@@ -124,29 +126,37 @@ class _Levels:
         self._ranks: list[np.ndarray] = []
         self._index: list[int] = []
         self._next = 0
+        self._load = np.zeros(rules.ranks)
 
     def close(self) -> None:
         """End the level."""
         self._next += 1
 
-    def add_rings(self, docs: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def add_rings(
+        self, docs: np.ndarray, width: np.ndarray, seconds: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Place documents, each on a ring; return the rows that found room, and the free ranks.
 
         Rings in a node do not cross nodes. With nested sizes, each is on a block of its size.
+        ``seconds``: of each document on its ring. Free ranks are in the order of their load.
         """
         node, ranks = self._rules.node, self._rules.ranks
-        order = np.argsort(-width, kind="stable")
+        order = np.lexsort((-seconds, -width))
+        rings, single = order[width[order] > 1], order[width[order] == 1]
         room, at, put = _Room(ranks, node), 0, []
         nested = self._rules.groups != "any"
-        for row, d in zip(order.tolist(), width[order].tolist(), strict=True):
+        for row, d in zip(rings.tolist(), width[rings].tolist(), strict=True):
             first = at if nested else room.take(d)
             if first < 0:
                 continue
             at += d
             put.append(row)
-            self._add(docs[row : row + 1], np.arange(first, first + d))
-        free = np.arange(at, ranks) if nested else room.free()
-        return np.array(put, np.int64), free
+            self._add(docs[row : row + 1], np.arange(first, first + d), float(seconds[row]))
+        free = self._lightest(np.arange(at, ranks) if nested else room.free())
+        for row, rank in zip(single.tolist(), free.tolist(), strict=False):
+            put.append(row)
+            self._add(docs[row : row + 1], np.array([rank]), float(seconds[row]))
+        return np.array(put, np.int64), free[len(single) :]
 
     def add_packs(self, short: np.ndarray, free: np.ndarray, seconds: float) -> np.ndarray:
         """Fill free ranks with packs of at most ``seconds``; return whether each is placed."""
@@ -163,8 +173,7 @@ class _Levels:
         size = np.minimum(np.ceil(share[rows] * UNITS), UNITS).astype(np.int64)
         pack = binpack.next_fit(size, UNITS)
         rows, pack = rows[pack < len(free)], pack[pack < len(free)]
-        for docs, rank in zip(_groups(short[rows], pack), free.tolist(), strict=False):
-            self._add(docs, np.array([rank]))
+        self._add_packs(_groups(short[rows], pack), free)
         placed[rows] = True
         return placed
 
@@ -181,10 +190,11 @@ class _Levels:
         place = np.empty(levels * ranks, np.int64)
         place[binpack.by_falling(load)] = np.arange(levels * ranks)
         number = place[pack]
-        for docs, slot in zip(_groups(short, number), np.unique(number).tolist(), strict=True):
-            self._docs.append(docs)
-            self._ranks.append(np.array([slot % ranks]))
-            self._index.append(self._next + slot // ranks)
+        packs, known = _groups(short, number), np.unique(number)
+        for level in range(levels):
+            first, last = np.searchsorted(known, [level * ranks, (level + 1) * ranks]).tolist()
+            self._add_packs(packs[first:last], np.arange(ranks))
+            self.close()
 
     def rings(self) -> Rings:
         """Return all tasks, by index."""
@@ -201,10 +211,22 @@ class _Levels:
             end=np.zeros(self._rules.ranks),
         )
 
-    def _add(self, docs: np.ndarray, ranks: np.ndarray) -> None:
+    def _add_packs(self, packs: list[np.ndarray], free: np.ndarray) -> None:
+        """Give the longest of some packs to the rank with the least work, and so on."""
+        load = np.array([self._work[docs].sum() + self._constant[docs[0]] for docs in packs])
+        by = binpack.by_falling(load).tolist()
+        for t, rank in zip(by, self._lightest(free).tolist(), strict=False):
+            self._add(packs[t], np.array([rank]), float(load[t]))
+
+    def _lightest(self, ranks: np.ndarray) -> np.ndarray:
+        found: np.ndarray = ranks[np.argsort(self._load[ranks], kind="stable")]
+        return found
+
+    def _add(self, docs: np.ndarray, ranks: np.ndarray, seconds: float) -> None:
         self._docs.append(docs)
         self._ranks.append(ranks)
         self._index.append(self._next)
+        self._load[ranks] += seconds
 
 
 class _Room:
