@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import Column, Ragged
+from overlord.sample import LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed, numpy_of
 from overlord.transforms.base import (
     Block,
@@ -75,12 +75,22 @@ from overlord.transforms.image_rows import (
     run_images,
 )
 from overlord.transforms.images import META, Images
-from overlord.transforms.long_documents import lost_tokens, split_rows, too_long
+from overlord.transforms.long_documents import Pieces, lost_tokens, split_rows, too_long
+from overlord.transforms.loss_weights import (
+    check_weights,
+    label_sums,
+    put_weights,
+    read_weights,
+    stored,
+    unequal_weights,
+    weights_of,
+)
 from overlord.transforms.requirements import (
     IDS,
     NO_IDS,
     check_map,
     describes,
+    has_weights,
     lengths_suffice,
     raw_columns,
     refused_columns,
@@ -124,9 +134,11 @@ class Pipeline:
             check_order(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._image_totals = ImageTotals(source)
-        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (
-            META if self._images else ()
-        )
+        own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
+        names = own + (META if self._images else ())
+        # Names of all metadata but ``tokens`` and ``bytes``.
+        self.meta_names = names + ((LOSS_WEIGHTS,) if has_weights(self.transforms) else ())
+        self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
                 source,
@@ -273,17 +285,21 @@ class Pipeline:
         for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
+        if (weights := weights_of(frame.table)) is not None:
+            bad = unequal_weights(weights, lengths) | bad
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
-            return self._block(
-                frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens
+            whole = Pieces(
+                np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens, weights
             )
-        return self._trimmed_block(frame, tokens, lengths, bad)
+            return self._block(frame, whole)
+        return self._trimmed_block(frame, tokens, weights, bad)
 
     def _trimmed_block(
-        self, frame: RowFrame, tokens: Ragged, lengths: np.ndarray, bad: Bad
+        self, frame: RowFrame, tokens: Ragged, weights: Ragged | None, bad: Bad
     ) -> Block:
         """Return the block of rows of which some must be removed, truncated or split."""
+        lengths = tokens.lengths
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "expected at least one token, got none")
         if self.on_long == "quarantine":
@@ -293,19 +309,21 @@ class Pipeline:
         rows, lost = keep[lost > 0], lost[lost > 0]
         if self.on_long == "drop":
             keep = keep[lengths[keep] <= self.context]
-        pieces = split_rows(tokens, keep, self.context, self.on_long)
-        block = self._block(frame, pieces.row, pieces.part, pieces.size, pieces.tokens)
+        block = self._block(frame, split_rows(tokens, keep, self.context, self.on_long, weights))
         block.long, block.lost = frame.index[rows], lost
         return block
 
-    def _block(
-        self, frame: RowFrame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
-    ) -> Block:
-        """Return the block of samples; ``row`` is the row of each sample in the frame's table."""
+    def _block(self, frame: RowFrame, samples: Pieces) -> Block:
+        """Return the block of samples, which are made from rows of the frame's table."""
+        row, part, size = samples.row, samples.part, samples.size
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
-        for name in self.meta_names:
+        for name in self._columns_of_meta:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
-        block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
+        block = Block(frame.index[row], part, samples.tokens, meta, sorted(frame.bad))
+        if (weights := samples.weights) is not None:
+            sums = label_sums(weights.values, weights.offsets[:-1])
+            meta[LOSS_WEIGHTS] = Ragged(sums, np.arange(len(row) + 1))
+            block.weights = Ragged(stored(weights.values), weights.offsets)
         if frame.images is not None:
             assert self._images is not None
             add_items(
@@ -323,7 +341,7 @@ class Pipeline:
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
             if not isinstance(t, Select):
-                needs += [(t, name, _CHECKS[type(t)]) for name in used_columns(t)]
+                needs += [(t, name, check) for name, check in _checks_of(t)]
         if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
             needs.append((None, IDS, check_ids))
         return needs
@@ -352,17 +370,15 @@ class Pipeline:
             return
         self._running[threading.get_ident()] = t, frame, ids
         # The row stage (``ids`` is None) receives columns that are already checked.
-        if (check := _CHECKS.get(type(t))) is not None and ids is not None:
-            for name in used_columns(t):
+        if ids is not None:
+            for name, check in _checks_of(t):
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
                 return
         if isinstance(t, Tokenize):
             _tokenize(frame, t.text, self._rearranged.get(position) or self._encoders[position])
         elif isinstance(t, Tokens):
-            check_ids(frame.table, t.column)
-            if t.column != IDS:
-                frame.put(IDS, frame.table.column(t.column))
+            _use_ids(frame, t)
         elif isinstance(t, Select):
             _select(
                 frame,
@@ -469,6 +485,14 @@ _CHECKS: dict[type, Check] = {
 }
 
 
+def _checks_of(t: Transform) -> list[tuple[str, Check]]:
+    """Return the columns that a transform reads, with the check of each."""
+    if (check := _CHECKS.get(type(t))) is None:
+        return []
+    weights = t.loss if isinstance(t, Tokens) else None
+    return [(name, check_weights if name == weights else check) for name in used_columns(t)]
+
+
 def _drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
     """Drop the rows whose values in column ``name`` the transform ``t`` cannot read.
 
@@ -495,6 +519,21 @@ def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
         meta,
         sorted(bad),
     )
+
+
+def _use_ids(frame: RowFrame, t: Tokens) -> None:
+    """Use the ids of a column, and the weights of another if the transform names one."""
+    check_ids(frame.table, t.column)
+    if t.column != IDS:
+        frame.put(IDS, frame.table.column(t.column))
+    if t.loss is None:
+        return
+    weights, bad = read_weights(frame.table, t.loss)
+    frame.table = put_weights(frame.table, weights)
+    frame.drop(bad)
+    if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:
+        ids, _ = read_ids(frame.table, IDS)
+        frame.drop(unequal_weights(kept, ids.lengths))
 
 
 def _tokenize(frame: RowFrame, text: str, encoder: Encoder | FillInMiddleEncoder) -> None:
