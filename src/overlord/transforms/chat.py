@@ -121,8 +121,12 @@ class Chat:
 
     def __repr__(self) -> str:
         shown = repr(self.tokenizer) if isinstance(self.tokenizer, str) else str(self.tokenizer)
-        tools = self.tools if self.tools is None or isinstance(self.tools, str) else [...]
-        template = self.template if self.template is None else f"{self.template:.20}"
+        tools, template = self.tools, self.template
+        # Long values are shown by their digest, which tells specifications apart.
+        if tools is not None and not isinstance(tools, str):
+            tools = f"<{len(tools)} tools {digest(_plain(list(tools)))[:12]}>"
+        if template is not None and "{" in template:
+            template = f"<template {digest(template)[:12]}>"
         options = {"tools": tools, "train_on": self.train_on, "template": template} | {
             "variables": dict(self.variables) or None,
             "date": self.date,
