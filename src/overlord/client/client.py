@@ -211,8 +211,11 @@ class Step:
         return self._info.digest
 
     @property
-    def global_valid_tokens(self) -> int:
-        """The number of tokens with a loss over all ranks; divide summed losses by it."""
+    def global_valid_tokens(self) -> int | float:
+        """The sum of the weights of all labels, over all ranks; divide summed losses by it.
+
+        Without loss weights it is the number of labels. It is an int if it is whole.
+        """
         return self._info.valid_tokens
 
     @property
