@@ -311,6 +311,12 @@ def ones_like(tokens: Ragged) -> Ragged:
 Column = np.ndarray | Ragged  # one value per sample, or several, such as image sizes
 
 
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return start[i], start[i] + 1, ... for every i, concatenated."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(int(length.sum()))
+
+
 def take_rows(column: Column, rows: np.ndarray) -> Column:
     return column.take(rows) if isinstance(column, Ragged) else column[rows]
 

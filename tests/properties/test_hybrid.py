@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
-from overlord.planning.balance import hybrid_table, rings
+from overlord.planning.balance import hybrid_table, ring_placement, rings
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
 from overlord.planning.cost import RingCosts
 
@@ -144,6 +144,40 @@ def test_any_groups_are_never_slower_than_aligned_ones(
         for groups in ("any", "power_of_two")
     )
     assert free <= aligned or free <= 1.01 * rings.mean_load(tokens, SLOW, rules)
+
+
+def test_a_document_takes_whole_nodes_where_a_power_of_two_would_wait() -> None:
+    """On 4 of 8 nodes it lasts longer than the mean rank, and on all 8 transfers show."""
+    lengths = np.array([16_000, *[1000] * 60, *[100] * 400])
+    rules = HybridRules(ranks=64, capacity=1000, node=8)
+    cost = RingCosts(linear=1.0, square=0.01, token_bytes=1.0, inside=1e9, across=0.35)
+    plan, aligned = (
+        checked(lengths, replace(rules, groups=groups), cost)  # type: ignore[arg-type]
+        for groups in ("any", "power_of_two")
+    )
+    mean = rings.mean_load(lengths, cost, rules)
+    ranks = plan.tasks.ranks(int(plan.task[0]))
+    assert len(ranks) == 56, "the smallest number of nodes that is no slower than the mean rank"
+    assert plan.load.max() < 1.02 * mean < 1.08 * mean < aligned.load.max()
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=12), st.integers(0, 2**32))
+def test_rings_side_by_side_start_on_all_their_ranks_at_once(nodes: list[int], seed: int) -> None:
+    node, ranks = 4, 32
+    size = node * np.array(nodes)
+    seconds = np.random.default_rng(seed).random(len(size)) + 0.1
+    placed = ring_placement.side_by_side(
+        np.arange(len(size)), seconds, size, ranks=ranks, node=node
+    )
+    end, index = np.zeros(ranks), np.full(ranks, -1)
+    for doc, first, d, at in zip(placed.doc, placed.first, placed.size, placed.index, strict=True):
+        mine = slice(first, first + d)
+        assert first % node == 0 and first + d <= ranks
+        assert index[mine].max() < at, "order and index differ on a rank"
+        index[mine], end[mine] = at, end[mine].max() + seconds[doc]
+    assert sorted(placed.doc.tolist()) == list(range(len(size)))
+    np.testing.assert_allclose(placed.end, end)
+    assert (placed.following == index + 1).all()
 
 
 def test_pipelines_with_few_long_microbatches_do_less() -> None:

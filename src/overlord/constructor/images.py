@@ -41,8 +41,8 @@ from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncoderPlan
 from overlord.messages.data import DecodeFailures
 from overlord.plan.module_ranks import bucket_by_rank
-from overlord.plan.routes import ranges
 from overlord.process import resources
+from overlord.sample import ranges
 
 if TYPE_CHECKING:
     from overlord.constructor.build import StepDocuments

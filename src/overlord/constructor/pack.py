@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.runs import pieces, ranges
+from overlord.constructor.runs import pieces
 from overlord.mesh import Batch
+from overlord.sample import ranges
 
 # ----------------------------------------------------------------------------
 # All microbatches of a build as one array per key, and the rows of each microbatch.

@@ -35,9 +35,8 @@ from overlord.constructor.pack import (
 from overlord.mesh import Batch
 from overlord.plan.pieces import RankTasks, tasks_of_ranks
 from overlord.plan.plan import LoadingPlan
-from overlord.plan.routes import ranges
 from overlord.plan.tasks import PlanTasks
-from overlord.sample import Ragged
+from overlord.sample import Ragged, ranges
 
 
 class BuiltPieces(NamedTuple):

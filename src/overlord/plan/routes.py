@@ -30,6 +30,7 @@ from overlord.errors import PlanError
 from overlord.hashing import in_documents, order_by_key, position_in_key
 from overlord.plan.module_ranks import first_ranks
 from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.sample import ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,9 +261,3 @@ def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
 def _bounds(slot: np.ndarray, ranks: np.ndarray, n_slots: int, w: int) -> np.ndarray:
     counts = np.bincount(slot.astype(np.int64) * w + ranks, minlength=n_slots * w)
     return np.concatenate([[0], np.cumsum(counts)])
-
-
-def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return start[i], start[i] + 1, ... for every i, concatenated."""
-    before = np.cumsum(length) - length
-    return np.repeat(start - before, length) + np.arange(int(length.sum()))

@@ -136,7 +136,8 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
                 f"{plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
-        check_padding(place, plan.main.on, buffer.batch, buffer.step)
+        if plan.main.on is not None:
+            check_padding(place, plan.main.on, buffer.batch, buffer.step)
     if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",

@@ -126,7 +126,7 @@ class RunningJob:
         A coordinator in another process sends the steps that are needed for this.
         """
         job = (self.adding or self.generation.prepared).job
-        for loss in self._losses.warnings(after.counts, job.names, job.on_long, job.document_limit):
+        for loss in self._losses.warnings(after.counts, job):
             log.warning("job %r: %s", job.name, loss)
 
     @property

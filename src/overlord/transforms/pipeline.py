@@ -130,7 +130,8 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
-        check_order(source, self.transforms)
+        if any(isinstance(t, FillInMiddle) for t in self.transforms):
+            check_order(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._image_totals = ImageTotals(source)
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
