@@ -52,6 +52,7 @@ _HOME = {
     "register_balance": "overlord.planning.balance.balance",
     "register_cost": "overlord.planning.cost",
     "Tokenize": "overlord.transforms.tokenize",
+    "Chat": "overlord.transforms.chat",
     "FillInMiddle": "overlord.transforms.fill_in_middle",
     "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base",
@@ -171,6 +172,7 @@ if TYPE_CHECKING:
     from overlord.transforms.base import Meta as Meta
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
+    from overlord.transforms.chat import Chat as Chat
     from overlord.transforms.fill_in_middle import FillInMiddle as FillInMiddle
     from overlord.transforms.images import Images as Images
     from overlord.transforms.tokenize import Tokenize as Tokenize

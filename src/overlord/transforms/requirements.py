@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from overlord.errors import TransformError
 from overlord.transforms.base import Map, Meta, Select, Tokens, Transform
+from overlord.transforms.chat import Chat
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 
@@ -13,6 +14,7 @@ from overlord.transforms.tokenize import Tokenize
 # Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
 IDS = "tokens"  # the column of the ids after Tokenize or Tokens
+ID_TRANSFORMS = (Tokenize, Tokens, Chat)  # transforms that make token ids
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
 )
@@ -38,12 +40,12 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
                 f"expected the column {lost[0]!r}, got an earlier Select that drops it",
                 f"add {lost[0]!r} to that Select",
             )
-        if isinstance(t, (Tokenize, Tokens)):
+        if isinstance(t, ID_TRANSFORMS):
             if made:
                 raise TransformError(
                     source,
                     repr(t),
-                    "expected one Tokenize or Tokens, got another one before it",
+                    "expected one Tokenize, Tokens or Chat, got another one before it",
                     "keep one of them",
                 )
             made, known = True, None if known is None else known | {IDS}
@@ -66,7 +68,7 @@ def used_columns(t: Transform) -> tuple[str, ...]:
         return (t.text,)
     if isinstance(t, Tokens):
         return (t.column,) if t.loss is None else (t.column, t.loss)
-    if isinstance(t, (Select, Images)):
+    if isinstance(t, (Select, Images, Chat)):
         return t.columns
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 
@@ -86,7 +88,10 @@ def lengths_suffice(transforms: Sequence[Transform]) -> bool:
 
 def has_weights(transforms: Sequence[Transform]) -> bool:
     """Return whether the samples have loss weights."""
-    return any(isinstance(t, Tokens) and t.loss is not None for t in transforms)
+    return any(
+        (isinstance(t, Tokens) and t.loss is not None) or (isinstance(t, Chat) and t.has_weights)
+        for t in transforms
+    )
 
 
 def describes(name: str, items: str) -> bool:
@@ -129,7 +134,7 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
                 f"{how_to_use(kept[0])}, or remove it from the Select",
             )
             raise TransformError(source, repr(t), problem, remedy)
-    if any(isinstance(t, (Tokenize, Map, Select)) for t in transforms) or weights:
+    if any(isinstance(t, (Tokenize, Chat, Map, Select)) for t in transforms) or weights:
         return ()
     read = {t.value for t in transforms if isinstance(t, Meta)}
     return tuple(name for name in LOSS if name not in read)
@@ -144,7 +149,7 @@ def check_map(
     """
     read = _loss_columns(transforms[position + 1 :])
     if (kept := [name for name in LOSS if name in made and name not in read]) and not _later(
-        transforms, position, Map, Select, Tokenize
+        transforms, position, Map, Select, Tokenize, Chat
     ):
         raise TransformError(
             source,
