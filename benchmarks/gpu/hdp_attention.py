@@ -17,13 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import overlord as ov
 from gpu.record import Record, Row
 from gpu.rings import Bench, LocalRing, Shape, attention, by_reference
-from gpu.timing import Work, all_seconds, seconds_of, settle, warm_up
+from gpu.timing import Work, all_seconds, host_seconds, seconds_of, settle, warm_up
 from hybrid.measure import MODEL
 from overlord.planning.cost.ring import RingCosts
 from overlord.torch import hdp
 
 K = 1024
-HOLD_S = 0.02  # during which the device waits, while the host queues what is timed
 RATE = 4e14  # FLOP/s assumed before anything is measured, to leave out what takes too long
 MOST_S = 2.8  # of a cell
 NAMES = ("output", "dq", "dk", "dv")
@@ -39,6 +38,7 @@ class Grid:
     sizes: tuple[int, ...]  # d
     least: int  # tokens of a position
     short: tuple[tuple[int, int], ...]  # documents, tokens of each: microbatches of one rank
+    several: tuple[tuple[int, int], ...]  # documents, tokens of each on a rank: of every ring
     equal: tuple[int, tuple[int, ...]]  # s, and ring sizes all of whose positions run
     whole: int  # most tokens of a ring
     local: int  # most tokens of a position
@@ -56,6 +56,7 @@ REAL = Grid(
     sizes=(1, 2, 4, 8, 16, 32, 64),
     least=2 * K,
     short=((128, 64), (16, 512), (4, 2 * K), (64, 64), (256, 64), (2, 8 * K)),
+    several=((2, 4 * K), (8, 1 * K), (4, 1 * K)),
     equal=(64 * K, (2, 3, 4, 6, 8)),
     whole=512 * K,
     local=128 * K,
@@ -67,6 +68,7 @@ SMALL = Grid(
     sizes=(1, 2, 4),
     least=16,
     short=((8, 4), (2, 16)),
+    several=((2, 16),),
     equal=(64, (2, 3)),
     whole=512,
     local=512,
@@ -177,16 +179,10 @@ def correctness(record: Record, shape: Shape, grid: Grid, device: torch.device) 
 # part b
 
 
-def hold(device: torch.device) -> None:
-    """Let the device wait, so that the host queues what follows before it starts."""
-    if device.type == "cuda":
-        torch.cuda._sleep(int(HOLD_S * 1.9e9))  # cycles
-
-
 def timed(work: Work, device: torch.device, expected: float) -> Row:
     """Return the median seconds of a piece, and those of the host to queue it if it is short."""
     row: Row = {}
-    times = _times_of(expected)
+    times, host_s = _times_of(expected), None
     if times > 1:
         work()
         settle(device)
@@ -194,8 +190,8 @@ def timed(work: Work, device: torch.device, expected: float) -> Row:
         work()
         row["host_s"] = time.perf_counter() - began
         settle(device)
-    hold(device)
-    seconds = seconds_of([work] * times, device)
+        host_s = np.full(times, row["host_s"])
+    seconds = seconds_of([work] * times, device, host_s)
     spread = float((seconds.max() - seconds.min()) / np.median(seconds))
     return {"seconds": float(np.median(seconds)), "times": times, "spread": spread, **row}
 
@@ -218,6 +214,12 @@ def expected_s(shape: Shape, lengths: Sequence[int], d: int) -> float:
 def cells(shape: Shape, grid: Grid) -> list[tuple[tuple[int, ...], int, int]]:
     """Return lengths, ring size and position of every cell; the cheapest first."""
     found = [((n,) * count, 1, 0) for count, n in grid.short]
+    found += [
+        ((n * d,) * count, d, d // 2)
+        for count, n in grid.several
+        for d in grid.sizes
+        if d > 1 and count * n * d <= grid.whole
+    ]
     found += [
         ((s,), d, d // 2)
         for s in grid.tokens
@@ -277,14 +279,15 @@ def _attention(
 
 def _equal(record: Record, bench: Bench, s: int, d: int) -> None:
     """Time all positions of a ring in random orders."""
-    passes = 3
+    passes = 5
 
     def run() -> np.ndarray:
         works = [bench.attention([s], d, p) for p in range(d)]
-        hold(bench.device)
-        return np.median(all_seconds(works, bench.device, passes=passes), axis=0)
+        host_s = host_seconds(works, bench.device, np.ones(d, bool))
+        found = all_seconds(works, bench.device, passes=passes, host_s=host_s)
+        return np.median(found, axis=0)
 
-    expected = expected_s(bench.shape, [s], d) * d * passes
+    expected = expected_s(bench.shape, [s], d) * d * (passes + 1)
     found = record.attempt(f"b, all positions of {d}", run, expected=expected + 0.2, until=0.45)
     if found is not None:
         spread = float((found.max() - found.min()) / found.mean())

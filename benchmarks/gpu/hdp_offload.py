@@ -18,25 +18,30 @@ from overlord.torch import hdp
 from overlord.torch.host_pool import HostPool
 
 K = 1024
-RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+UNTIL = 0.3  # of the budget
 RISE = 0.02  # of the step time, from which offload counts as not hidden
 EARLIER = (0.31, 1.04e-5)  # r_max = a + b s of an earlier fit, at an assumed 53 GB/s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One document of ``tokens``, through ``layers``; every ratio is timed ``times``."""
+    """One document of ``tokens``, through ``layers``; every ratio is timed ``times``.
+
+    The first ratios are the most important: others are left out if time is short.
+    """
 
     tokens: int
     layers: int
     times: int
+    ratios: tuple[float, ...] = (0.0, 1.0, 0.5, 0.75, 0.25)
 
 
+FINE = (0.0, 1.0, 0.5, 0.75, 0.25, 0.375, 0.625, 0.875)
 STACKS = (
-    Stack(tokens=8 * K, layers=6, times=3),
-    Stack(tokens=16 * K, layers=6, times=2),
-    Stack(tokens=32 * K, layers=6, times=1),
-    Stack(tokens=64 * K, layers=4, times=1),
+    Stack(tokens=8 * K, layers=6, times=5, ratios=FINE),
+    Stack(tokens=16 * K, layers=6, times=5, ratios=FINE),
+    Stack(tokens=32 * K, layers=6, times=3, ratios=FINE),
+    Stack(tokens=64 * K, layers=4, times=3),
 )
 SMALL = (Stack(tokens=64, layers=4, times=1), Stack(tokens=128, layers=4, times=1))
 
@@ -180,11 +185,13 @@ def _stack(record: Record, model: Model, stack: Stack, copied: Row | None) -> No
     guess = stack.layers * (n * 2.7e-6 + n * n * 1.1e-10)
     pinning = (stack.layers - 2) * n * 250_000 / 4e9
     name = f"d, {n} tokens, {stack.layers} layers"
-    warm = record.attempt(f"{name}, warm-up", _warm, model, stack, expected=2.2 * guess + pinning)
+    warm = record.attempt(
+        f"{name}, warm-up", _warm, model, stack, expected=2.2 * guess + pinning, until=UNTIL
+    )
     if warm is None:
         return
     once, measured = warm["seconds"], dict[float, float]()
-    for ratio in (0.0, 1.0, 0.5, 0.75, 0.25):
+    for ratio in stack.ratios:
         row = record.attempt(
             f"{name}, ratio {ratio}",
             _median,
@@ -192,6 +199,7 @@ def _stack(record: Record, model: Model, stack: Stack, copied: Row | None) -> No
             stack,
             ratio,
             expected=1.3 * once * stack.times,
+            until=UNTIL,
         )
         if row is None:
             continue

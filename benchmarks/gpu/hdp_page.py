@@ -217,10 +217,11 @@ def _equal(data: Row) -> list[str]:
     if not rows:
         return []
     return [
-        "### All positions of a ring\n\nMedian of three runs each, in random order; (slowest - "
-        f"fastest) / mean. The target is {100 * APART:.0f} %.",
+        "### All positions of a ring\n\nMedian of five runs each, in random order; (slowest - "
+        f"fastest) / mean. The target is {100 * APART:.0f} %. The last column shows whether time "
+        "depends on the position.",
         table(
-            ["tokens", "ring", "fastest ms", "slowest ms", "apart %"],
+            ["tokens", "ring", "fastest ms", "slowest ms", "apart %", "ms by position"],
             [
                 [
                     str(r["tokens"]),
@@ -228,6 +229,7 @@ def _equal(data: Row) -> list[str]:
                     _ms(min(r["seconds"])),
                     _ms(max(r["seconds"])),
                     f"{100 * r['apart']:.2f}",
+                    " ".join(map(_ms, r["seconds"])),
                 ]
                 for r in rows
             ],
@@ -248,6 +250,7 @@ def _steps(data: Row) -> str:
             [
                 _context(r),
                 str(r["ranks"]),
+                f"{r['slots']} x {r['capacity']}",
                 str(r["seed"]),
                 r["way"],
                 str(r["documents"]),
@@ -259,14 +262,18 @@ def _steps(data: Row) -> str:
                 f"{r['over_mean']:.4f}",
                 f"{1e3 * r['with_waits_s']:.1f}" if ran else "",
                 f"{r['slowest_s'] / ours['slowest_s']:.2f}",
+                " ".join(f"{x:.3f}" for x in r["single_passes"]) if ran else "",
                 f"{r['fit_over_mean']:.4f}" if ran else "",
                 f"{r['measured_over_fit']:.3f}" if ran else "",
+                f"{100 * r['misfit']:.1f}" if ran else "",
                 f"{100 * r['drift']:.1f}" if r["passes"] > 1 else "",
+                " to ".join(f"{r['clock_mhz'][i]:.0f}" for i in (0, 2)) if "clock_mhz" in r else "",
             ]
         )
     head = [
         "context",
         "ranks",
+        "tokens a rank",
         "step",
         "plan",
         "documents",
@@ -278,17 +285,19 @@ def _steps(data: Row) -> str:
         "slowest over mean",
         "with waits ms",
         "x hdp",
+        "single passes",
         "by the fit",
         "measured over fit",
+        "misfit %",
         "drift %",
+        "MHz",
     ]
     means = [r["over_mean"] for r in hybrid.values()]
-    first = rows[0]
     text = (
         "## Steps executed rank by rank\n\n"
-        f"Files of a Linux source tree, cut at the context; {first['slots']} microbatches of "
-        f"{first['capacity']} tokens a rank. One layer, forward and backward, without a network; "
-        "plans use the fitted costs without transfers. "
+        "Files of a Linux source tree, cut at the context. One layer, forward and backward, without "
+        "a network. Plans use costs without transfers, fitted to part b and to the tasks of another "
+        "step of the same capacity (below). "
         f"Slowest over mean of the hybrid plans: {np.mean(means):.4f} on average, {max(means):.4f} "
         f"at worst; the target is {TARGET}."
     )
@@ -299,10 +308,38 @@ def _steps(data: Row) -> str:
         "construction and its time is what counts. *whole samples*: each document on one rank "
         "(LPT), memory aside; its times are those of the fitted cost, extrapolated for documents "
         "longer than the longest on one rank above. *by the fit*: slowest over mean by the fitted "
-        "cost. *measured over fit*: sum over all positions. *drift*: of the sum of all pieces "
-        "between passes."
+        "cost. *single passes*: slowest over mean of each pass by itself, that is with its noise. "
+        "*measured over fit*: sum over all positions. *misfit*: mean difference of a task from the "
+        "fit, weighted by time, apart from that factor. *drift*: of the sum of all pieces between "
+        "passes. *MHz*: lowest and highest clock while the case ran."
     )
-    return "\n\n".join([text, table(head, body), notes])
+    return "\n\n".join([text, table(head, body), notes, *_refits(data)])
+
+
+def _refits(data: Row) -> list[str]:
+    rows = _rows(data, "c fit")
+    if not rows:
+        return ["No fit to tasks of other steps was possible: plans use the costs of part b."]
+    body = [
+        [
+            str(r["capacity"]),
+            _context(r),
+            str(r["ranks"]),
+            str(r["seed"]),
+            str(r["tasks"]),
+            f"{r['measured_over_before']:.3f}",
+            f"{100 * r['misfit_before']:.1f}",
+            f"{r['measured_over_after']:.3f}",
+            f"{100 * r['misfit_after']:.1f}",
+        ]
+        for r in rows
+    ]
+    head = ["capacity", "context", "ranks", "step", "tasks", "measured over part b", "misfit %"]
+    text = (
+        "### Fits to the tasks of other steps\n\nOne pass, four positions of each ring. The fit of "
+        "part b before, and the fit to both after."
+    )
+    return [text, table([*head, "measured over both", "misfit %"], body)]
 
 
 def _key(row: Row) -> tuple[int, int, int]:

@@ -10,7 +10,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +21,11 @@ import torch
 from measured.pages import RESULTS, tagged, this_machine
 
 AHEAD = 24  # pieces that are queued before the first is waited for
+QUEUE_S = (
+    0.02  # of the host: pieces that are queued while the device is held; it queues ~1000 kernels
+)
+HELD = 1.5  # seconds that the device is held for each second that the host needs to queue
+CYCLES = 1.9e9  # of the device in a second
 Work = Callable[[], None]
 
 
@@ -42,22 +48,62 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(pieces: Iterable[Work], device: torch.device) -> np.ndarray:
-    """Return the seconds of every piece, executed one after another."""
+def hold(device: torch.device, seconds: float) -> None:
+    """Let the device wait, so that the host queues what follows before it starts."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * CYCLES))
+
+
+def seconds_of(
+    pieces: Iterable[Work], device: torch.device, host_s: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the seconds of every piece, executed one after another.
+
+    ``host_s``: seconds that the host needs to queue each piece. The device then waits until a group
+    of pieces is queued, so no piece includes time of the host.
+    """
     if device.type != "cuda":
         return np.array([_host_seconds(piece) for piece in pieces])
-    found: list[float] = []
-    queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for piece in pieces:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        piece()
-        end.record()
-        queued.append((start, end))
-        if len(queued) == AHEAD:
-            found += _elapsed(queued)
-            queued = []
-    return np.array(found + _elapsed(queued))
+    works, found = list(pieces), np.zeros(0)
+    for group in groups_of(len(works), host_s):
+        if host_s is not None:
+            hold(device, HELD * float(host_s[group].sum()))
+        found = np.concatenate((found, _elapsed([_queued(work) for work in works[group]])))
+    return found
+
+
+def groups_of(pieces: int, host_s: np.ndarray | None) -> list[slice]:
+    """Return consecutive groups of at most AHEAD pieces that the host queues in QUEUE_S."""
+    if host_s is None:
+        return [slice(i, min(i + AHEAD, pieces)) for i in range(0, pieces, AHEAD)]
+    found, first, spent = [], 0, 0.0
+    for i, seconds in enumerate(host_s.tolist()):
+        if i > first and (spent + seconds > QUEUE_S or i - first == AHEAD):
+            found.append(slice(first, i))
+            first, spent = i, 0.0
+        spent += seconds
+    return [*found, slice(first, pieces)] if pieces else []
+
+
+def _queued(piece: Work) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    piece()
+    end.record()
+    return start, end
+
+
+def host_seconds(pieces: Sequence[Work], device: torch.device, run: np.ndarray) -> np.ndarray:
+    """Run the pieces that ``run`` marks once, as a warm-up; return the seconds to queue each.
+
+    Others count as 0: a long piece hides the time to queue it.
+    """
+    found = np.zeros(len(pieces))
+    for i in np.flatnonzero(run).tolist():
+        settle(device)
+        found[i] = _host_seconds(pieces[i])
+    settle(device)
+    return found
 
 
 def _host_seconds(piece: Work) -> float:
@@ -72,16 +118,22 @@ def _elapsed(queued: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> lis
 
 
 def all_seconds(
-    pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
+    pieces: Sequence[Work],
+    device: torch.device,
+    *,
+    passes: int,
+    seed: int = 0,
+    host_s: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [passes, pieces] seconds; each pass has a new random order.
 
-    So a GPU that gets warmer slows all pieces equally.
+    So a GPU that gets warmer slows all pieces equally. ``host_s``: as for ``seconds_of``.
     """
     drawn, found = np.random.default_rng(seed), np.empty((passes, len(pieces)))
     for p in range(passes):
         order = drawn.permutation(len(pieces))
-        found[p, order] = seconds_of([pieces[i] for i in order], device)
+        held = None if host_s is None else host_s[order]
+        found[p, order] = seconds_of([pieces[i] for i in order], device, held)
     return found
 
 
@@ -141,6 +193,34 @@ def clocks() -> str:
     except (OSError, subprocess.SubprocessError, IndexError):
         return ""
     return "Clock, its maximum, power, its limit and temperature at the end: " + said + "."
+
+
+@contextmanager
+def clock_log(device: torch.device, every_s: float = 0.2) -> Iterator[list[float]]:
+    """Collect the clock of the multiprocessors in MHz; the list is filled when the context ends.
+
+    It is empty without a GPU or without its tool.
+    """
+    found: list[float] = []
+    if device.type != "cuda":
+        yield found
+        return
+    words = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        tool = subprocess.Popen(
+            [*words, f"--loop-ms={int(1000 * every_s)}"], stdout=subprocess.PIPE, text=True
+        )
+    except OSError:
+        yield found
+        return
+    try:
+        yield found
+    finally:
+        tool.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            said = tool.communicate(timeout=5)[0]
+            found += [float(line) for line in said.split() if line.replace(".", "").isdigit()]
+        tool.kill()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

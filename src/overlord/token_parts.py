@@ -102,9 +102,3 @@ def _chunk_of(token: np.ndarray, length: np.ndarray, chunks: np.ndarray) -> np.n
     """Return the last chunk that begins at or before each token; the last one for later tokens."""
     found: np.ndarray = ((token + 1) * chunks - 1) // length
     return np.minimum(found, chunks - 1)
-
-
-def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return start[i], start[i] + 1, ... (``length[i]`` numbers) for every i, concatenated."""
-    before = np.cumsum(length) - length
-    return np.repeat(start - before, length) + np.arange(int(length.sum()))

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gpu import hdp, hdp_attention, hdp_offload, hdp_page, hdp_steps
+from gpu import hdp, hdp_attention, hdp_offload, hdp_page, hdp_steps, timing
 from gpu.record import Record
 from gpu.rings import LLAMA_8B, TINY, Bench, by_reference, positions
 from measured.pages import Page
@@ -41,9 +41,51 @@ def test_a_tiny_run_does_all_parts_and_none_fails(ran: tuple[dict[str, Any], Pat
     assert data["errors"] == []
     assert data["not_run"] == []
     assert set(data["rows"]) == {
-        *("a", "a exact", "b", "b linear", "b equal", "c", "d", "d bandwidth", "d formula")
+        *("a", "a exact", "b", "b linear", "b equal", "c", "c fit"),
+        *("d", "d bandwidth", "d formula"),
     }
     assert json.loads((folder / "r.json").read_text())["rows"] == data["rows"]
+
+
+def test_a_step_counts_with_the_median_of_passes_and_shows_each(
+    ran: tuple[dict[str, Any], Path],
+) -> None:
+    rows = [r for r in ran[0]["rows"]["c"] if r["executed"]]
+    assert {r["way"] for r in rows} == {"hdp", "static"}
+    for row in rows:
+        assert row["passes"] == len(row["single_passes"]) == hdp_steps.PASSES
+        assert row["over_mean"] == max(row["ranks_s"]) / (sum(row["ranks_s"]) / row["ranks"])
+        assert row["misfit"] >= 0
+    (fit,) = ran[0]["rows"]["c fit"]
+    assert fit["seed"] == rows[0]["seed"] + hdp_steps.OTHER, "costs know the step that they plan"
+
+
+def test_groups_of_pieces_are_what_the_host_queues_while_the_device_is_held() -> None:
+    host_s = np.array([0.5, 0.3, 0.4, 3.0, 0.0, 0.0]) * timing.QUEUE_S
+    assert timing.groups_of(6, host_s) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
+    assert timing.groups_of(0, host_s[:0]) == []
+    assert timing.groups_of(3, None) == [slice(0, 3)]
+    for n in (timing.AHEAD, timing.AHEAD + 1):
+        groups = timing.groups_of(n, np.zeros(n))
+        assert [i for g in groups for i in range(g.start, g.stop)] == list(range(n))
+        assert max(g.stop - g.start for g in groups) == timing.AHEAD
+
+
+def test_a_warm_up_runs_only_the_marked_pieces() -> None:
+    found: list[int] = []
+    pieces = [lambda i=i: found.append(i) for i in range(4)]
+    host_s = timing.host_seconds(pieces, CPU, np.array([True, False, True, False]))
+    assert found == [0, 2]
+    assert ((host_s > 0) == [True, False, True, False]).all()
+
+
+def test_steps_hold_their_context_and_the_whole_grid_has_8_to_64_ranks() -> None:
+    assert len(set(hdp_steps.CASES)) == len(hdp_steps.CASES)
+    for case in hdp_steps.CASES:
+        assert case.context <= case.ranks * case.capacity
+        assert case.capacity <= hdp_attention.REAL.local
+        assert case.context <= hdp_attention.REAL.whole
+    assert {c.ranks for c in hdp_steps.CASES if c.context == 512 * 1024} == {8, 16, 32, 64}
 
 
 def test_rings_agree_with_attention_over_whole_documents(ran: tuple[dict[str, Any], Path]) -> None:

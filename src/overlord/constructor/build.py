@@ -43,10 +43,25 @@ class StepDocuments:
     items: Scattered | None = None
     # int64 [n, 5]: tokens that are not predicted (``exclusions.py``)
     excluded: np.ndarray | None = None
+    weights: Ragged | None = None  # loss weights with the offsets of ``tokens``; None: all are 1
+
+    def __post_init__(self) -> None:
+        assert self.weights is None or np.array_equal(self.weights.offsets, self.tokens.offsets), (
+            "expected loss weights with the offsets of the tokens"
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + (0 if self.items is None else self.items.nbytes)
+        return (
+            self.tokens.nbytes
+            + (0 if self.items is None else self.items.nbytes)
+            + (0 if self.weights is None else self.weights.nbytes)
+        )
+
+    @property
+    def weight_values(self) -> np.ndarray | None:
+        """The loss weight of each of ``tokens.values``; None: all are 1."""
+        return None if self.weights is None else self.weights.values
 
     @property
     def plan(self) -> LoadingPlan:
@@ -136,12 +151,13 @@ def build_groups(
     ``groups``: the ranks of each group; the result has one batch per group. The ranks of a group
     may belong to several buckets of the plan, and get different parts of them, as ``rank_views.py``
     defines. ``compact``: build a compact form for the receiver to expand, if possible. It is not
-    possible for slices along cp, pieces of hybrid plans, results of hooks and documents excluded
-    from the loss.
+    possible for slices along cp, pieces of hybrid plans, results of hooks, documents excluded from
+    the loss and loss weights.
     """
     if staged.plan.tasks is not None:
         return _build_tasks(staged, info, groups, batch, allocate, hooks)
-    compact = compact and not hooks and (staged.excluded is None or not len(staged.excluded))
+    excluded = staged.excluded is not None and len(staged.excluded) > 0
+    compact = compact and not hooks and staged.weights is None and not excluded
     if info.place is None and not compact:
         return build_buckets(staged, list(groups), batch, multiple, allocate, hooks)
     if info.place is None:
@@ -211,7 +227,9 @@ def _build_tasks(
     views = views_of(place, info.axis, info.broadcast, batch.cp_split)
     bucket_of = _buckets_of_ranks(place, None, info.axis)
     buckets = sorted({bucket_of[rank] for ranks in groups.values() for rank in ranks})
-    built = build_pieces(staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate)
+    built = build_pieces(
+        staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate, staged.weights
+    )
     if staged.excluded is not None and len(staged.excluded):
         spans = spans_of_pieces(staged.excluded, staged.plan.main, built.samples, built.bounds)
         exclude_from_pieces(built.arrays, spans, batch.labels)
@@ -316,15 +334,15 @@ def _build_views(
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        whole = _with_exclusions(
-            build_arrays(*documents, batch, multiple, allocate), staged, buckets, 0, batch
-        )
+        made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
+        whole = _with_exclusions(made_whole, staged, buckets, 0, batch)
         by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
-        slices = dict(
-            zip(ranks, build_slices(*documents, batch, multiple, allocate, cp, ranks), strict=True)
+        built_slices = build_slices(
+            *documents, batch, multiple, allocate, cp, ranks, staged.weight_values
         )
+        slices = dict(zip(ranks, built_slices, strict=True))
         for r, arrays in slices.items():
             view = View(cp=cp, cp_rank=r, split=batch.cp_split)
             _with_exclusions(arrays, staged, buckets, 0, batch, view)
@@ -357,9 +375,8 @@ def build_buckets(
 
     def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
-        made = build_arrays(
-            *_gather(staged, rows[a:b], place[a:b] - first, n), batch, multiple, allocate
-        )
+        documents = _gather(staged, rows[a:b], place[a:b] - first, n)
+        made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:

@@ -15,7 +15,8 @@ import numpy as np
 from overlord.constructor.pack import IGNORE, BatchArrays
 from overlord.plan.plan import Assignment
 from overlord.plan.view import View
-from overlord.token_parts import Documents, ranges, slice_parts, token_parts
+from overlord.sample import ranges
+from overlord.token_parts import Documents, slice_parts, token_parts
 
 EVERY = 2**40  # more tokens than any document has
 NOTHING = (("labels", IGNORE), ("loss_mask", 0))

@@ -44,7 +44,7 @@ from overlord.messages.control import EncoderPlan
 from overlord.messages.data import DecodeFailures
 from overlord.plan.module_ranks import bucket_by_rank
 from overlord.process import resources
-from overlord.token_parts import ranges
+from overlord.sample import ranges
 
 if TYPE_CHECKING:
     from overlord.constructor.build import StepDocuments

@@ -23,7 +23,7 @@ import numpy as np
 from overlord.constructor.pack import BatchArrays
 from overlord.constructor.runs import cp_runs
 from overlord.plan.view import View
-from overlord.token_parts import ranges
+from overlord.sample import ranges
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
 # Never sliced, even if an array has as many rows as the microbatch has tokens.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from overlord.token_parts import ranges
+from overlord.sample import ranges
 
 
 def pieces(

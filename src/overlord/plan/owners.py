@@ -23,7 +23,8 @@ from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.plan.module_ranks import first_ranks
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks
-from overlord.token_parts import Documents, TokenParts, ranges, slice_parts, token_parts
+from overlord.sample import ranges
+from overlord.token_parts import Documents, TokenParts, slice_parts, token_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from overlord import ring
 from overlord.errors import PlanError
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks
-from overlord.token_parts import ranges
+from overlord.sample import ranges
 
 AXES = ("DP", "CP")  # axes of buckets whose ranks can form rings
 MAX_PIECES = 2**28  # far above any step, and below what would exhaust memory

@@ -35,7 +35,7 @@ from overlord.mesh import Batch
 from overlord.plan.module_ranks import first_ranks
 from overlord.plan.owners import Parts, parts_of
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.token_parts import ranges
+from overlord.sample import ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

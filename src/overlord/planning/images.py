@@ -16,8 +16,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes
 from overlord.planning.balance.groups import nested
 from overlord.planning.balance.placement import ItemPlacement, PackingProblem
-from overlord.sample import Buffer, Ragged
-from overlord.token_parts import ranges
+from overlord.sample import Buffer, Ragged, ranges
 
 # ----------------------------------------------------------------------------
 # Encoder plans: the images that some ranks encode in a step, selected from the plan once per step.
@@ -187,21 +186,6 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         raise PlanError(problem, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
 
 
-def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Return the number of tokens of a step that have a loss, over all ranks.
-
-    Every token counts except the first of each document and placeholders of images, which are not
-    predicted. ``images``: whether the job's images are encoded; if not, there are no placeholders.
-    """
-    found = int(np.maximum(plan.tokens - 1, 0).sum())
-    a = plan.modules.get(ENCODER) if images else None
-    if a is None or a.out is None or a.offset is None:
-        return found
-    # the first token of a document is never predicted
-    first = (a.offset == 0) & (a.out > 0)
-    return found - int(a.out.sum()) + int(first.sum())
-
-
 # ----------------------------------------------------------------------------
 # Items of samples (images): the rank that encodes each, and the tokens that its output replaces.
 #
@@ -212,69 +196,6 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
 # ``merge`` patches. The items are then at the start of their document one after another.
 
 PER = ("iteration", "microbatch")
-
-
-def nodes(
-    buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
-) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """Return the buffer row of each node, the columns of the nodes, and whether they are items.
-
-    ``names``: metadata columns; empty: all with one value per sample. If one of them is ragged,
-    there is a node for each of its values. ``sources``: keep nodes of these sources; None: of all.
-    """
-    sample, columns, items = _all_nodes(buffer, names)
-    if sources is None:
-        return sample, columns, items
-    kept = np.isin(sample, of_sources(buffer, sources))
-    return sample[kept], {n: c[kept] for n, c in columns.items()}, items
-
-
-def _all_nodes(
-    buffer: Buffer, names: Sequence[str]
-) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    if not names:
-        return (
-            np.arange(len(buffer)),
-            {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)},
-            False,
-        )
-    found = {name: buffer.column(name) for name in names}
-    ragged = {n: c for n, c in found.items() if isinstance(c, Ragged)}
-    if not ragged:
-        return (
-            np.arange(len(buffer)),
-            {n: c for n, c in found.items() if isinstance(c, np.ndarray)},
-            False,
-        )
-    lengths = next(iter(ragged.values())).lengths
-    sample = np.repeat(np.arange(len(buffer)), lengths)
-    columns: dict[str, np.ndarray] = {}
-    for name, column in found.items():
-        if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
-            other = next(iter(ragged))
-            raise PlanError(
-                f"select: metadata {name!r} and {other!r} have different numbers of items",
-                buffer.step,
-                "select them in two graphs",
-            )
-        columns[name] = (
-            column.values[column.offsets[0] : column.offsets[-1]]
-            if isinstance(column, Ragged)
-            else column[sample]
-        )
-    return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
-
-
-def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
-    """Return the rows of the buffer that come from these sources."""
-    unknown = [s for s in sources if s not in buffer.names]
-    if unknown:
-        raise PlanError(
-            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}",
-            buffer.step,
-            "select a known source",
-        )
-    return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

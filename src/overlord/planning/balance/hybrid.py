@@ -15,17 +15,26 @@ import numpy as np
 
 from overlord import ring
 from overlord.plan.tasks import TaskTable
-from overlord.planning.balance import binpack, hybrid_table, ring_placement, ring_search, rings
+from overlord.planning.balance import (
+    binpack,
+    hybrid_table,
+    levels,
+    ring_placement,
+    ring_search,
+    rings,
+)
 from overlord.planning.balance.hybrid_rules import HybridRules, check
-from overlord.planning.balance.ring_placement import Rings
+from overlord.planning.balance.ring_placement import Rings, Wide
 from overlord.planning.cost.ring import RingCosts
 
 __all__ = ["HybridPlan", "HybridRules", "schedule"]
 
-NEAR = 1.0005  # over the mean rank: nothing else is tried
+NEAR = 1.005  # over the mean rank: nothing else is tried
 MUCH = 1 << 21  # rings times ranks above which rings of any size are not tried: it takes too long
 FEW = 16  # ranks up to which one ring of all for every document is tried too
+TINY = (8, 32)  # parts of its share of a full rank: shorter documents need no ring of all
 PASSES = 3  # of the quota of pipelines
+SHARES = (1.0, 0.9, 0.6)  # of the mean rank: most time of a document on a ring of whole nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +52,10 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     check(lengths, rules)
     length = np.asarray(lengths, np.int64)
     best, slowest = None, np.inf
-    near = NEAR * rings.mean_load(length, costs, rules)
-    for placed in _placements(length, costs, rules):
-        found = _planned(length, placed, costs, rules)
+    near = rings.mean_load(length, costs, rules, constants=True)
+    near *= NEAR if rules.ranks > FEW else 1.0
+    for placed in placements(length, costs, rules):
+        found = planned(length, placed, costs, rules)
         if best is None or float(found.load.max()) < slowest:
             best, slowest = found, float(found.load.max())
         if slowest <= near:
@@ -54,42 +64,98 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     return best
 
 
-def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
-    """Yield placements of long documents: on nested blocks, then on the least busy ranks."""
+def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
+    """Yield placements of long documents, the cheapest to compute first.
+
+    On the least busy ranks; then on nested blocks, some of them behind rings of whole nodes.
+    """
     least, fixed = rings.floors(length, rules)
-    whole = ring.padded(length, 1, rules.multiple) if rules.multiple else length
-    found = 0
-    for chain in rings.chains(rules):
-        if not np.isin(least[fixed], chain).all():
-            continue
-        sizes = [ring_search.nested_sizes(length, least, chain, costs, rules)]
-        if rules.ranks <= FEW:
-            sizes.append(np.full(len(length), rules.ranks))
-        for size in sizes:
-            size[fixed] = least[fixed]
-            docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
+    chains = [chain for chain in rings.chains(rules) if np.isin(least[fixed], chain).all()]
+    choices = [Choice(length, least, fixed, chain, costs, rules) for chain in chains]
+    free = rules.groups == "any"
+    if (rules.equal_counts or rules.stages > 1) and choices and not fixed.any():
+        yield levels.placed(length, least, choices[0].chain, costs, rules)
+    if free or not choices:
+        size = ring_search.free_sizes(length, least, costs, rules)
+        size[fixed] = least[fixed]
+        whole = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+        docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
+        if not choices or len(docs) * rules.ranks <= MUCH:
             seconds = rings.seconds(length[docs], size[docs], costs, rules)
-            yield ring_placement.in_blocks(
-                docs,
-                seconds,
-                size[docs],
-                rings.held(length[docs], size[docs], rules),
-                chain,
-                ranks=rules.ranks,
-                capacity=rules.capacity,
+            yield ring_placement.listed(
+                docs, seconds, size[docs], ranks=rules.ranks, node=rules.node
             )
-        found += 1
-    if found and rules.groups != "any":
-        return
-    size = ring_search.free_sizes(length, least, costs, rules)
-    size[fixed] = least[fixed]
-    docs = np.flatnonzero((size > 1) | (whole > rules.capacity))
-    if not found or len(docs) * rules.ranks <= MUCH:
-        seconds = rings.seconds(length[docs], size[docs], costs, rules)
-        yield ring_placement.listed(docs, seconds, size[docs], ranks=rules.ranks, node=rules.node)
+    shares = SHARES if free and not fixed.any() else ()
+    for share in shares[:1]:
+        yield from choices[0].wide(share)
+    for choice in choices:
+        yield choice.nested(Wide.none(rules.ranks))
+        if rules.ranks <= FEW:
+            yield choice.all_ranks(0)
+            for part in TINY:
+                yield choice.all_ranks(rules.capacity // (part * rules.ranks))
+    for share in shares[1:]:
+        yield from choices[0].wide(share)
 
 
-def _planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Placements on the blocks of one chain."""
+
+    length: np.ndarray
+    least: np.ndarray
+    fixed: np.ndarray
+    chain: np.ndarray
+    costs: RingCosts
+    rules: HybridRules
+
+    def nested(self, wide: Wide) -> Rings:
+        """Return the placement with the sizes of a search."""
+        rest = np.ones(len(self.length), bool)
+        rest[wide.doc] = False
+        rows = np.flatnonzero(rest)
+        size = ring_search.nested_sizes(
+            self.length[rows], self.least[rows], self.chain, self.costs, self.rules, wide
+        )
+        return self._placed(rows, size, wide)
+
+    def all_ranks(self, short: int) -> Rings:
+        """Return the placement with all ranks for every document of more than ``short`` tokens."""
+        size = np.where(self.length > short, self.rules.ranks, self.least)
+        return self._placed(np.arange(len(size)), size, Wide.none(self.rules.ranks))
+
+    def wide(self, share: float) -> Iterator[Rings]:
+        """Yield the placement whose longest documents have any number of whole nodes, if any do.
+
+        ``share``: of the mean rank, that such a document takes at most.
+        """
+        most = share * rings.mean_load(self.length, self.costs, self.rules)
+        docs, size = ring_search.wide_sizes(self.length, self.least, most, self.costs, self.rules)
+        if len(docs):
+            seconds = rings.seconds(self.length[docs], size, self.costs, self.rules)
+            yield self.nested(
+                ring_placement.side_by_side(
+                    docs, seconds, size, ranks=self.rules.ranks, node=self.rules.node
+                )
+            )
+
+    def _placed(self, rows: np.ndarray, size: np.ndarray, wide: Wide) -> Rings:
+        length, rules = self.length[rows], self.rules
+        size = np.where(self.fixed[rows], self.least[rows], size)
+        whole = ring.padded(length, 1, rules.multiple) if rules.multiple else length
+        at = np.flatnonzero((size > 1) | (whole > rules.capacity))
+        return ring_placement.in_blocks(
+            rows[at],
+            rings.seconds(length[at], size[at], self.costs, rules),
+            size[at],
+            rings.held(length[at], size[at], rules),
+            self.chain,
+            capacity=rules.capacity,
+            wide=wide,
+        )
+
+
+def planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
     """Return the plan with these rings: short documents on ranks, packs, and empty tasks."""
     alone = np.zeros(len(length), bool)
     alone[placed.doc] = True

@@ -2,8 +2,9 @@
 
 ``in_blocks`` places rings of a chain from the largest size to the smallest, those of a size by LPT
 over its blocks. All ranks of a block then have the same tasks so far, and a ring starts on all its
-members at once: nobody waits, and indices are equal and dense by themselves. ``listed`` places
-rings of any size on the least busy ranks, where members may wait for each other.
+members at once: nobody waits, and indices are equal and dense by themselves. ``side_by_side``
+places few rings of whole nodes before them, whose sizes need not divide each other. ``listed``
+places rings of any size on the least busy ranks, where members may wait for each other.
 """
 
 from __future__ import annotations
@@ -37,22 +38,75 @@ class Blocks:
     end: np.ndarray  # float64 [ranks]
 
 
-def nest(seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int) -> Blocks:
-    """Place documents on blocks of their size, the largest size first, each size by LPT."""
+def nest(
+    seconds: np.ndarray, size: np.ndarray, chain: np.ndarray, ranks: int, wide: Wide | None = None
+) -> Blocks:
+    """Place documents on blocks of their size, the largest size first, each size by LPT.
+
+    A block is free when the last of its ranks is: after ``wide`` documents its ranks may differ.
+    """
     first, nth = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
-    end = np.zeros(ranks)
+    end = np.zeros(ranks) if wide is None else wide.end.copy()
     for d in chain[::-1].tolist():
         rows = np.flatnonzero(size == d)
         if not len(rows):
             continue
         rows = rows[binpack.by_falling(seconds[rows])]
         blocks = ranks // d
-        block = binpack.lpt(seconds[rows], blocks, start=end[: blocks * d : d])
+        free = end[: blocks * d].reshape(blocks, d).max(axis=1)
+        block = binpack.lpt(seconds[rows], blocks, start=free)
         first[rows] = block.astype(np.int64) * d
         nth[rows] = position_in_key(block, blocks)
         more = np.bincount(block, weights=seconds[rows], minlength=blocks)
-        end[: blocks * d] += np.repeat(more, d)
+        used = np.repeat(np.bincount(block, minlength=blocks) > 0, d)
+        end[: blocks * d][used] = np.repeat(free + more, d)[used]
     return Blocks(first, nth, end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wide:
+    """Documents on consecutive ranks before all others, each in a task of its own."""
+
+    doc: np.ndarray  # int64, in the order of their start
+    first: np.ndarray  # int64: its ranks are first to first + size - 1
+    size: np.ndarray  # int64
+    index: np.ndarray  # int64
+    end: np.ndarray  # float64 [ranks]
+    following: np.ndarray  # int64 [ranks]: the next index of each rank
+
+    @staticmethod
+    def none(ranks: int) -> Wide:
+        whole = np.zeros(0, np.int64)
+        return Wide(whole, whole, whole, whole, np.zeros(ranks), np.zeros(ranks, np.int64))
+
+
+def side_by_side(
+    docs: np.ndarray, seconds: np.ndarray, size: np.ndarray, *, ranks: int, node: int
+) -> Wide:
+    """Place documents on whole nodes, the largest rings first, where they start first.
+
+    Every size, and the number of ranks, is a multiple of ``node``.
+    """
+    nodes = ranks // node
+    end, following = np.zeros(nodes), np.zeros(nodes, np.int64)
+    order = np.lexsort((-seconds, -size))
+    first, index = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+    for i, (d, time) in enumerate(zip(size[order].tolist(), seconds[order].tolist(), strict=True)):
+        width = d // node
+        busy = np.lib.stride_tricks.sliding_window_view(end, width).max(axis=1)
+        at = int(busy.argmin())
+        here = slice(at, at + width)
+        first[i], index[i] = at * node, following[here].max()
+        end[here], following[here] = busy[at] + time, index[i] + 1
+    by = np.argsort(index, kind="stable")
+    return Wide(
+        docs[order][by],
+        first[by],
+        size[order][by],
+        index[by],
+        np.repeat(end, node),
+        np.repeat(following, node),
+    )
 
 
 def members(first: np.ndarray, size: np.ndarray) -> np.ndarray:
@@ -69,14 +123,16 @@ def in_blocks(
     held: np.ndarray,
     chain: np.ndarray,
     *,
-    ranks: int,
     capacity: int,
+    wide: Wide,
 ) -> Rings:
     """Place documents on nested blocks; those of a block share tasks as far as they fit.
 
     ``held``: tokens of each on a rank. A document above the capacity has a task of its own.
+    ``wide``: documents that are placed before.
     """
-    made = nest(seconds, size, chain, ranks)
+    ranks = len(wide.end)
+    made = nest(seconds, size, chain, ranks, wide)
     order = np.lexsort((made.nth, made.first, -size))
     first, d = made.first[order], size[order]
     begins = np.concatenate(([True], (first[1:] != first[:-1]) | (d[1:] != d[:-1])))[: len(order)]
@@ -86,26 +142,38 @@ def in_blocks(
     opens = np.concatenate(([True], inside[1:] != inside[:-1]))[: len(order)] | begins
     task = np.cumsum(opens) - 1
     first, d, block = first[opens], d[opens], block[opens]
-    index, following = np.zeros(len(first), np.int64), np.zeros(ranks, np.int64)
-    for size_of in chain[::-1].tolist():
-        rows = np.flatnonzero(d == size_of)
-        if not len(rows):
-            continue
-        at = first[rows] // size_of
-        index[rows] = following[first[rows]] + position_in_key(at, ranks)
-        used = ranks // size_of
-        following[: used * size_of] += np.repeat(np.bincount(at, minlength=used), size_of)
+    index = np.concatenate((wide.index, _indices(first, d, chain, wide.following)))
+    first, d = np.concatenate((wide.first, first)), np.concatenate((wide.size, d))
     by = np.lexsort((first, index))
     number = np.empty(len(by), np.int64)
     number[by] = np.arange(len(by))
+    task = np.concatenate((np.arange(len(wide.doc)), task + len(wide.doc)))
     return Rings(
-        doc=docs[order],
+        doc=np.concatenate((wide.doc, docs[order])),
         task=number[task],
         ptr=np.concatenate(([0], np.cumsum(d[by]))),
         rank=members(first[by], d[by]).astype(np.int32),
         index=index[by],
         end=made.end,
     )
+
+
+def _indices(
+    first: np.ndarray, size: np.ndarray, chain: np.ndarray, following: np.ndarray
+) -> np.ndarray:
+    """Return the index of every ring, given block by block, after those that ranks have."""
+    index, following, ranks = np.zeros(len(first), np.int64), following.copy(), len(following)
+    for d in chain[::-1].tolist():
+        rows = np.flatnonzero(size == d)
+        if not len(rows):
+            continue
+        at, blocks = first[rows] // d, ranks // d
+        free = following[: blocks * d].reshape(blocks, d).max(axis=1)
+        index[rows] = free[at] + position_in_key(at, blocks)
+        number = np.bincount(at, minlength=blocks)
+        used = np.repeat(number > 0, d)
+        following[: blocks * d][used] = np.repeat(free + number, d)[used]
+    return index
 
 
 def listed(

@@ -8,12 +8,13 @@ of the mean rank. Then the longest document of each of the busiest ranks gets th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
 from overlord.planning.balance import binpack, rings
 from overlord.planning.balance.hybrid_rules import HybridRules
-from overlord.planning.balance.ring_placement import Blocks, members, nest
+from overlord.planning.balance.ring_placement import Blocks, Wide, members, nest
 from overlord.planning.cost.ring import RingCosts
 
 SHARES = (
@@ -32,21 +33,31 @@ MISSES = 6  # consecutive tries that are no better
 MOST = 48  # tries of a search
 GROWTHS = 4  # times that documents are passed over in a try since more ranks do not help them
 TRIES, STEPS = 128, 1 << 20  # tries of all searches; and documents and ranks over all tries
+BEHIND = 3  # searches behind wide documents
 BRIEF = 1024  # documents shorter than this part of the longest never need a ring by themselves
 
 
 def nested_sizes(
-    length: np.ndarray, least: np.ndarray, chain: np.ndarray, costs: RingCosts, rules: HybridRules
+    length: np.ndarray,
+    least: np.ndarray,
+    chain: np.ndarray,
+    costs: RingCosts,
+    rules: HybridRules,
+    wide: Wide,
 ) -> np.ndarray:
-    """Return sizes for nested blocks."""
-    mean = rings.mean_load(length, costs, rules)
+    """Return sizes for nested blocks, behind ``wide`` documents."""
+    before = binpack.total(wide.end) / rules.ranks
+    mean = before + rings.mean_load(length, costs, rules)
     smallest = np.searchsorted(chain, least)
     best, found = np.inf, smallest
     # larger rings only add transfers to the work of all ranks
     least_load = binpack.total(rings.seconds(length, least, costs, rules) * least) / rules.ranks
+    least_load += before
     tries = max(16, min(TRIES, STEPS // (len(length) + rules.ranks)))
-    for start in _starts(length, smallest, chain, mean, costs, rules):
-        slowest, level, used = _searched(length, start, chain, mean, best, costs, rules)
+    starts = _starts(length, smallest, chain, mean, costs, rules)
+    # the sizes of the longest documents are chosen already if some are wide
+    for start in islice(starts, BEHIND if len(wide.doc) else None):
+        slowest, level, used = _searched(length, start, chain, wide, (mean, best), costs, rules)
         tries -= used
         if slowest < best:
             best, found = slowest, level
@@ -68,20 +79,25 @@ def _starts(
     for share in SHARES:
         yield rings.within(length, smallest, chain, share * mean, costs, rules)
     for least in range(1, len(chain)):
-        yield np.maximum(smallest, np.where(length * BRIEF > length.max(), least, 0))
+        yield np.maximum(smallest, np.where(length * BRIEF > length.max(initial=0), least, 0))
 
 
 def _searched(
     length: np.ndarray,
     level: np.ndarray,
     chain: np.ndarray,
-    mean: float,
-    limit: float,
+    wide: Wide,
+    limits: tuple[float, float],
     costs: RingCosts,
     rules: HybridRules,
 ) -> tuple[float, np.ndarray, int]:
-    """Return the time of the slowest rank, the levels that lead to it, and the tries."""
+    """Return the time of the slowest rank, the levels that lead to it, and the tries.
+
+    ``limits``: time of the mean rank, and the slowest rank of an earlier search.
+    """
+    mean, limit = limits
     best, found, missed = np.inf, level, 0
+    before = binpack.total(wide.end) / rules.ranks
     seconds = rings.seconds(length, chain[level], costs, rules)
     stuck = np.zeros(len(length), bool)  # whose next size is no faster
     fluid = FLUID if len(length) > MANY * rules.ranks else FEW_FLUID
@@ -89,11 +105,11 @@ def _searched(
     while tries < MOST:
         tries += 1
         size = chain[level]
-        bound = binpack.total(seconds * size) / rules.ranks
+        bound = before + binpack.total(seconds * size) / rules.ranks
         if bound >= min(best, limit):  # larger rings only cost more
             break
         big = np.flatnonzero((size > 1) | (seconds * fluid > mean))
-        made = nest(seconds[big], size[big], chain, rules.ranks)
+        made = nest(seconds[big], size[big], chain, rules.ranks, wide)
         slowest = max(bound, float(made.end.max()))
         missed = 0 if slowest < best else missed + 1
         if slowest < best:
@@ -147,3 +163,33 @@ def free_sizes(
         size[going[worth]], now[going[worth]] = more[worth], then[worth]
         going = going[worth & (then > mean)]
     return size
+
+
+def wide_sizes(
+    length: np.ndarray, least: np.ndarray, most: float, costs: RingCosts, rules: HybridRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return documents that need more than a node to take at most ``most``, with their sizes.
+
+    A size is the smallest number of whole nodes that suffices, or the fastest. Nothing is returned
+    if the ranks are no whole nodes, or if there are too many sizes to try.
+    """
+    node, nodes = rules.node, rules.ranks // rules.node
+    none = np.zeros(0, np.int64)
+    if nodes < FEW_NODES or rules.ranks % node:
+        return none, none
+    one = np.full(len(length), node)
+    docs = np.flatnonzero(
+        (least > node) | (rings.seconds(length, one, costs, rules) > most) & (length > node)
+    )
+    if not len(docs) or len(docs) * nodes > WIDE:
+        return none, none
+    size = node * np.tile(np.arange(1, nodes + 1), (len(docs), 1))
+    flat = np.repeat(length[docs], nodes)
+    seconds = rings.seconds(flat, size.reshape(-1), costs, rules).reshape(size.shape)
+    seconds[size < least[docs][:, None]] = np.inf
+    wanted = np.maximum(most, seconds.min(axis=1) / FASTER)
+    return docs, node * (1 + (seconds <= wanted[:, None]).argmax(axis=1))
+
+
+FEW_NODES = 3  # below which the sizes of a chain are all that there is
+WIDE = 1 << 18  # documents times nodes above which no wide rings are tried: it takes too long

@@ -109,15 +109,24 @@ def held(length: np.ndarray, size: np.ndarray, rules: HybridRules) -> np.ndarray
     """Return an upper bound of the tokens of each document on a rank of its ring: int64."""
     if rules.multiple:
         return ring.padded(length, size, rules.multiple) // size
-    pieces: np.ndarray = -(-length // size) + (size > 1)
-    return pieces
+    # both chunks of a piece are rounded: by less than 1 each, and their sum by less than 2
+    pieces: np.ndarray = np.minimum(-(-length // size) + 1, 2 * -(-length // (2 * size)))
+    return np.where(size > 1, pieces, length)
 
 
-def mean_load(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> float:
-    """Return the computation of a mean rank, without transfers and constants."""
+def mean_load(
+    length: np.ndarray, costs: RingCosts, rules: HybridRules, *, constants: bool = False
+) -> float:
+    """Return the computation of a mean rank, without transfers.
+
+    ``constants``: with those of full tasks, of which there are as few as tokens allow.
+    """
     exact, one = length.astype(np.float64), np.ones(len(length), np.int64)
-    linear, square, _ = costs.coefficients(one)
-    return binpack.total(linear * exact + square * (exact * exact)) / rules.ranks
+    linear, square, constant = costs.coefficients(one)
+    work = linear * exact + square * (exact * exact)
+    if constants:
+        work += constant * exact / rules.capacity
+    return binpack.total(work) / rules.ranks
 
 
 def within(
