@@ -21,6 +21,7 @@ import overlord as ov
 import overlord.torch as ot
 from overlord.planning.strategies import hdp
 from overlord.torch import hdp as rings
+from tests.torch.ranks import checks_hdp_images
 from tests.torch.ranks.hdp_decoder import Decoder, Grads, grads_of, plain
 from tests.torch.ranks.hdp_plans import VOCABULARY
 from tests.worlds import Rows
@@ -187,4 +188,4 @@ CHECKS: dict[str, Any] = {
         a_broadcast_serves_tensor_parallel_ranks,
         a_schedule_of_ones_own,
     )
-}
+} | checks_hdp_images.CHECKS

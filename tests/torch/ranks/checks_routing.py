@@ -246,6 +246,7 @@ def rows_of_different_dtypes_or_widths_are_refused_on_all_ranks(out: Path) -> No
     maps = {
         "send_splits": counts,
         "recv_splits": counts,
+        "send_rows": np.arange(int(counts.sum())),
         "recv_rows": np.arange(int(counts[0])),
         "send_lens": counts[:1],
     }
