@@ -534,7 +534,7 @@ class Job:
         return found
 
     def _image_problems(self) -> list[str]:
-        """Return the problems of images: different forms, or ranks without whole microbatches."""
+        """Return the problems of images: sources whose images have different forms."""
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
             if isinstance(self.sources, tuple)

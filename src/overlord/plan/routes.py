@@ -235,8 +235,6 @@ def make_routes(
     sent, received, wanted = (
         order[order_by_key(slot[order], m)] for order in (by_encoder, received, wanted)
     )
-    items = parts.item[sent]
-    _, begins = np.unique(items, return_index=True)  # every item has a part
     return Routes(
         module=module,
         world_size=w,
@@ -247,7 +245,7 @@ def make_routes(
         number=position_in_key(a.sample, len(plan)),
         out=a.out,
         parts=parts,
-        encoded=items[np.sort(begins)],
+        encoded=parts.item[sent[_first_of_item(parts, sent)]],
         sent=sent,
         received=received,
         wanted=wanted,
@@ -255,6 +253,17 @@ def make_routes(
         sent_bounds=_bounds(slot, encoder[parts.item], m, w),
         owned_bounds=_bounds(slot, parts.owner, m, w),
     ).validate()
+
+
+def _first_of_item(parts: Parts, sent: np.ndarray) -> np.ndarray:
+    """Return which sent parts are the first of their item; every item has a part."""
+    number = np.empty(len(sent), np.int64)
+    number[sent] = np.arange(len(sent))
+    opens = np.append(True, parts.item[1:] != parts.item[:-1])[: len(sent)]
+    lowest = np.minimum.reduceat(number, np.flatnonzero(opens)) if len(sent) else number
+    found = np.zeros(len(sent), bool)
+    found[lowest] = True
+    return found
 
 
 def _by_microbatch(plan: LoadingPlan, n_slots: int, slot: np.ndarray, parts: Parts) -> bool:
