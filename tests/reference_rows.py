@@ -259,7 +259,12 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
     """Apply one transform: return new fields by row, or FAILED, or DROPPED."""
     kind = type(step).__name__
     if kind == "Tokens":
-        return [{**fields, "tokens": fields.get(step.column)} for fields in rows]
+        return [
+            {**fields, "tokens": fields.get(step.column)}
+            if step.loss is None or are_weights(fields.get(step.loss), fields.get(step.column))
+            else FAILED
+            for fields in rows
+        ]
     if kind == "Tokenize":
         return [tokenize(step, fields) for fields in rows]
     if kind == "Select":
@@ -287,6 +292,14 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
             dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)
         ]
     )
+
+
+def are_weights(weights: Any, tokens: Any) -> bool:
+    """Return whether a list has a finite weight of at least 0 for each token."""
+    if not isinstance(weights, list) or len(weights) != len(tokens or []):
+        return False
+    most = float(np.finfo(np.float32).max)
+    return all(w is not None and 0 <= w <= most for w in weights)
 
 
 def is_meta(value: Any) -> bool:

@@ -35,6 +35,9 @@ CORES = (
     "journal.checkpoint",
     "journal.replay",
     "ray.node_choice",
+    "transforms.chat_messages",
+    "transforms.chat_spans",
+    "transforms.chat_text",
 )
 PURE_PACKAGES = ("job", "messages", "plan", "planning", "scaling")
 PURE = sorted(

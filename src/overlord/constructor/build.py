@@ -51,10 +51,25 @@ class StepDocuments:
     excluded_documents: np.ndarray | None = None
     # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
     excluded_targets: np.ndarray | None = None
+    weights: Ragged | None = None  # loss weights with the offsets of ``tokens``; None: all are 1
+
+    def __post_init__(self) -> None:
+        assert self.weights is None or np.array_equal(self.weights.offsets, self.tokens.offsets), (
+            "expected loss weights with the offsets of the tokens"
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + (0 if self.items is None else self.items.nbytes)
+        return (
+            self.tokens.nbytes
+            + (0 if self.items is None else self.items.nbytes)
+            + (0 if self.weights is None else self.weights.nbytes)
+        )
+
+    @property
+    def weight_values(self) -> np.ndarray | None:
+        """The loss weight of each of ``tokens.values``; None: all are 1."""
+        return None if self.weights is None else self.weights.values
 
     @property
     def plan(self) -> LoadingPlan:
@@ -144,14 +159,15 @@ def build_groups(
     ``groups``: the ranks of each group; the result has one batch per group. The ranks of a group
     may belong to several buckets of the plan, and get different parts of them, as ``rank_views.py``
     defines. ``compact``: build a compact form for the receiver to expand, if possible. It is not
-    possible for slices along cp, pieces of hybrid plans, results of hooks and documents excluded
-    from the loss.
+    possible for slices along cp, pieces of hybrid plans, results of hooks, documents excluded from
+    the loss and loss weights.
     """
     if staged.plan.tasks is not None:
         return _build_tasks(staged, info, groups, batch, allocate, hooks)
     compact = (
         compact
         and not hooks
+        and staged.weights is None
         and not any(
             left is not None and len(left)
             for left in (staged.excluded_documents, staged.excluded_targets)
@@ -226,7 +242,9 @@ def _build_tasks(
     views = views_of(place, info.axis, info.broadcast, batch.cp_split)
     bucket_of = _buckets_of_ranks(place, None, info.axis)
     buckets = sorted({bucket_of[rank] for ranks in groups.values() for rank in ranks})
-    built = build_pieces(staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate)
+    built = build_pieces(
+        staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate, staged.weights
+    )
     first, number = built.first.tolist(), {bucket: k for k, bucket in enumerate(buckets)}
     by_view = {view: of_stage(built.arrays, view) for view in set(views) if not view.nothing}
 
@@ -338,15 +356,15 @@ def _build_views(
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        whole = _with_exclusions(
-            build_arrays(*documents, batch, multiple, allocate), staged, buckets, 0, batch
-        )
+        made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
+        whole = _with_exclusions(made_whole, staged, buckets, 0, batch)
         by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
-        slices = dict(
-            zip(ranks, build_slices(*documents, batch, multiple, allocate, cp, ranks), strict=True)
+        built_slices = build_slices(
+            *documents, batch, multiple, allocate, cp, ranks, staged.weight_values
         )
+        slices = dict(zip(ranks, built_slices, strict=True))
         by_view = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
@@ -376,9 +394,8 @@ def build_buckets(
 
     def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
-        made = build_arrays(
-            *_gather(staged, rows[a:b], place[a:b] - first, n), batch, multiple, allocate
-        )
+        documents = _gather(staged, rows[a:b], place[a:b] - first, n)
+        made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:

@@ -278,8 +278,8 @@ class PlannedStep:
     kept: np.ndarray | None = None
     # int32: loader of each sample; for status and explanations, never for a strategy
     loader: np.ndarray | None = None
-    # tokens with a loss, over all ranks; a plan of some buckets cannot count them
-    valid_tokens: int = 0
+    # sum of the weights of all labels, over all ranks; a plan of some buckets cannot count them
+    valid_tokens: int | float = 0
     # encoder plan for the ranks of a constructor; None: the job has no images
     encoding: EncoderPlan | None = None
 

@@ -165,21 +165,6 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         raise PlanError(problem, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
 
 
-def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Return the number of tokens of a step that have a loss, over all ranks.
-
-    Every token counts except the first of each document and placeholders of images, which are not
-    predicted. ``images``: whether the job's images are encoded; if not, there are no placeholders.
-    """
-    found = int(np.maximum(plan.tokens - 1, 0).sum())
-    a = plan.modules.get(ENCODER) if images else None
-    if a is None or a.out is None or a.offset is None:
-        return found
-    # the first token of a document is never predicted
-    first = (a.offset == 0) & (a.out > 0)
-    return found - int(a.out.sum()) + int(first.sum())
-
-
 def sliced(place: Mesh, batch: Batch) -> bool:
     """Return whether mesh and batch give each context-parallel rank a slice of a microbatch."""
     return place.cp > 1 and batch.cp_split != "none"

@@ -244,9 +244,10 @@ def check_refused(names: Container[str], options: ReadOptions) -> None:
     """
     if refused := [name for name in options.refused if name in names]:
         raise BadFile(
-            f"expected token ids alone, got the column {refused[0]!r} next to them, which is "
-            "not supported yet",
-            "add Select with the columns to use: then every token has a loss",
+            f"expected token ids alone, got the column {refused[0]!r} next to them, which no "
+            "transform reads",
+            "name a column of loss weights in Tokens(loss=...), or add Select with the columns to "
+            "use: then every token has a loss",
         )
 
 

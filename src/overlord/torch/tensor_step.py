@@ -206,7 +206,7 @@ class TensorStep:
     ):
         self.step: int = about["step"]
         self.rank: int = about["rank"]
-        self.global_valid_tokens: int = about["global_valid_tokens"]
+        self.global_valid_tokens: int | float = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
         self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
         self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)
