@@ -22,6 +22,7 @@ from overlord.job.job import Job, Source
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
 from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
@@ -33,8 +34,9 @@ REGISTER = (
     "named by --import"
 )
 _functions: dict[str, Callable[..., Any]] = {}
-_TRANSFORMS: dict[str, Callable[..., Any]] = {
+_TRANSFORMS: dict[str, Any] = {
     "tokenize": Tokenize,
+    "chat": Chat,
     "tokens": Tokens,
     "map": Map,
     "filter": Filter,
@@ -305,11 +307,9 @@ class _Reader:
 
         A malformed URI is unchanged, too, so that later checks report it.
         """
-        return (
-            path
-            if "://" in path or uri_problems(path)
-            else os.path.join(self.folder, os.path.expanduser(path))
-        )
+        if "://" in path or uri_problems(path):
+            return path
+        return os.path.join(self.folder, os.path.expanduser(path))
 
     def _tokenizer(self, text: str) -> str:
         """Return a tokenizer's path, joined to the folder of the file, or its name unchanged."""
@@ -336,23 +336,20 @@ class _Reader:
                 + did_you_mean(kind, _TRANSFORMS)
             )
             return None
-        at = f"{at}.{kind}"
+        at, cls = f"{at}.{kind}", _TRANSFORMS[kind]
         if kind == "select":
             return self._select(body, at)
         if not isinstance(body, dict):
-            first = {
-                "tokenize": "tokenizer",
-                "tokens": "column",
-                "meta": "name",
-                "images": "placeholder",
-            }.get(kind, "fn")
+            first = {"images": "placeholder"}.get(kind, fields(cls)[0].name)
             self.problems.append(
                 f"{at}: expected its fields, as in {{{first}: ...}}, got {_short_repr(body)}"
             )
             return None
         given: dict[str, Any] = {}
-        if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
-            given["tokenizer"] = self._tokenizer(body["tokenizer"])
+        if kind in ("tokenize", "chat") and isinstance(body.get("tokenizer"), str):
+            given["tokenizer"] = body["tokenizer"] and self._tokenizer(body["tokenizer"])
+        if kind == "chat" and str(body.get("template")).endswith(TEMPLATE_SUFFIX):
+            given["template"] = self._path(str(body["template"]))
         if kind == "meta":
             body = self._meta_value(body, at)
         name = "value" if kind == "meta" else "fn"
@@ -360,7 +357,7 @@ class _Reader:
             given[name] = body[name].fn
         elif kind in ("map", "filter") and "fn" in body:
             given["fn"] = self._function(body["fn"], f"{at}.fn")
-        return self._object(_TRANSFORMS[kind], body, at, **given)  # type: ignore[arg-type]
+        return self._object(cls, body, at, **given)
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
@@ -508,8 +505,10 @@ class _Writer:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in _changed(t).items()
         }
-        if isinstance(t, Tokenize):
+        if isinstance(t, (Tokenize, Chat)):
             body["tokenizer"] = self._tokenizer(t, at)
+        if isinstance(t, Chat) and str(t.template).endswith(TEMPLATE_SUFFIX):
+            body["template"] = _absolute(str(t.template))
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
@@ -519,7 +518,7 @@ class _Writer:
             )
         return {t.kind: body}
 
-    def _tokenizer(self, t: Tokenize, at: str) -> str:
+    def _tokenizer(self, t: Tokenize | Chat, at: str) -> str:
         if isinstance(t.tokenizer, str):
             return t.tokenizer if is_name(t.tokenizer) else _absolute(t.tokenizer)
         self.problems.append(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 from overlord.errors import TransformError
@@ -25,7 +26,7 @@ from overlord.transforms.chat_messages import BadConversation, tools_of
 from overlord.transforms.tokenizer_content import EXPECTED
 
 TRAIN_ON = ("assistant", "last", "all")
-_FILE = ".jinja"
+TEMPLATE_SUFFIX = ".jinja"  # of files
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,7 +46,7 @@ class Chat:
     tools: str | Sequence[Mapping[str, Any]] | None = None
     train_on: str = "assistant"
     template: str | None = field(default=None, kw_only=True)
-    variables: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    variables: Mapping[str, Any] | None = field(default=None, kw_only=True)
     date: str | None = field(default=None, kw_only=True)
     kind: ClassVar[str] = "chat"
     user_code: ClassVar[bool] = False
@@ -94,13 +95,15 @@ class Chat:
         if self.template is not None and not (isinstance(self.template, str) and self.template):
             problems.append(f"template: expected a text, a file or a name, got {self.template!r}")
         try:
-            if not isinstance(self.variables, Mapping):
+            if not isinstance(self.variables, (Mapping, NoneType)):
                 raise TypeError(f"got {type(self.variables).__name__}")
-            json.dumps(dict(self.variables), allow_nan=False)
+            json.dumps(dict(self.variables or {}), allow_nan=False)
         except (TypeError, ValueError) as fault:
-            problems.append(f"variables: expected a mapping of plain values, got: {fault}")
+            problems.append(f"variables: expected a mapping of plain values, {fault}")
         else:
-            fixed = sorted({"messages", "tools", "add_generation_prompt"} & set(self.variables))
+            fixed = sorted(
+                {"messages", "tools", "add_generation_prompt"} & set(self.variables or {})
+            )
             if fixed:
                 problems.append(f"variables: expected other names, got {fixed[0]!r}")
         try:
@@ -128,7 +131,7 @@ class Chat:
         if template is not None and "{" in template:
             template = f"<template {digest(template)[:12]}>"
         options = {"tools": tools, "train_on": self.train_on, "template": template} | {
-            "variables": dict(self.variables) or None,
+            "variables": self.variables,
             "date": self.date,
         }
         extra = "".join(f", {n}={v!r}" for n, v in options.items() if v is not None)
@@ -136,7 +139,13 @@ class Chat:
 
     def fingerprint(self) -> str:
         tools = self.tools if isinstance(self.tools, str) else _plain(self.tools)
-        options = (self.messages, tools, self.train_on, _plain(dict(self.variables)), self.date)
+        options = (
+            self.messages,
+            tools,
+            self.train_on,
+            _plain(dict(self.variables or {})),
+            self.date,
+        )
         return digest("chat", chat_digest(self), *(repr(option) for option in options))
 
 
@@ -166,7 +175,7 @@ def templates_of(spec: Chat, content: ChatTokenizer, source: str) -> dict[str, s
         return {DEFAULT: default, WITH_TOOLS: stored.text(WITH_TOOLS) or default}
     if "{" in given:
         text = given
-    elif given.endswith(_FILE):
+    elif given.endswith(TEMPLATE_SUFFIX):
         text = read_text(Path(os.path.expanduser(given)), source)
     elif (named := stored.text(given)) is not None:
         text = named

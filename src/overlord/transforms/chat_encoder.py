@@ -199,7 +199,7 @@ def build_chat_encoder(spec: Chat, source: str = "") -> ChatEncoder:
     if content.templates.tokens is None:
         _check_tokens(spec, templates, source)
     special = sorted({*engine.special, *filter(None, tokens.values())}, key=len, reverse=True)
-    variables = {"documents": None} | tokens | dict(spec.variables)
+    variables = {"documents": None} | tokens | dict(spec.variables or {})
     return ChatEncoder(
         spec,
         engine,
@@ -247,7 +247,7 @@ def _compile(text: str, date: str | None, source: str) -> Template:
 def _check_tokens(spec: Chat, templates: Mapping[str, Template], source: str) -> None:
     """Raise TransformError if a template writes special tokens that no file names."""
     used = {name for t in templates.values() for name in t.names}
-    unknown = sorted({f"{name}_token" for name in TOKENS} & used - set(spec.variables))
+    unknown = sorted({f"{name}_token" for name in TOKENS} & used - set(spec.variables or {}))
     if unknown:
         raise TransformError(
             source,
