@@ -190,6 +190,14 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
         ),
         (LOOP.replace("BODY", "{{ '%s' % m.content }}"), "the operator %"),
         (LOOP.replace("BODY", "{{ m.content.encode() }}"), "the method encode()"),
+        (LOOP.replace("BODY", "{{ [m.content] | trim }}"), "a list of a message, written as text"),
+        (LOOP.replace("BODY", "{{ [m.content] }}"), "a list of a message, written as text"),
+        (LOOP.replace("BODY", "{{ m.items() }}"), "a dict_items, written as text"),
+        (LOOP.replace("BODY", "{{ namespace(x=m.content) }}"), "a _Namespace, written as text"),
+        (
+            LOOP.replace("BODY", "{{ [[1, m.content]] | map('list') | urlencode }}"),
+            "the filter urlencode on the content",
+        ),
         (LOOP.replace("BODY", "{{ m.missing.deeper }}"), "UndefinedError"),
         (
             "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",

@@ -213,12 +213,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def output(self, value: Any) -> TracedText:
         """Return a value as it is written at this point of the template."""
-        if not isinstance(value, str):
-            found = origins(value)
-            if found and not isinstance(value, dict):
-                raise Untraceable("a list of the parts of a message, written as it is")
-            text = as_text(value)
-            value = TracedText.of(text, ((len(text), Mark(min(found))),)) if found else text
+        if isinstance(value, dict) and len(found := origins(value)) == 1:
+            text = str(value)
+            value = TracedText.of(text, ((len(text), Mark(min(found))),))
+        value = as_text(value)
         self._now.count(1, len(value))
         return written(value, self._now.turns[-1])
 
