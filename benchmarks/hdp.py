@@ -1,7 +1,7 @@
 """Hybrid schedules, modelled: slowest rank over the ideal, next to static CP, LPT and Megatron's.
 
-    python benchmarks/hdp.py --quick     # a few cells: seconds
-    python benchmarks/hdp.py --save      # the whole grid: minutes; writes benchmarks/results
+    python benchmarks/hdp.py --quick     # a few cells: seconds on 2 cores
+    python benchmarks/hdp.py --save      # the whole grid: a minute on 16 cores; writes benchmarks/results
 
 Everything but planning time is a model; nothing ran on a cluster. benchmarks/README.md explains it.
 """
@@ -9,10 +9,14 @@ Everything but planning time is a model; nothing ran on a cluster. benchmarks/RE
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 # Modules of this folder, also when the program is started from another one.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -60,7 +64,22 @@ class Found:
     planning: list[Planning]
 
 
-def run(quick: bool, slots: Sequence[int], seeds: int, linux: Path, console: Console) -> Found:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One piece of work for a process: what to call, and its arguments."""
+
+    part: str  # field of Found
+    work: Callable[..., Any]
+    case: Case
+    seed: int
+
+    def done(self, linux: Path) -> Any:
+        return self.work(self.case, self.seed, linux)
+
+
+def run(
+    quick: bool, slots: Sequence[int], seeds: int, linux: Path, processes: int, console: Console
+) -> Found:
     grid = list(cases(quick, slots))
     slow = [
         replace(case, costs=SLOW_NETWORK)
@@ -75,25 +94,45 @@ def run(quick: bool, slots: Sequence[int], seeds: int, linux: Path, console: Con
         for mix in MIXES
         for context, capacity in ((64, 8), (1024, 8), (1024, 64))
     ]
+    cells = [
+        Cell(part="outcomes", work=measure, case=case, seed=seed)
+        for case in grid
+        for seed in range(seeds)
+    ]
+    cells += [Cell(part="slow", work=measure, case=case, seed=0) for case in slow]
+    cells += [Cell(part="pipelines", work=pipeline, case=case, seed=0) for case in pipes]
     found = Found(outcomes=[], slow=[], pipelines=[], planning=[])
     with progress(console) as bars:
-        bar = bars.add_task("", total=len(grid) * seeds + len(slow) + len(pipes) + len(plans))
-        for mix, r, context, capacity in plans:
+        bar = bars.add_task("", total=len(cells) + len(plans))
+        for mix, r, context, capacity in plans:  # one at a time: they are timed
             bars.update(bar, description=f"planning {mix}, {r} ranks")
             found.planning.append(planning(mix, r, context, capacity, 1 if quick else 3, linux))
             bars.advance(bar)
-        for case in grid:
-            for seed in range(seeds):
-                bars.update(bar, description=f"{case.mix} {case.context // K}K, {case.ranks} ranks")
-                found.outcomes.append(measure(case, seed, linux))
-                bars.advance(bar)
-        for case in slow:
-            found.slow.append(measure(case, 0, linux))
-            bars.advance(bar)
-        for case in pipes:
-            found.pipelines.append(pipeline(case, 0, linux))
-            bars.advance(bar)
+        bars.update(bar, description=f"{len(cells)} cells in {processes} processes")
+        for cell, result in zip(
+            cells, results_of(cells, linux, processes, lambda: bars.advance(bar)), strict=True
+        ):
+            getattr(found, cell.part).append(result)
     return found
+
+
+def results_of(
+    cells: Sequence[Cell], linux: Path, processes: int, advance: Callable[[], None]
+) -> list[Any]:
+    """Return the results of all cells in their order; processes take the largest first."""
+    results: list[Any] = [None] * len(cells)
+    by = sorted(range(len(cells)), key=lambda i: -cells[i].case.tokens)
+    if processes == 1:
+        for i in by:
+            results[i] = cells[i].done(linux)
+            advance()
+        return results
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        number = {pool.submit(cells[i].done, linux): i for i in by}
+        for future in as_completed(number):
+            results[number[future]] = future.result()
+            advance()
+    return results
 
 
 def target(case: Case) -> float:
@@ -226,6 +265,11 @@ def unfavourable(found: Found) -> list[str]:
         f"- Pipelines of 4 stages are less even: the slowest column is up to {uneven.uneven:.2f} "
         f"times the mean ({uneven.mix}, {uneven.ranks} ranks, context {uneven.context // K}K)."
     )
+    wait = max(found.pipelines, key=lambda p: p.meeting)
+    lines.append(
+        f"- Ranks that meet at every microbatch take up to {wait.meeting:.2f} times the ideal "
+        f"({wait.mix}, {wait.ranks} ranks, context {wait.context // K}K)."
+    )
     return lines
 
 
@@ -254,17 +298,37 @@ def sections(found: Found) -> list[Section]:
         ),
         (
             "Pipelines of 4 stages",
-            "Slowest over mean column by W (m + p - 1); microbatches of a column; empty tasks, "
-            "without and with equal counts.",
-            ["mix", "ranks", "context", "slowest / mean", "microbatches", "gaps", "padding"],
+            "Slowest over mean column by W (m + p - 1); the slowest over the same of a mean rank with "
+            "as few microbatches as tokens allow (below 1: more and shorter ones fill a pipeline "
+            "sooner). Both also for the schedule that is best without stages. Microbatches of a "
+            "column; empty tasks.",
+            [
+                *NAMES[:3],
+                "slowest / mean",
+                "without stages",
+                "slowest / ideal",
+                "without stages",
+                "microbatches",
+                "gaps",
+            ],
             [
                 [
-                    p.mix,
-                    f"{p.ranks:,}",
-                    f"{p.context // K}K",
-                    f"{p.uneven:.3f}",
-                    f"{p.fewest} to {p.most}",
-                    str(p.gaps),
+                    *(p.mix, f"{p.ranks:,}", f"{p.context // K}K", f"{p.uneven:.3f}"),
+                    *(f"{p.alone[0]:.3f}", f"{p.slowest:.3f}", f"{p.alone[1]:.3f}"),
+                    *(f"{p.fewest} to {p.most}", str(p.gaps)),
+                ]
+                for p in found.pipelines
+            ],
+        ),
+        (
+            "Ranks that meet at every microbatch",
+            "The sum, over microbatch indices, of the slowest task, over the ideal. *By rank*: the "
+            "schedule with the smallest sum of a rank, padded to equal counts. Share of empty tasks.",
+            [*NAMES[:3], "ours", "by rank", "gain", "padding"],
+            [
+                [
+                    *(p.mix, f"{p.ranks:,}", f"{p.context // K}K", f"{p.meeting:.3f}"),
+                    *(f"{p.meeting_alone:.3f}", f"{p.meeting_alone / p.meeting:.2f}"),
                     f"{p.padded:.1%}",
                 ]
                 for p in found.pipelines
@@ -373,10 +437,18 @@ def page(found: Found, today: str, command: str) -> str:
     default=LINUX,
     help="File sizes in bytes (.npy) instead of those of linux-source-6.1.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    default=len(os.sched_getaffinity(0)),
+    help="Processes for the cells; planning is timed in one.  [default: all CPUs]",
+)
 @click.option("--save", "saves", is_flag=True, help="Writes the dated page to benchmarks/results.")
-def main(quick: bool, slots: list[int], seeds: int, linux: Path, saves: bool) -> None:
+def main(
+    quick: bool, slots: list[int], seeds: int, linux: Path, processes: int, saves: bool
+) -> None:
     console = wide_console()
-    found = run(quick, slots, 1 if quick else seeds, linux, console)
+    found = run(quick, slots, 1 if quick else seeds, linux, processes, console)
     for title, _, head, rows in sections(found):
         console.print(shown_table(title, head, rows))
     console.print("\n".join([*unfavourable(found), *summary(found)]), markup=False)

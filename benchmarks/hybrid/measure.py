@@ -16,6 +16,7 @@ import numpy as np
 from hybrid import baselines, megatron
 from hybrid.lengths import LINUX, MIXES, draw
 from overlord.plan.tasks import TaskTable
+from overlord.planning.balance import hybrid
 from overlord.planning.balance.hybrid import HybridRules, schedule
 from overlord.planning.cost import RingCosts
 
@@ -114,12 +115,13 @@ def measure(case: Case, seed: int, linux: Path = LINUX) -> Outcome:
     rules = HybridRules(ranks=case.ranks, capacity=case.capacity)
     ours = schedule(lengths, case.costs, rules)
     aligned = schedule(lengths, case.costs, replace(rules, groups="power_of_two"))
-    for plan in (ours, aligned):
-        plan.tasks.check(rules.task_rules(), task=plan.task, tokens=lengths)
+    other = megatron.schedule(lengths, case.ranks, case.capacity)
+    for table, task in ((ours.tasks, ours.task), (aligned.tasks, aligned.task), other):
+        table.check(rules.task_rules(), task=task, tokens=lengths)
     ways = (
         (ours.tasks, ours.task),
         (aligned.tasks, aligned.task),
-        megatron.schedule(lengths, case.ranks, case.capacity),
+        other,
         baselines.static(lengths, case.ranks, case.capacity, case.context),
         baselines.static_balanced(lengths, case.ranks, case.capacity, case.context, case.costs),
     )
@@ -141,23 +143,35 @@ def measure(case: Case, seed: int, linux: Path = LINUX) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A schedule for pipelines of 4 stages, and one with equal counts."""
+    """Schedules for pipelines of 4 stages, and for ranks that meet at every microbatch."""
 
     mix: str
     ranks: int
     context: int
     uneven: float  # slowest over mean of W (m + p - 1)
+    slowest: float  # over the same of a mean rank with as few microbatches as tokens allow
+    alone: tuple[float, float]  # both for the schedule that is best without stages
     fewest: int  # microbatches of a rank
     most: int
     gaps: int  # empty tasks without equal counts
     padded: float  # share of empty tasks with equal counts
+    meeting: float  # sum of the slowest tasks by index over the ideal, with equal counts
+    meeting_alone: float  # the same for the schedule that is best by rank
 
 
 def pipeline(case: Case, seed: int, linux: Path = LINUX) -> Pipeline:
     lengths = draw(case.mix, case.tokens, case.context, seed, linux)
-    rules = HybridRules(ranks=case.ranks, capacity=case.capacity, stages=4)
+    single = HybridRules(ranks=case.ranks, capacity=case.capacity)
+    rules, even = replace(single, stages=4), replace(single, equal_counts=True)
     plan = schedule(lengths, case.costs, rules)
-    equal = schedule(lengths, case.costs, replace(rules, equal_counts=True))
+    equal = schedule(lengths, case.costs, even)
+    best = min(
+        hybrid.placements(lengths, case.costs, single),
+        key=lambda placed: hybrid.planned(lengths, placed, case.costs, single).load.max(),
+    )
+    staged, meeting = (hybrid.planned(lengths, best, case.costs, r) for r in (rules, even))
+    bound = ideal(lengths, case)
+    filled = bound * (1 + (rules.stages - 1) * case.capacity * case.ranks / lengths.sum())
     counts = plan.tasks.counts(case.ranks)
     empty = [len(p.tasks) - len(np.unique(p.task)) for p in (plan, equal)]
     return Pipeline(
@@ -165,10 +179,14 @@ def pipeline(case: Case, seed: int, linux: Path = LINUX) -> Pipeline:
         ranks=case.ranks,
         context=case.context,
         uneven=float(plan.load.max() / plan.load.mean()),
+        slowest=float(plan.load.max() / filled),
+        alone=(float(staged.load.max() / staged.load.mean()), float(staged.load.max() / filled)),
         fewest=int(counts.min()),
         most=int(counts.max()),
         gaps=empty[0],
         padded=empty[1] / len(equal.tasks.task_rank),
+        meeting=float(equal.load.max() / bound),
+        meeting_alone=float(meeting.load.max() / bound),
     )
 
 

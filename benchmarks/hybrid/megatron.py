@@ -4,6 +4,7 @@ Written anew from the published algorithm (NVIDIA/Megatron-LM, ``next_hdp_group_
 one microbatch after the other, each with groups of 1, 2, 4, ... ranks that cover all ranks.
 
 - Work of a sequence of s tokens on a group of c ranks: s^2 / c. Groups hold at most C tokens a rank.
+  Sequences are padded to a multiple of 2 c there, so a rank holds that much of each.
 - Longest first; the first opens the smallest group that holds it. Its length times C, and 5 % more,
   bounds the work of a rank.
 - Every other may join a group with room or open one, of any size from its least one up. It takes
@@ -44,7 +45,7 @@ class Groups:
         return len(self.rows) - 1
 
     def add(self, group: int, row: int, length: int) -> None:
-        self.held[group] += length / self.size[group]
+        self.held[group] += piece(length, int(self.size[group]))
         self.work[group] += length * length / self.size[group]
         self.rows[group].append(row)
 
@@ -61,6 +62,11 @@ class Groups:
                 return False
             size[int((size == smallest).argmax())] = larger[0]
         return True
+
+
+def piece(length: int, size: int) -> int:
+    """Return the tokens of a rank of a sequence on a group, with padding."""
+    return length if size == 1 else 2 * -(-length // (2 * size))
 
 
 def group_sizes(ranks: int) -> list[int]:
@@ -92,14 +98,14 @@ def microbatch(
                     reach, min((capacity - held.min()) * s, ((cap - work.min()) * s) ** 0.5)
                 )
                 most = np.maximum(busiest, work + n * n / s)
-                most[(held + n / s > capacity) | (most > cap)] = np.inf
+                most[(held + piece(n, s) > capacity) | (most > cap)] = np.inf
                 first = int(most.argmin())
                 if most[first] < best:
                     best, where = float(most[first]), (s, groups[first])
             if free >= s:
                 reach = max(reach, min(capacity * s, (cap * s) ** 0.5))
                 most_new = max(busiest, n * n / s)
-                if n <= capacity * s and most_new <= cap and most_new < best:
+                if piece(n, s) <= capacity and most_new <= cap and most_new < best:
                     best, where = most_new, (s, -1)
             if not at and best < np.inf:  # the first takes the smallest group that holds it
                 break
@@ -124,7 +130,7 @@ def _one_group(
     made, left = Groups.none(ranks), []
     group = made.open(ranks)
     for row, n in zip(rows.tolist(), length.tolist(), strict=True):
-        if made.held[group] + n / ranks <= capacity:
+        if made.held[group] + piece(n, ranks) <= capacity:
             made.add(group, row, n)
         else:
             left.append(row)

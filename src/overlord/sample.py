@@ -412,6 +412,7 @@ class Buffer:
     overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
     # when ranks wait for each other: after every "microbatch", or once a "step"
     sync: str = "microbatch"
+    model: Any = None  # the job's ``Model``, by which strategies balance
 
     def __len__(self) -> int:
         return len(self.source)
@@ -491,13 +492,14 @@ class Buffer:
         batch: Batch,
         step: int = 0,
         sync: str = "microbatch",
+        model: Any = None,
     ) -> Buffer:
         """Return a buffer made from columns by source, as in ``{"web": {"tokens": [5, 9]}}``.
 
         A list of lists becomes a ragged column.
 
         Every source must have the same columns, except ragged ones: samples of a source without
-        such a column have no items. ``sync``: as in ``Job``.
+        such a column have no items. ``sync``, ``model``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
             raise PlanError(
@@ -544,6 +546,7 @@ class Buffer:
             batch=batch,
             step=step,
             sync=sync,
+            model=model,
         )
 
 

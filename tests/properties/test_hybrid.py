@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
-from overlord.planning.balance import hybrid_table, ring_placement, rings
+from overlord.planning.balance import hybrid, hybrid_table, ring_placement, rings
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
 from overlord.planning.cost import RingCosts
 
@@ -146,6 +146,52 @@ def test_any_groups_are_never_slower_than_aligned_ones(
     assert free <= aligned or free <= 1.01 * rings.mean_load(tokens, SLOW, rules)
 
 
+def in_step(plan: HybridPlan, lengths: np.ndarray, cost: RingCosts, rules: HybridRules) -> float:
+    """Return the time of a step whose ranks wait for each other after every microbatch."""
+    total, slowest = 0.0, dict[int, float]()
+    for task, index in enumerate(plan.tasks.index.tolist()):
+        own = lengths[plan.task == task].astype(np.float64)
+        nodes = {int(rank) // rules.node for rank in plan.tasks.ranks(task)}
+        args = np.array([own.sum()]), np.array([(own * own).sum()]), plan.tasks.sizes()[[task]]
+        seconds = float(cost.seconds(*args, np.array([len(nodes) > 1]))[0])
+        slowest[index] = max(slowest.get(index, 0.0), seconds)
+    for seconds in slowest.values():
+        total += seconds
+    return total * (1 + (rules.stages - 1) / rules.virtual / max(1, len(slowest)))
+
+
+@given(lists, demands(), costs)
+def test_with_equal_counts_the_sum_of_slowest_tasks_is_no_worse_than_of_one_sum_by_rank(
+    lengths: list[int], rules: HybridRules, cost: RingCosts
+) -> None:
+    """Padding the schedule that is best without waits to equal counts is what levels replace."""
+    rules = replace(rules, equal_counts=True)
+    tokens = fitting(lengths, rules)
+    plan = checked(tokens, rules, cost)
+    ours = in_step(plan, tokens, cost, rules)
+    np.testing.assert_allclose(plan.load, ours, rtol=1e-9)
+    alone = replace(rules, equal_counts=False)
+    best = min(
+        (hybrid.planned(tokens, placed, cost, alone).load.max(), i)
+        for i, placed in enumerate(hybrid.placements(tokens, cost, alone))
+    )[1]
+    placed = list(hybrid.placements(tokens, cost, alone))[best]
+    before = in_step(hybrid.planned(tokens, placed, cost, rules), tokens, cost, rules)
+    near = hybrid.NEAR * rings.mean_load(tokens, cost, rules, constants=True)
+    assert ours <= max(before * (1 + 1e-9), near)
+
+
+def test_levels_of_equal_tasks_do_better_than_rings_before_packs() -> None:
+    """Packs of short documents would wait for long ones at every index."""
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate((rng.integers(100, 1500, 30), rng.integers(1, 60, 600)))
+    rules = HybridRules(ranks=32, capacity=400, equal_counts=True)
+    plan = checked(lengths, rules)
+    alone = schedule(lengths, COSTS, replace(rules, equal_counts=False))
+    assert plan.load.max() < 1.02 * rings.mean_load(lengths, COSTS, rules, constants=True)
+    assert plan.load.max() < 0.75 * in_step(alone, lengths, COSTS, rules)
+
+
 def test_a_document_takes_whole_nodes_where_a_power_of_two_would_wait() -> None:
     """On 4 of 8 nodes it lasts longer than the mean rank, and on all 8 transfers show."""
     lengths = np.array([16_000, *[1000] * 60, *[100] * 400])
@@ -172,12 +218,28 @@ def test_rings_side_by_side_start_on_all_their_ranks_at_once(nodes: list[int], s
     end, index = np.zeros(ranks), np.full(ranks, -1)
     for doc, first, d, at in zip(placed.doc, placed.first, placed.size, placed.index, strict=True):
         mine = slice(first, first + d)
-        assert first % node == 0 and first + d <= ranks
+        assert first % node == 0
+        assert first + d <= ranks
         assert index[mine].max() < at, "order and index differ on a rank"
         index[mine], end[mine] = at, end[mine].max() + seconds[doc]
     assert sorted(placed.doc.tolist()) == list(range(len(size)))
     np.testing.assert_allclose(placed.end, end)
     assert (placed.following == index + 1).all()
+
+
+def test_columns_of_pipelines_with_long_documents_end_together() -> None:
+    """A column with one long microbatch would fill and drain its pipeline for three more."""
+    rng = np.random.default_rng(1)
+    lengths = np.concatenate(([9000, 4000], rng.integers(1, 300, 600)))
+    rules = HybridRules(ranks=32, capacity=800, stages=4)
+    plan = checked(lengths, rules)
+    alone = replace(rules, stages=1)
+    before = [
+        hybrid.planned(lengths, placed, COSTS, rules).load
+        for placed in hybrid.placements(lengths, COSTS, alone)
+    ]
+    assert plan.load.max() < 1.15 * plan.load.mean()
+    assert all(plan.load.max() < 0.9 * load.max() for load in before)
 
 
 def test_pipelines_with_few_long_microbatches_do_less() -> None:

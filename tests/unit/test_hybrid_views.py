@@ -226,7 +226,7 @@ def test_the_number_of_microbatches_follows_sync_and_the_demands_of_the_trainer(
 def test_offload_gives_a_sample_fewer_ranks_and_its_ratio_to_each() -> None:
     """The capacity is then one of memory: tokens whose activations stay on the rank."""
     strategy = hdp(offload_share=0.9, offload_base=0.5)
-    plan = strategy(buffer(), PLACE)
+    plan = strategy(buffer(sync="step"), PLACE)
     assert plan.tasks is not None
     ratio = plan.tasks.table.offload
     assert ratio.max() > 0
@@ -237,6 +237,6 @@ def test_offload_gives_a_sample_fewer_ranks_and_its_ratio_to_each() -> None:
     assert ov.LoadingPlan.from_bytes(plan.to_bytes()).digest() == plan.digest()
     with pytest.raises(PlanError, match="of memory on a rank"):
         replace(plan, tasks=replace(plan.tasks, offload_share=0.0)).validate()
-    with ov.launch(job(strategy=strategy)) as session:
+    with ov.launch(job(strategy=strategy, sync="step")) as session:
         told = [float(mb["offload"]) for mb in next(session.client(0))]
         assert max(told) == pytest.approx(float(ratio.max()))

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain_text import waits
 from overlord.planning.spec import share
 
@@ -317,6 +318,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             f"placement can go below {i['bound']:.3f}",
         ),
         ("waits", waits(job.sync, i)),
+        *([("model", model)] if (model := shown_model(job)) else []),
         ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),

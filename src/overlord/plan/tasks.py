@@ -6,7 +6,8 @@ other, so a wrong order can block a job. ``check`` refuses every table that coul
 
 Without pipeline stages a table is safe if one global order contains the list of every rank. With
 stages (1F1B) a task must have the same number in the list of each of its ranks. Equal relative
-order is not enough, since warm-up forwards of one column would wait for backwards of another.
+order is not enough, since warm-up forwards of one column would wait for backwards of another. The
+same holds for trainers whose ranks wait for each other in every microbatch (equal counts).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class TaskRules:
     capacity: most tokens of a rank in one microbatch; 0: no limit.
     multiple: 0: documents are cut unevenly. Else each is padded to a multiple of 2 x ring size x
         this number.
-    equal_counts: all ranks run the same number of tasks, as FSDP and expert parallelism need.
+    equal_counts: all ranks run the same number of tasks, as FSDP and expert parallelism need, and
+        wait for each other in each.
     count_multiple: the number of tasks of each rank is a multiple of it (interleaved stages).
     memory_capacity: most memory of a rank in one microbatch; 0: no limit.
     """
@@ -263,7 +265,8 @@ class TaskTable:
             ),
             step,
         )
-        if rules.stages > 1:
+        if rules.stages > 1 or rules.equal_counts:
+            reason = f"{rules.stages} stages" if rules.stages > 1 else "equal counts"
             first = np.concatenate(([True], ~same)) if len(rank) else np.zeros(0, bool)
             starts = np.flatnonzero(first)
             number = np.arange(len(rank)) - np.repeat(starts, np.diff([*starts, len(rank)]))
@@ -272,8 +275,8 @@ class TaskTable:
                 lambda i: (
                     f"rank {rank[i]}: expected its task {task[i]}, number {number[i]} of that "
                     f"rank, to have index {number[i]}, got {self.index[task[i]]}",
-                    f"with {rules.stages} stages indices have no gaps: move a task of this rank "
-                    "forward, or add an empty one",
+                    f"with {reason} indices have no gaps: move a task of this rank forward, or add "
+                    "an empty one",
                 ),
                 step,
             )

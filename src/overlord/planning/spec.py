@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from overlord.errors import StorageError
+from overlord.job.model import Model
 from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
@@ -84,6 +85,7 @@ class PlannerSpec:
     # "defer": samples that do not fit into the microbatches of a step wait for a later step
     overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other
+    model: Model | None = None  # by which strategies balance; None: a 12B Llama
     images: bool = False  # some source has images: every plan must assign them to encoders
 
     @property

@@ -101,6 +101,7 @@ def gather(
         weights=dict(zip(names, weights, strict=False)),
         absent=tuple(n for n in own if n not in had),
         sync=spec.sync,
+        model=spec.model,
     )
     arrays = [
         array

@@ -198,6 +198,7 @@ class RunningJob:
             on_stall=options.on_stall,
             microbatches=job.batch.microbatches,
             world_size=job.place.world_size,
+            evaluation=job.evaluation,
         )
 
     def new_queue(self, rank: int, generation: Generation) -> StepQueue:

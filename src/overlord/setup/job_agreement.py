@@ -19,7 +19,7 @@ from overlord.setup.state_json import STREAM_FIELDS, code_text, mixture_text, re
 from overlord.transforms.chat import Chat
 from overlord.transforms.tokenize import Tokenize
 
-COMPARED = ("seed", *STREAM_FIELDS, "max_document", "sync")
+COMPARED = ("seed", *STREAM_FIELDS, "max_document", "sync", "model", "evaluation")
 MAX_TEXT = 120  # characters; longer texts are replaced by digests
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the memory address in the repr of an object
 

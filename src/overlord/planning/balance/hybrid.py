@@ -15,7 +15,14 @@ import numpy as np
 
 from overlord import ring
 from overlord.plan.tasks import TaskTable
-from overlord.planning.balance import binpack, hybrid_table, ring_placement, ring_search, rings
+from overlord.planning.balance import (
+    binpack,
+    hybrid_table,
+    levels,
+    ring_placement,
+    ring_search,
+    rings,
+)
 from overlord.planning.balance.hybrid_rules import HybridRules, check
 from overlord.planning.balance.ring_placement import Rings, Wide
 from overlord.planning.cost.ring import RingCosts
@@ -25,6 +32,7 @@ __all__ = ["HybridPlan", "HybridRules", "schedule"]
 NEAR = 1.005  # over the mean rank: nothing else is tried
 MUCH = 1 << 21  # rings times ranks above which rings of any size are not tried: it takes too long
 FEW = 16  # ranks up to which one ring of all for every document is tried too
+TINY = (8, 32)  # parts of its share of a full rank: shorter documents need no ring of all
 PASSES = 3  # of the quota of pipelines
 SHARES = (1.0, 0.9, 0.6)  # of the mean rank: most time of a document on a ring of whole nodes
 
@@ -46,8 +54,8 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     best, slowest = None, np.inf
     near = rings.mean_load(length, costs, rules, constants=True)
     near *= NEAR if rules.ranks > FEW else 1.0
-    for placed in _placements(length, costs, rules):
-        found = _planned(length, placed, costs, rules)
+    for placed in placements(length, costs, rules):
+        found = planned(length, placed, costs, rules)
         if best is None or float(found.load.max()) < slowest:
             best, slowest = found, float(found.load.max())
         if slowest <= near:
@@ -56,7 +64,7 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
     return best
 
 
-def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
+def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
     """Yield placements of long documents, the cheapest to compute first.
 
     On the least busy ranks; then on nested blocks, some of them behind rings of whole nodes.
@@ -65,6 +73,8 @@ def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Ite
     chains = [chain for chain in rings.chains(rules) if np.isin(least[fixed], chain).all()]
     choices = [Choice(length, least, fixed, chain, costs, rules) for chain in chains]
     free = rules.groups == "any"
+    if (rules.equal_counts or rules.stages > 1) and choices and not fixed.any():
+        yield levels.placed(length, least, choices[0].chain, costs, rules)
     if free or not choices:
         size = ring_search.free_sizes(length, least, costs, rules)
         size[fixed] = least[fixed]
@@ -81,7 +91,9 @@ def _placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Ite
     for choice in choices:
         yield choice.nested(Wide.none(rules.ranks))
         if rules.ranks <= FEW:
-            yield choice.all_ranks()
+            yield choice.all_ranks(0)
+            for part in TINY:
+                yield choice.all_ranks(rules.capacity // (part * rules.ranks))
     for share in shares[1:]:
         yield from choices[0].wide(share)
 
@@ -107,11 +119,10 @@ class Choice:
         )
         return self._placed(rows, size, wide)
 
-    def all_ranks(self) -> Rings:
-        """Return the placement with all ranks for every document."""
-        rows = np.arange(len(self.length))
-        size = np.full(len(rows), self.rules.ranks)
-        return self._placed(rows, size, Wide.none(self.rules.ranks))
+    def all_ranks(self, short: int) -> Rings:
+        """Return the placement with all ranks for every document of more than ``short`` tokens."""
+        size = np.where(self.length > short, self.rules.ranks, self.least)
+        return self._placed(np.arange(len(size)), size, Wide.none(self.rules.ranks))
 
     def wide(self, share: float) -> Iterator[Rings]:
         """Yield the placement whose longest documents have any number of whole nodes, if any do.
@@ -144,7 +155,7 @@ class Choice:
         )
 
 
-def _planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
+def planned(length: np.ndarray, placed: Rings, costs: RingCosts, rules: HybridRules) -> HybridPlan:
     """Return the plan with these rings: short documents on ranks, packs, and empty tasks."""
     alone = np.zeros(len(length), bool)
     alone[placed.doc] = True

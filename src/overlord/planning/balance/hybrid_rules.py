@@ -25,7 +25,8 @@ class HybridRules:
     node: ranks of a node. Rings stay in one node, or have whole nodes, as far as possible.
     stages: pipeline stages. Members of a ring then run it as microbatch of the same number.
     virtual: chunks of a pipeline stage (interleaved stages).
-    equal_counts: all ranks run the same number of tasks; empty ones are added.
+    equal_counts: all ranks run the same number of tasks and wait for each other in each; empty ones
+        are added. The schedule then minimizes the sum of the slowest tasks by index.
     count_multiple: the number of tasks of each rank is a multiple of it.
     multiple: 0: documents are cut unevenly. Else each is padded to a multiple of 2 x ring size x
         this number.

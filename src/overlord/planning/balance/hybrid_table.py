@@ -105,7 +105,8 @@ def times(
 ) -> np.ndarray:
     """Return the time of every rank: a ring starts when its last member is free.
 
-    With stages it includes the time to fill and drain the pipeline.
+    With equal counts all ranks wait for each other after every microbatch. With stages it includes
+    the time to fill and drain the pipeline.
     """
     load = np.zeros(rules.ranks)
     if not len(table):
@@ -115,6 +116,11 @@ def times(
     squares = np.bincount(task, weights=exact * exact, minlength=len(table))
     seconds = costs.seconds(tokens, squares, table.sizes(), _crosses(table, rules.node))
     levels = np.searchsorted(table.index, np.arange(int(table.index[-1]) + 2))
+    if rules.equal_counts:
+        slowest = np.maximum.reduceat(seconds, levels[:-1])
+        number = len(slowest) + (rules.stages - 1) / rules.virtual
+        load[:] = binpack.total(slowest) / len(slowest) * number
+        return load
     for first, last in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
         if first == last:
             continue
@@ -181,7 +187,7 @@ def _empty(
     """Return the rank and index of every empty task: in gaps of pipelines, and to pad counts."""
     counts = np.bincount(ranks, minlength=rules.ranks)
     wanted = counts
-    if rules.stages > 1:
+    if rules.stages > 1 or rules.equal_counts:  # no index without a task
         wanted = np.zeros(rules.ranks, np.int64)
         np.maximum.at(wanted, ranks, index + 1)
     if rules.equal_counts:
