@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.observe.explain_text import waits
+from overlord.observe.ring_text import host_memory, limit
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
@@ -313,11 +314,11 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         ),
         (
             "imbalance",
-            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no "
-            f"placement can go below {i['bound']:.3f}",
+            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",
         ),
         ("waits", waits(job.sync, i)),
         ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),
+        *((("host memory", host),) if (host := host_memory(plan)) else ()),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),
     ]
