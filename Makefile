@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test lint types unit laws hdp ray ray-versions bench soak package clean
+.PHONY: demo test test-all lint types unit laws hdp ray ray-versions bench soak package clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -27,6 +27,10 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests
 
+# The same with every size: 1,000 simulated clusters, all meshes on Ray, all numbers of ranks. Half an hour.
+test-all: $(VENV)/.test
+	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
+
 # The properties on new examples: make laws EXAMPLES=2000
 EXAMPLES ?= 600
 laws: $(VENV)/.test
@@ -38,13 +42,14 @@ hdp: $(VENV)/.test
 	OVERLORD_HDP_EXAMPLES=$(PLANS) GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch/ranks/test_hdp.py
 
 # The scenarios of jobs in several processes (kills, storage faults, scaling) with workers on Ray: half an hour, since a worker takes a second of
-# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, runtime, meshes, reshard, kills_everywhere and ray on Ray
-# already. Scenarios without workers are not listed: transport*, constructor_restart, journal_kills, journal_store, process_actors, demo, examples,
+# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, runtime, reshard, kills_everywhere and ray on Ray
+# already, and a part of meshes and hybrid, which run here whole. Scenarios without workers are not listed: transport*, constructor_restart, journal_kills, journal_store, process_actors, demo, examples,
 # image_placement, simulated_jobs.
 ON_RAY := failover failover_constructors random_faults coordinator_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving trainer_restart scaling partition memory_metrics ray_autoscaler ray_train ray_demo ray_suspended_node
-ON_RAY += ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
+ON_RAY += inputs storage_faults_inputs ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
 ray: $(VENV)/.test
+	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest tests/scenarios/test_meshes.py tests/scenarios/test_hybrid.py -k ray
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 
 # Every supported version of Ray, each in an environment of its own, one after another; the table of docs/ray.md is written anew. Ten minutes and

@@ -1,7 +1,7 @@
 """CPU per token of the readers of Megatron and MDS datasets, next to the libraries' own loaders.
 
     python benchmarks/formats.py                     # every peer that is installed, about 5 minutes
-    python benchmarks/formats.py --formats megatron --tokens 5_000_000 --pairs 2
+    python benchmarks/formats.py --formats megatron --tokens 20_000_000 --pairs 2
     python benchmarks/formats.py --save
 
 Both loaders read the same files in the same run, which the library's own writer made, in turns.
@@ -11,13 +11,19 @@ Both loaders read the same files in the same run, which the library's own writer
 - Streaming: ``StreamingDataset`` over the streams with their proportions, in a
   ``StreamingDataLoader`` without worker processes. A sample is one array of ``seq_length`` ids.
 - Overlord: the same sources and weights on the local runtime, shuffled, with the strategy
-  ``packed``, as many tokens a rank and step. One job delivers to all ranks; the peers run a loader
-  in each rank, whose cost per token does not depend on their number.
+  ``packed`` and documents of at most ``seq_length`` ids, as many tokens a rank and step. One job
+  delivers to all ranks; the peers run a loader in each rank, whose cost per token does not depend
+  on their number.
 
-Each cell is a fresh process. CPU is that of all threads of the process, divided by the delivered
-tokens. It is measured from the first step after a warm-up to the last. Every array of a step
-is touched. Loaders differ in what a step has: Megatron and Overlord deliver labels, positions and a
-loss mask, Streaming ids alone; only Overlord keeps documents apart and accounts for every sample.
+A step of a rank has ``samples`` times ``seq_length`` tokens in 1 microbatch or several, as many for
+both loaders: a peer's batch is a microbatch of Overlord.
+
+Each cell is a fresh process, without threads of OpenMP. CPU is that of all its threads, divided by
+the delivered tokens. "Steps" is from the first step after a warm-up to the last. "Whole" is the
+whole process, with imports, indexes and the launch. The caches of indexes on both sides are filled
+by a cell before. An element of every array of a step is used. Loaders differ in what a step has:
+Megatron and Overlord deliver labels, positions and a loss mask, Streaming ids alone; only Overlord
+keeps documents apart and accounts for every sample.
 
 The peers need torch and megatron-core or a Streaming package in the same environment. Streaming
 imports torchvision and transformers: where these are missing, empty modules take their place.
@@ -39,7 +45,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import click
 import numpy as np
@@ -49,8 +55,20 @@ sys.path.insert(0, str(HERE))
 
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 PEERS = {"megatron": "megatron.core", "mds": "streaming"}
+CORPUS = 40_000_000  # tokens that are written at most; longer cells read them again
 WARM_UP = 20  # steps before the measured part
-HEAD = ("format", "loader", "CPU us/ktok", "of Overlord's", "tokens/s", "cells")
+HEAD = (
+    "format",
+    "loader",
+    "microbatches",
+    "steps: us/ktok",
+    "of the peer's",
+    "whole: us/ktok",
+    "of the peer's",
+    "tokens/s",
+    "steps of each cell",
+)
+NAMES = {"overlord": "Overlord", "megatron": "Megatron", "mds": "Streaming"}
 
 
 # ----------------------------------------------------------------------------
@@ -115,11 +133,20 @@ def allow_missing() -> None:
     sys.meta_path.append(EmptyModules())  # last: an installed package is found before
 
 
+class Shape(NamedTuple):
+    """The form of a step: ids of a sample, samples of a rank, ranks, microbatches of a rank."""
+
+    seq_length: int
+    samples: int
+    ranks: int
+    microbatches: int
+
+
 # ----------------------------------------------------------------------------
 # Loaders. Each yields the number of tokens of a step after touching its arrays.
 
 
-def megatron_steps(folder: Path, seq_length: int, samples: int) -> Iterator[int]:
+def megatron_steps(folder: Path, seq_length: int, samples: int, tokens: int) -> Iterator[int]:
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -145,15 +172,15 @@ def megatron_steps(folder: Path, seq_length: int, samples: int) -> Iterator[int]
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    n = 10**6 // seq_length * 100
+    n = 2 * tokens // seq_length
     dataset = BlendedMegatronDatasetBuilder(GPTDataset, [n, 0, 0], lambda: True, config).build()[0]
     for step in torch.utils.data.DataLoader(dataset, batch_size=samples):
         for array in step.values():
-            array.numpy()[..., -1].sum()
+            array.numpy().item(-1)
         yield int(step["tokens"].numel())
 
 
-def mds_steps(folder: Path, seq_length: int, samples: int) -> Iterator[int]:
+def mds_steps(folder: Path, seq_length: int, samples: int, tokens: int) -> Iterator[int]:
     allow_missing()
     from streaming import Stream, StreamingDataLoader, StreamingDataset
 
@@ -163,12 +190,12 @@ def mds_steps(folder: Path, seq_length: int, samples: int) -> Iterator[int]:
     )
     while True:
         for step in StreamingDataLoader(dataset, batch_size=samples, num_workers=0):
-            step["tokens"].numpy()[..., -1].sum()
+            step["tokens"].numpy().item(-1)
             yield int(step["tokens"].numel())
 
 
 def overlord_steps(
-    folder: Path, format: str, seq_length: int, samples: int, ranks: int
+    folder: Path, format: str, seq_length: int, samples: int, ranks: int, microbatches: int
 ) -> Iterator[int]:
     import overlord as ov
 
@@ -184,7 +211,8 @@ def overlord_steps(
             ov.Source(f"s{k}", str(folder / f"s{k}{end}"), transforms=[ov.Tokens()], weight=w)
             for k, w in enumerate(WEIGHTS)
         ],
-        batch=ov.Batch(context=seq_length, **size),
+        batch=ov.Batch(context=seq_length * samples // microbatches, **size),
+        max_document=seq_length,
         place=ov.Mesh(dp=ranks),
         strategy="packed",
         until=10**6,
@@ -196,26 +224,26 @@ def overlord_steps(
             for client in clients:
                 for microbatch in next(client):
                     for array in microbatch.values():
-                        np.asarray(array).ravel()[-1:].sum()
+                        array.item(-1)
                     n += int(microbatch["cu_seqlens"][-1])
             yield n
 
 
-def cell(
-    loader: str, format: str, folder: Path, seq_length: int, samples: int, ranks: int, tokens: int
-) -> None:
-    """Print the CPU seconds, the wall-clock seconds and the tokens of a measured run."""
-    steps = (
-        overlord_steps(folder, format, seq_length, samples, ranks)
-        if loader == "overlord"
-        else {"megatron": megatron_steps, "mds": mds_steps}[format](folder, seq_length, samples)
-    )
-    for _ in range(WARM_UP if loader == "overlord" else WARM_UP * ranks):
-        next(steps)
+def cell(loader: str, format: str, folder: Path, shape: Shape, tokens: int) -> None:
+    """Print CPU and wall-clock seconds of the steps, their tokens, and CPU and tokens of all."""
+    length, samples, ranks, parts = shape
+    if loader == "overlord":
+        steps, warm_up = overlord_steps(folder, format, length, samples, ranks, parts), WARM_UP
+    else:
+        made = {"megatron": megatron_steps, "mds": mds_steps}[format]
+        warm_up = WARM_UP * ranks * parts
+        steps = made(folder, length, samples // parts, tokens + warm_up * length * samples // parts)
+    before = sum(next(steps) for _ in range(warm_up))
     cpu, wall, done = time.process_time(), time.perf_counter(), 0
     while done < tokens:
         done += next(steps)
-    figures = time.process_time() - cpu, time.perf_counter() - wall, done
+    end = time.process_time()
+    figures = end - cpu, time.perf_counter() - wall, done, end, before + done
     print("\n" + json.dumps(figures), flush=True)
     os._exit(0)  # peers leave threads and shared memory behind, which are no part of the figure
 
@@ -225,47 +253,68 @@ def cell(
 
 
 def child(words: list[str]) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [sys.executable, __file__, *words], capture_output=True, text=True, check=False
+        [sys.executable, __file__, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"OMP_NUM_THREADS": "1"},  # as torchrun sets it
     )
     if done.returncode:
         raise click.ClickException(f"{' '.join(words)}: {done.stderr[-2000:]}")
     return done.stdout
 
 
-def measured(format: str, folder: Path, options: dict[str, int], pairs: int) -> list[list[str]]:
-    """Return rows of the table; the two loaders take turns."""
-    found: dict[str, list[tuple[float, float]]] = {"overlord": [], format: []}
-    words = [
-        x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    for _ in range(pairs):
-        for loader, figures in found.items():
-            out = child(["--cell", f"{loader}/{format}", "--folder", str(folder), *words])
-            cpu, wall, tokens = json.loads(out.strip().splitlines()[-1])
-            figures.append((cpu / tokens * 1e9, tokens / wall))
-            click.echo(f"{format}: {loader}: {figures[-1][0]:.2f} us/ktok", err=True)
-    mine = statistics.median(cpu for cpu, _ in found["overlord"])
-    names = {"overlord": "Overlord", "megatron": "Megatron", "mds": "Streaming"}
+class Cell(NamedTuple):
+    """The cost of a cell, in microseconds of CPU per thousand tokens, and its speed."""
+
+    steps: float
+    whole: float
+    speed: float
+
+
+def measured(format: str, folder: Path, words: list[str], pairs: int, parts: int) -> list[list]:
+    """Return rows of the table; the two loaders take turns after a cell that fills caches."""
+    found: dict[str, list[Cell]] = {"overlord": [], format: []}
+    for k in range(pairs + 1):
+        for loader, cells in found.items():
+            given = [*words, "--microbatches", str(parts), "--folder", str(folder)]
+            out = child(["--cell", f"{loader}/{format}", *given])
+            cpu, wall, tokens, all_cpu, all_tokens = json.loads(out.strip().splitlines()[-1])
+            if not k:
+                continue
+            cells.append(Cell(cpu / tokens * 1e9, all_cpu / all_tokens * 1e9, tokens / wall))
+            one = cells[-1]
+            shown = f"{one.steps:.2f} us/ktok, whole {one.whole:.2f} us/ktok"
+            click.echo(f"{format}: {loader}: {parts} microbatches: {shown}", err=True)
+    middle = {
+        loader: Cell(*map(statistics.median, zip(*cells, strict=True)))
+        for loader, cells in found.items()
+    }
     return [
         [
             format,
-            names[loader],
-            f"{(cpu := statistics.median(c for c, _ in figures)):.2f}",
-            "1" if loader == "overlord" else f"{cpu / mine:.2f}",
-            f"{statistics.median(speed for _, speed in figures):,.0f}",
-            ", ".join(f"{c:.2f}" for c, _ in figures),
+            NAMES[loader],
+            str(parts),
+            f"{mine.steps:.2f}",
+            f"{mine.steps / middle[format].steps:.2f}",
+            f"{mine.whole:.2f}",
+            f"{mine.whole / middle[format].whole:.2f}",
+            f"{mine.speed:,.0f}",
+            ", ".join(f"{one.steps:.2f}" for one in found[loader]),
         ]
-        for loader, figures in found.items()
+        for loader, mine in middle.items()
     ]
 
 
 @click.command()
 @click.option("--formats", default="megatron,mds", show_default=True, help="Formats to measure.")
-@click.option("--tokens", default=40_000_000, show_default=True, help="Tokens of a measured cell.")
+@click.option("--tokens", default=200_000_000, show_default=True, help="Tokens of a measured cell.")
 @click.option("--seq-length", default=4096, show_default=True, help="Tokens of a sample.")
 @click.option("--samples", default=16, show_default=True, help="Samples of a rank and step.")
 @click.option("--ranks", default=8, show_default=True, help="Data-parallel ranks.")
+@click.option("--microbatches", default="1,16", show_default=True, help="Of a rank and step.")
 @click.option("--pairs", default=3, show_default=True, help="Cells of each loader, in turns.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the corpora.")
 @click.option("--save", "saves", is_flag=True, help="Write a page into benchmarks/results.")
@@ -277,6 +326,7 @@ def main(
     seq_length: int,
     samples: int,
     ranks: int,
+    microbatches: str,
     pairs: int,
     folder: Path | None,
     saves: bool,
@@ -287,14 +337,19 @@ def main(
     if one is not None or write is not None:
         assert folder is not None
         if one is not None:
-            cell(*one.split("/"), folder, seq_length, samples, ranks, tokens)  # type: ignore[arg-type]
+            loader, format = one.split("/")
+            cell(
+                loader, format, folder, Shape(seq_length, samples, ranks, int(microbatches)), tokens
+            )
         else:
             folder.mkdir(parents=True)
-            {"megatron": write_megatron, "mds": write_mds}[str(write)](folder, tokens, seq_length)
+            writers = {"megatron": write_megatron, "mds": write_mds}
+            writers[str(write)](folder, min(tokens, CORPUS), seq_length)
         return
     from page import command_line, machine, markdown_table, save, shown_table, wide_console
 
-    options = {"tokens": tokens, "seq_length": seq_length, "samples": samples, "ranks": ranks}
+    words = ["--tokens", str(tokens), "--seq-length", str(seq_length)]
+    words += ["--samples", str(samples), "--ranks", str(ranks)]
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         root = folder or Path(temporary)
@@ -303,19 +358,9 @@ def main(
                 click.echo(f"{format}: {PEERS[format]} is not installed here", err=True)
                 continue
             if not (place := root / format).exists():
-                child(
-                    [
-                        "--write",
-                        format,
-                        "--folder",
-                        str(place),
-                        "--tokens",
-                        str(tokens),
-                        "--seq-length",
-                        str(seq_length),
-                    ]
-                )
-            rows += measured(format, place, options, pairs)
+                child(["--write", format, "--folder", str(place), *words])
+            for parts in map(int, microbatches.split(",")):
+                rows += measured(format, place, words, pairs, parts)
     wide_console().print(shown_table("formats", HEAD, rows))
     if saves and rows:
         day = datetime.date.today()

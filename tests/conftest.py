@@ -47,15 +47,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep indexes of test files out of the user's cache."""
+    """Keep indexes and models of tests out of the user's caches, in workers on Ray as well."""
     path = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("OVERLORD_CACHE")
-    os.environ["OVERLORD_CACHE"] = str(path)
-    yield path
-    if before is None:
-        del os.environ["OVERLORD_CACHE"]
-    else:
-        os.environ["OVERLORD_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OVERLORD_CACHE", str(path))
+        patch.setenv("HF_HUB_CACHE", str(path / "hub"))
+        yield path
 
 
 @pytest.fixture(autouse=True, scope="module")

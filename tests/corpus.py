@@ -27,14 +27,16 @@ SUFFIX = {
 }
 FORMATS = tuple(SUFFIX)  # formats that hold any columns
 INDEXED_FORMATS = ("mds", "mds.zstd")  # the same, where an index lists the files
-TOKEN_FORMATS = ("megatron",)  # formats that hold the column ``tokens`` alone
-SUFFIX |= {"megatron": ".bin", "mds": ".mds", "mds.zstd": ".mds.zstd"}
+TOKEN_FORMATS = ("megatron", "megatron.modes")  # formats that hold the column ``tokens`` alone
+SUFFIX |= {"megatron": ".bin", "megatron.modes": ".bin", "mds": ".mds", "mds.zstd": ".mds.zstd"}
 # Formats whose values are all text: read by the laws of tests/properties/test_sources_text.py.
 TEXT_FORMATS = tuple(
     name + packed
     for name in ("csv", "tsv", "lines", "paragraphs")
     for packed in ("", ".gz", ".zst")
 )
+# Those of them in which a row is a text of JSON, for the laws of all rows.
+JSON_TEXTS = ("csv", "tsv.gz", "lines", "lines.zst", "paragraphs", "text")
 TEXT_SUFFIX = {"csv": ".csv", "tsv": ".tsv", "lines": ".txt", "paragraphs": ".txt", "text": ".txt"}
 
 
@@ -44,8 +46,13 @@ def write_rows(
     """Write rows in order into ``files`` files of equal size, and return their glob.
 
     ``row_group_size`` is for parquet, ``batch_rows`` for arrow. In a tar every value becomes a
-    member ``<row number>.<column>``, text as UTF-8 and anything else as JSON.
+    member ``<row number>.<column>``, text as UTF-8 and anything else as JSON. In a format of text
+    the column ``text`` is the row as JSON, with line breaks where the format has some in a value.
     """
+    if format in JSON_TEXTS:
+        indent = None if format.startswith("lines") else 1
+        texts = [json.dumps(row, indent=indent) for row in rows]
+        return write_texts(directory, format, texts, len(rows) if format == "text" else files)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     share = -(-len(rows) // files) if rows else 0
@@ -90,9 +97,15 @@ def _write(
             ],
             **kw,
         )
-    elif format == "megatron":
+    elif format in TOKEN_FORMATS:
         documents = [split_document(first + i, row["tokens"]) for i, row in enumerate(rows)]
-        write_megatron(path, documents, **{k: v for k, v in kw.items() if k == "dtype"})
+        given = {k: v for k, v in kw.items() if k == "dtype"}
+        if format == "megatron.modes":
+            given = {
+                "dtype": "int32",
+                "modes": [k % 3 - 1 for k in range(sum(map(len, documents)))],
+            }
+        write_megatron(path, documents, **given)
     else:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         path.write_bytes(pack(text, format))

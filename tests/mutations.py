@@ -647,7 +647,7 @@ MUTATIONS = [
             "staged.plan.source[: len(rows)]",
         ),
         ("stages get all keys", "of_stage(slices[view.cp_rank], view)", "slices[view.cp_rank]"),
-        ("slices of ranks swapped", "zip(ranks, build_slices", "zip(ranks[::-1], build_slices"),
+        ("slices of ranks swapped", "zip(ranks, built_slices", "zip(ranks[::-1], built_slices"),
         (
             "views of a bucket for all buckets",
             "by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}",

@@ -5,8 +5,10 @@ Damaged containers (a truncated .gz, a flipped page) are left to the tests of th
 
 from __future__ import annotations
 
+import csv
 import glob
 import gzip
+import io
 import json
 import os
 import tarfile
@@ -85,7 +87,15 @@ def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[li
         return [read_mds(name, data)]
     if kind == "bin":
         return read_megatron(name, data, job.chunk_bytes)
-    lines = read_lines(unpack(name, data), source.max_sample_bytes)
+    if kind in ("csv", "tsv"):
+        return [read_table(unpack(name, data), "," if kind == "csv" else "\t")]
+    if kind in ("paragraphs", "text"):
+        return [read_texts(unpack(name, data), b"\n\n" if kind == "paragraphs" else None)]
+    lines = (
+        read_texts(unpack(name, data), b"\n")
+        if kind == "lines"
+        else read_lines(unpack(name, data), source.max_sample_bytes)
+    )
     if name.endswith((".gz", ".zst")):
         return [lines]
     out = [[] for _ in range(0, len(data), job.chunk_bytes)]
@@ -103,12 +113,12 @@ def read_megatron(name: str, data: bytes, chunk_bytes: int) -> list[list[Row]]:
             np.frombuffer(f.read(k * np.dtype(d).itemsize), d).tolist()
             for k, d in ((n, "<i4"), (n, "<i8"), (m, "<i8"))
         )
-    assert head[17] == 8
+    dtype = np.dtype({4: "<i4", 8: "<u2"}[head[17]])
     out: dict[int, list[Row]] = {}
     for row, (a, b) in enumerate(pairwise(edges)):
         at = starts[a] if a < n else len(data)
-        size = 2 * sum(lengths[a:b])
-        tokens = np.frombuffer(data[at : at + size], "<u2").tolist()
+        size = dtype.itemsize * sum(lengths[a:b])
+        tokens = np.frombuffer(data[at : at + size], dtype).tolist()
         out.setdefault(min(at, len(data) - 1) // chunk_bytes, []).append((row, {"tokens": tokens}))
     return [out[k] for k in sorted(out)]
 
@@ -163,6 +173,28 @@ def read_lines(text: bytes, max_bytes: int) -> list[Row]:
             rows.append((at, parse(line) if len(line) <= max_bytes else None))
         at += len(line) + 1
     return rows
+
+
+def read_texts(text: bytes, separator: bytes | None) -> list[Row]:
+    """Return the texts between separators; all of it without a separator."""
+    rows, at = [], 0
+    for part in [text] if separator is None else text.split(separator):
+        if part.strip():
+            rows.append((at, {"text": part.decode()}))
+        at += len(part) + len(separator or b"")
+    return rows
+
+
+def read_table(text: bytes, delimiter: str) -> list[Row]:
+    """Return the rows of a table with a header; a row ends at a line break outside quotes."""
+    found, start = [], 0
+    for at in (k for k, byte in enumerate(text) if byte == ord("\n")):
+        if text[start:at].count(b'"') % 2 == 0:
+            line = io.StringIO(text[start:at].decode(), newline="")
+            found.append((start, next(csv.reader(line, delimiter=delimiter))))
+            start = at + 1
+    (_, names), *rows = found
+    return [(row, dict(zip(names, fields, strict=True))) for row, fields in rows]
 
 
 def parse(line: bytes) -> Any:
@@ -227,7 +259,12 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
     """Apply one transform: return new fields by row, or FAILED, or DROPPED."""
     kind = type(step).__name__
     if kind == "Tokens":
-        return [{**fields, "tokens": fields.get(step.column)} for fields in rows]
+        return [
+            {**fields, "tokens": fields.get(step.column)}
+            if step.loss is None or are_weights(fields.get(step.loss), fields.get(step.column))
+            else FAILED
+            for fields in rows
+        ]
     if kind == "Tokenize":
         return [tokenize(step, fields) for fields in rows]
     if kind == "Select":
@@ -255,6 +292,14 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
             dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)
         ]
     )
+
+
+def are_weights(weights: Any, tokens: Any) -> bool:
+    """Return whether a list has a finite weight of at least 0 for each token."""
+    if not isinstance(weights, list) or len(weights) != len(tokens or []):
+        return False
+    most = float(np.finfo(np.float32).max)
+    return all(w is not None and 0 <= w <= most for w in weights)
 
 
 def is_meta(value: Any) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.job.job import ON_LONG
-from tests.corpus import FORMATS, INDEXED_FORMATS, TOKEN_FORMATS, write_rows
+from tests.corpus import FORMATS, INDEXED_FORMATS, JSON_TEXTS, TOKEN_FORMATS, write_rows
 
 EVERY_FORMAT = (*FORMATS, *INDEXED_FORMATS, *TOKEN_FORMATS, "dataset", "factory")
 
@@ -38,6 +38,11 @@ def decode(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in lists.items()
     }
     return {**row, **lists, "n": int(row["n"])}
+
+
+def parse(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row that a text holds as JSON."""
+    return dict(json.loads(row["text"]))
 
 
 def number(row: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +141,8 @@ class World:
                     else [rng.randrange(30) for _ in range(k % 4)]
                 )
         transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
+        if format in JSON_TEXTS:
+            transforms = [ov.Map(parse, rows=True)]
         if format in TOKEN_FORMATS:
             extra = "" if extra == "images" else extra
             transforms += [ov.Map(number, rows=True)] if extra in ("even", "odd", "picky") else []
@@ -160,7 +167,13 @@ class World:
                 directory / f"s{i}", format, rows, files=files, row_group_size=7, batch_rows=5
             )
         return ov.Source(
-            f"s{i}", path, transforms=transforms, weight=weight, epochs=epochs, shuffle=shuffle
+            f"s{i}",
+            path,
+            format=format.partition(".")[0] if format in JSON_TEXTS else None,
+            transforms=transforms,
+            weight=weight,
+            epochs=epochs,
+            shuffle=shuffle,
         )
 
 

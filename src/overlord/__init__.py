@@ -31,6 +31,8 @@ _ERRORS = (
 _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
+    "Model": "overlord.job.model",
+    "evaluation": "overlord.job.evaluation",
     "Batch": "overlord.mesh",
     "Mesh": "overlord.mesh",
     "ClientPlaceTree": "overlord.mesh",
@@ -52,6 +54,7 @@ _HOME = {
     "register_balance": "overlord.planning.balance.balance",
     "register_cost": "overlord.planning.cost",
     "Tokenize": "overlord.transforms.tokenize",
+    "Chat": "overlord.transforms.chat",
     "FillInMiddle": "overlord.transforms.fill_in_middle",
     "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base",
@@ -106,8 +109,15 @@ def _write_job(job: Any) -> str:
     return write_job(job)
 
 
+def _read_model(config: Any, changes: Any) -> Any:
+    from overlord.jobfile.model_file import read_model
+
+    return read_model(config, changes)
+
+
 late_binding.bind("read_job", _read_job)
 late_binding.bind("write_job", _write_job)
+late_binding.bind("read_model", _read_model)
 
 
 def __dir__() -> list[str]:
@@ -134,12 +144,14 @@ if TYPE_CHECKING:
     from overlord.errors import StorageError as StorageError
     from overlord.errors import TransformError as TransformError
     from overlord.job.consumption import Candidates as Candidates
+    from overlord.job.evaluation import evaluation as evaluation
     from overlord.job.hooks import Assembly as Assembly
     from overlord.job.hooks import Popped as Popped
     from overlord.job.hooks import constructor_do_plan as constructor_do_plan
     from overlord.job.hooks import loader_do_plan as loader_do_plan
     from overlord.job.job import Job as Job
     from overlord.job.job import Source as Source
+    from overlord.job.model import Model as Model
     from overlord.jobfile.yaml_file import register_function as register_function
     from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
@@ -171,6 +183,7 @@ if TYPE_CHECKING:
     from overlord.transforms.base import Meta as Meta
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
+    from overlord.transforms.chat import Chat as Chat
     from overlord.transforms.fill_in_middle import FillInMiddle as FillInMiddle
     from overlord.transforms.images import Images as Images
     from overlord.transforms.tokenize import Tokenize as Tokenize

@@ -63,21 +63,16 @@ class Mesh:
 
     def __post_init__(self) -> None:
         problems = [
-            f"place.{axis}: expected a whole number of at least 1, got {getattr(self, axis)!r}"
-            for axis in (*AXES, "vpp")
-            if not isinstance(getattr(self, axis), int)
-            or isinstance(getattr(self, axis), bool)
-            or getattr(self, axis) < 1
+            f"place.{name}: expected a whole number of at least {least}, got {value!r}"
+            for name, least in (*((axis, 1) for axis in (*AXES, "vpp")), ("first_rank", 0))
+            for value in [getattr(self, name)]
+            if not isinstance(value, int) or isinstance(value, bool) or value < least
         ]
         if not isinstance(self.order, (list, tuple)) or sorted(map(str, self.order)) != sorted(
             AXES
         ):
             problems.append(
                 f"place.order: expected each of {', '.join(AXES)} once, got {self.order!r}"
-            )
-        if not is_int(self.first_rank) or self.first_rank < 0:
-            problems.append(
-                f"place.first_rank: expected a whole number of at least 0, got {self.first_rank!r}"
             )
         if not problems and self.vpp > 1 and self.pp == 1:
             problems.append(f"place.vpp: expected 1 for pp=1, without stages, got {self.vpp}")

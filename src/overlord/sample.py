@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from overlord.mesh import Batch
 
 
+# Metadata of sources with loss weights: float64, per document, the sum of its labels' weights.
+LOSS_WEIGHTS = "loss_weights"
 # Job.sync -> objective of balancing
 OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}
 # mean row length from which copying rows one by one is cheaper than gathering by index
@@ -153,23 +155,33 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload of documents: tokens, and items such as images (None in a job without items)."""
+    """The payload of documents: tokens, items such as images, and loss weights of the tokens.
+
+    ``items`` and ``weights`` are None if no document has any. ``weights`` has the offsets of
+    ``tokens``.
+    """
 
     tokens: Ragged
     items: Items | None = None
+    weights: Ragged | None = None  # uint8 if all are 0 or 1, else float32
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + (0 if self.items is None else self.items.bytes.nbytes)
+        return (
+            self.tokens.nbytes
+            + (0 if self.items is None else self.items.bytes.nbytes)
+            + (0 if self.weights is None else self.weights.nbytes)
+        )
 
     def slice(self, start: int, stop: int) -> Content:
         """Return documents ``start`` to ``stop - 1`` as views, without a copy."""
         return Content(
             self.tokens.slice(start, stop),
             None if self.items is None else self.items.slice(start, stop),
+            None if self.weights is None else self.weights.slice(start, stop),
         )
 
     def compact(self) -> Content:
@@ -179,12 +191,15 @@ class Content:
             if self.items is None
             else Items(self.items.bytes.compact(), self.items.counts.copy())
         )
-        return Content(self.tokens.compact(), items)
+        weights = None if self.weights is None else self.weights.compact()
+        return Content(self.tokens.compact(), items, weights)
 
     def take(self, documents: np.ndarray) -> Content:
         """Return a copy of the chosen documents, in the given order."""
         return Content(
-            self.tokens.take(documents), None if self.items is None else self.items.take(documents)
+            self.tokens.take(documents),
+            None if self.items is None else self.items.take(documents),
+            None if self.weights is None else self.weights.take(documents),
         )
 
     def take_items(self, rows: np.ndarray) -> Ragged:
@@ -202,9 +217,12 @@ class Content:
         contents.
         """
         tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
-        if (scattered := Scattered.of(parts)) is None:
-            return Content(tokens)
-        return Content(tokens, scattered.take(documents))
+        weights = Content.weights_of(parts)
+        return Content(
+            tokens,
+            None if (scattered := Scattered.of(parts)) is None else scattered.take(documents),
+            None if weights is None else weights.take(documents),
+        )
 
     @staticmethod
     def concat(parts: Sequence[Content]) -> Content:
@@ -215,12 +233,23 @@ class Content:
         """
         if len(parts) == 1:
             return parts[0]
-        tokens = Ragged.concat([p.tokens for p in parts])
-        if all(p.items is None for p in parts):
-            return Content(tokens)
-        return Content(
-            tokens,
-            Items.concat([Items.none(len(p)) if p.items is None else p.items for p in parts]),
+        tokens, items = Ragged.concat([p.tokens for p in parts]), None
+        if any(p.items is not None for p in parts):
+            items = Items.concat(
+                [Items.none(len(p)) if p.items is None else p.items for p in parts]
+            )
+        return Content(tokens, items, Content.weights_of(parts))
+
+    @staticmethod
+    def weights_of(parts: Sequence[Content]) -> Ragged | None:
+        """Return the weights of several contents, joined as their tokens are; None if none has any.
+
+        The tokens of a content without weights have the weight 1.
+        """
+        if all(p.weights is None for p in parts):
+            return None
+        return Ragged.concat(
+            [ones_like(p.tokens) if p.weights is None else p.weights for p in parts]
         )
 
 
@@ -273,7 +302,19 @@ class Scattered:
         )
 
 
+def ones_like(tokens: Ragged) -> Ragged:
+    """Return the weight 1 for every token."""
+    offsets = tokens.offsets - tokens.offsets[0]
+    return Ragged(np.ones(int(offsets[-1]), np.uint8), offsets)
+
+
 Column = np.ndarray | Ragged  # one value per sample, or several, such as image sizes
+
+
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return start[i], start[i] + 1, ... for every i, concatenated."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(int(length.sum()))
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
@@ -371,6 +412,7 @@ class Buffer:
     overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
     # when ranks wait for each other: after every "microbatch", or once a "step"
     sync: str = "microbatch"
+    model: Any = None  # the job's ``Model``, by which strategies balance
 
     def __len__(self) -> int:
         return len(self.source)
@@ -450,13 +492,14 @@ class Buffer:
         batch: Batch,
         step: int = 0,
         sync: str = "microbatch",
+        model: Any = None,
     ) -> Buffer:
         """Return a buffer made from columns by source, as in ``{"web": {"tokens": [5, 9]}}``.
 
         A list of lists becomes a ragged column.
 
         Every source must have the same columns, except ragged ones: samples of a source without
-        such a column have no items. ``sync``: as in ``Job``.
+        such a column have no items. ``sync``, ``model``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
             raise PlanError(
@@ -503,6 +546,7 @@ class Buffer:
             batch=batch,
             step=step,
             sync=sync,
+            model=model,
         )
 
 

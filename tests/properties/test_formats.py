@@ -1,5 +1,5 @@
-"""The laws of the stream on datasets of other libraries: the reference on every runtime, and a
-resume at every step.
+"""The laws of the stream on datasets of other libraries, tables and texts: the reference on every
+runtime, and a resume at every step.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from tests.corpus import INDEXED_FORMATS, TOKEN_FORMATS
+from tests.corpus import INDEXED_FORMATS, JSON_TEXTS, TOKEN_FORMATS
 from tests.laws import examples
 from tests.properties.test_stream import delivered, fingerprint, run, wanted
 from tests.worlds import folder, worlds
 
-THEIRS = (*TOKEN_FORMATS, *INDEXED_FORMATS)
+EVERY_INPUT = (*TOKEN_FORMATS, *INDEXED_FORMATS, *JSON_TEXTS)
 
 
-@pytest.mark.parametrize("format", THEIRS)
+@pytest.mark.parametrize("format", EVERY_INPUT)
 @given(st.data(), st.integers(0, 2**20), st.integers(1, 3))
-@examples(25)
+@examples(15)
 def test_the_stream_equals_the_reference_on_the_clock_and_in_threads(format, data, seed, loaders):
     """Exactly once, in the order of the reference, whatever the timing and number of loaders."""
     world = data.draw(worlds(formats=(format,)))
@@ -36,9 +36,9 @@ def test_the_stream_equals_the_reference_on_the_clock_and_in_threads(format, dat
         assert fingerprint(local) == fingerprint(simulated)
 
 
-@pytest.mark.parametrize("format", THEIRS)
+@pytest.mark.parametrize("format", EVERY_INPUT)
 @given(st.data())
-@examples(8)
+@examples(5)
 def test_a_resume_at_every_step_continues_the_stream(format, data):
     world = data.draw(worlds(formats=(format,), endless=False))
     with folder() as directory:

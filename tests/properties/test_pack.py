@@ -45,7 +45,12 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
             labels=draw(st.sampled_from(["shifted", "unshifted"])),
         ),
         "multiple": draw(st.sampled_from([1, 2, 3, 8])),
+        "weights": draw(st.sampled_from([None, weights_of(at, 2), weights_of(at, 5) * 0.5])),
     }
+
+
+def weights_of(n: int, different: int) -> np.ndarray:
+    return (np.arange(n) * 31 % 17 % different).astype(np.float32)
 
 
 def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,8 +63,9 @@ def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
         documents = [i for i in range(len(step["start"])) if step["microbatch"][i] == m]
         for i in documents or [None]:
             if i is None:
-                text, labels, source = [], [], -1
+                text, labels, source, loss = [], [], -1, []
             else:
+                loss = weights_one_by_one(step, i)
                 text = [
                     int(v)
                     for v in step["values"][step["start"][i] : step["start"][i] + step["length"][i]]
@@ -70,11 +76,12 @@ def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
                 )
             seen = len(text) or multiple
             room = batch.context if batch.layout == "padded" else -(-seen // multiple) * multiple
+            labels = [label if weight else -100 for label, weight in zip(labels, loss, strict=True)]
             labels = labels + [-100] * (room - len(text))
             rows["tokens"].append(text + [batch.pad_id] * (room - len(text)))
             rows["position_ids"].append(list(range(room)))
             rows["labels"].append(labels)
-            rows["loss_mask"].append([float(label != -100) for label in labels])
+            rows["loss_mask"].append(loss + [0.0] * (room - len(text)))
             rows["attention_mask"].append([j < seen for j in range(room)])
             rows["source_ids"].append(source)
             true.append(true[-1] + seen)
@@ -94,6 +101,15 @@ def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def weights_one_by_one(step: dict[str, Any], i: int) -> list[float]:
+    """The loss mask of document i: the weight of the token that each place predicts."""
+    n, weights = int(step["length"][i]), step["weights"]
+    given = [1.0] * n
+    if weights is not None:
+        given = [float(w) for w in weights[step["start"][i] : step["start"][i] + n]]
+    return [*given[1:], 0.0] if step["batch"].labels == "shifted" else [0.0, *given[1:]]
 
 
 @given(steps())
@@ -136,5 +152,8 @@ def test_every_document_can_be_cut_out_again(step):
 @given(steps())
 def test_the_loss_mask_counts_the_valid_tokens_under_either_convention(step):
     microbatches = build(**step)
-    assert sum(int(m["loss_mask"].sum()) for m in microbatches) == valid_tokens(step["length"])
+    expected: float = valid_tokens(step["length"])
+    if step["weights"] is not None:
+        expected = sum(sum(weights_one_by_one(step, i)) for i in range(len(step["length"])))
+    assert sum(float(m["loss_mask"].sum()) for m in microbatches) == expected
     assert all(np.array_equal(m["loss_mask"] == 0, m["labels"] == -100) for m in microbatches)

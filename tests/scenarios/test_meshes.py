@@ -15,6 +15,7 @@ import overlord as ov
 from overlord.constructor.rank_views import join
 from overlord.errors import PlanError
 from tests.scenarios.test_runtime import RUNTIMES, Held, Outcome, all_clean, job, run, wanted
+from tests.sizes import on_runtimes
 
 pytestmark = pytest.mark.timeout(200)
 runtimes = pytest.mark.parametrize("runtime", RUNTIMES)
@@ -80,7 +81,6 @@ MESHES = {
     "buckets of stages": Mesh(ov.ClientPlaceTree(pp=2, dp=2, cp=2), "PP", arrays=8),
     "buckets of tensor positions": Mesh(ov.ClientPlaceTree(pp=2, dp=2, tp=2), "TP", arrays=8),
 }
-meshes = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 
 
 def rejoined(mesh: Mesh, out: Outcome) -> dict[int, list[Any]]:
@@ -103,16 +103,18 @@ def rejoined(mesh: Mesh, out: Outcome) -> dict[int, list[Any]]:
     return found
 
 
-@runtimes
-@meshes
+@pytest.mark.parametrize(
+    ("runtime", "mesh"),
+    on_runtimes(MESHES, RUNTIMES, ("all axes", "cp, padded rows", "broadcast along pp")),
+)
 def test_the_parts_that_ranks_of_a_mesh_get_make_up_the_stream(runtime: str, mesh: Mesh) -> None:
     out = run(runtime, mesh.job())
     all_clean(out)
     assert rejoined(mesh, out) == wanted(mesh.job())
     assert sum(bool(steps[0][0].arrays) for steps in out.microbatches.values()) == mesh.arrays
-    assert out.digests() == run(RUNTIMES[RUNTIMES.index(runtime) - 1], mesh.job()).digests(), (
-        "to the byte"
-    )
+    assert (
+        out.digests() == run("simulated" if runtime == "local" else "local", mesh.job()).digests()
+    ), "to the byte"
     for step, plan in out.plans.items():
         found = {
             rank: sum(a.nbytes for mb in steps[step] for a in mb.arrays.values())
@@ -146,9 +148,12 @@ def shouted(assembly: ov.Assembly) -> list[Any]:
     return made
 
 
-@runtimes
+HOOKED = ("all axes", "cp, padded rows", "cp in runs", "broadcast along cp", "buckets of stages")
+
+
 @pytest.mark.parametrize(
-    "name", ["all axes", "cp, padded rows", "cp in runs", "broadcast along cp", "buckets of stages"]
+    ("runtime", "name"),
+    on_runtimes(dict(zip(HOOKED, HOOKED, strict=True)), RUNTIMES, ("all axes",)),
 )
 def test_what_a_hook_builds_is_cut_as_what_the_package_builds(runtime: str, name: str) -> None:
     mesh = MESHES[name]
@@ -219,10 +224,11 @@ def test_a_rank_that_is_served_by_a_broadcast_says_by_whom(runtime: str) -> None
         }
 
 
-@runtimes
+OTHERS = ("all axes", "cp", "cp in runs", "broadcast along pp", "whole microbatches for cp ranks")
+
+
 @pytest.mark.parametrize(
-    "other",
-    ["all axes", "cp", "cp in runs", "broadcast along pp", "whole microbatches for cp ranks"],
+    ("runtime", "other"), on_runtimes(dict(zip(OTHERS, OTHERS, strict=True)), RUNTIMES, ("cp",))
 )
 def test_a_run_goes_on_under_another_mesh_with_the_same_samples(runtime: str, other: str) -> None:
     mesh = MESHES[other]

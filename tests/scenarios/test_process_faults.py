@@ -41,6 +41,7 @@ from tests.processes import (
     written,
 )
 from tests.scenarios.test_process import job, rows, source
+from tests.sizes import part
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(200)
@@ -290,8 +291,10 @@ def scoped() -> str:
 
 @pytest.mark.parametrize(
     "then",
-    ["return", "del session; return", "sys.exit(0)", "session.close(); session.close(); return"],
-    ids=["kept", "forgotten", "exit", "closed twice"],
+    part(
+        ["return", "sys.exit(0)"],
+        ["del session; return", "session.close(); session.close(); return"],
+    ),
 )
 def test_a_program_that_just_ends_leaves_nothing_and_says_nothing(
     tmp_path: Path, then: str

@@ -17,6 +17,7 @@ from overlord.drill.run import Drill, Outcome, run_disturbed, run_undisturbed
 from tests.internals import DRILL_STRIKES, running_job
 from tests.processes import WAIT_S, WORKER_RUNTIME, left_after, until, workers_lost
 from tests.scenarios.test_process import source
+from tests.sizes import part
 
 STEPS = 240
 OPTIONS = {
@@ -33,9 +34,8 @@ OPTIONS |= {
 OPTIONS |= {
     "lost_after_s": 1.0 if WORKER_RUNTIME == "process" else 4.0
 }  # Ray's starts take the cores
-LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][
-    : 4 if WORKER_RUNTIME == "process" else 2
-]  # on Ray each takes a minute: some 30 starts
+# on Ray each takes a minute: some 30 starts
+LOTS = part([(1, "none"), (2, "all")], [(1, "all"), (2, "none")] * (WORKER_RUNTIME == "process"))
 
 
 def job() -> ov.Job:

@@ -392,10 +392,8 @@ def test_a_slow_rank_changes_nothing_but_the_pace(runtime: str, slow: int, prefe
 
 
 def test_all_runtimes_place_every_sample_alike(runtime: str) -> None:
-    """Each is compared with the one before it here, to the slot; the draw is compared with the
+    """Each is compared with the first one here, to the slot; the draw is compared with the
     reference above.
     """
     made = job(batch=ov.Batch(tokens=70, context=32, microbatches=2))
-    assert (
-        run(runtime, made).steps == run(RUNTIMES[max(0, RUNTIMES.index(runtime) - 1)], made).steps
-    )
+    assert run(runtime, made).steps == run("local", made).steps

@@ -26,10 +26,11 @@ from tests.simulation.world.scenario import SAYINGS, STEPS, draw
 from tests.simulation.world.seed_run import run_seed
 from tests.simulation.world.soak import Tally, outcome_of, past_failures, soak
 from tests.simulation.world.world import Killed
+from tests.sizes import ALL
 
 PAST = Path(__file__).with_name("past_failures.txt")
-SEEDS = int(os.environ.get("OVERLORD_SEEDS", "1000"))
-BLOCKS = 20  # so that the workers of a test run share them
+SEEDS = int(os.environ.get("OVERLORD_SEEDS", "1000" if ALL else "400"))
+BLOCKS = 10  # so that the workers of a test run share them
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from overlord.job.job import Job
 from overlord.planning.strategies import hdp
 from tests.simulation.world.scenario import LONGEST, Mesh, Scenario, draw, shown
 from tests.simulation.world.seed_run import played
+from tests.sizes import ALL
 
-SEEDS = 36
+SEEDS = 36 if ALL else 18
 
 
 @pytest.fixture(autouse=True)

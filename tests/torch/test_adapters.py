@@ -447,3 +447,23 @@ def test_adapters_take_tensors_as_well_as_arrays():
             huggingface.flattened(given_)["labels"], huggingface.flattened(mb)["labels"]
         )
         assert torch.equal(megatron.packed(given_)["labels"], megatron.packed(mb)["labels"])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_weights_that_labels_cannot_express_are_refused_unless_the_caller_applies_them(
+    layout: str,
+) -> None:
+    mb = made([4, 3], layout=layout)
+    zeros = {**mb, "loss_mask": np.where(mb["tokens"] % 2, mb["loss_mask"], 0)}
+    halves = {**mb, "loss_mask": mb["loss_mask"] * np.float32(0.5)}
+    for adapter in (
+        (huggingface.flattened, torchtitan.flat) if layout == "packed" else (huggingface.padded,)
+    ):
+        adapter(zeros)
+        adapter(halves, weighted=True)
+        with pytest.raises(ov.JobError, match="expected loss weights of 0 and 1"):
+            adapter(halves)
+    if layout == "packed":
+        assert torch.equal(
+            megatron.packed(halves)["loss_mask"], torch.tensor(halves["loss_mask"])
+        ), "Megatron's loss weighs by it"

@@ -280,3 +280,60 @@ def test_a_loss_that_is_masked_may_be_infinite():
     loss.backward()
     assert loss.item() == 2.5 / 4
     assert losses.grad.tolist() == [0.25, 0.0, 0.0, 0.125]
+
+
+def test_the_loss_mask_weighs_the_losses_of_a_job(tmp_path: Path) -> None:
+    """Gradients equal those of a plain program that goes sample by sample, on any placement."""
+    rng = np.random.default_rng(3)
+    rows = [
+        {"ids": rng.integers(1, VOCAB, n).tolist(), "w": (rng.integers(0, 4, n) * 0.3).tolist()}
+        for n in rng.integers(2, 20, 24).tolist()
+    ]
+    source = ov.Source.from_dataset("web", rows, transforms=[ov.Tokens("ids", loss="w")], epochs=1)
+    model = tiny()
+    for dp, strategy in ((1, "packed"), (2, "llm_balance")):
+        job = ov.Job(
+            name="weights",
+            sources=[source],
+            batch=ov.Batch(samples=12, context=32),
+            place=ov.Mesh(dp=dp),
+            strategy=strategy,
+        )
+        with ov.launch(job) as session:
+            clients = [session.client(rank) for rank in range(dp)]
+            for steps in zip(*clients, strict=True):
+                model.zero_grad()
+                for step in steps:
+                    for mb in ot.TensorStep.of(step):
+                        valid = step.global_valid_tokens
+                        logits, mask = logits_of(model, mb), mb["loss_mask"]
+                        ot.token_loss(logits, mb["labels"], valid, loss_mask=mask).backward()
+                found = [p.grad.clone() for p in model.parameters()]
+                chosen = [rows[p.sample.row] for step in steps for mb in step for p in mb.samples]
+                expected = weighted_gradients(model, chosen)
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def weighted_gradients(model: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """Return the gradients of the weighted mean loss, row by row in plain torch."""
+    model.zero_grad()
+    losses, total = [], 0.0
+    for row in rows:
+        ids, weights = torch.tensor(row["ids"]), torch.tensor(row["w"]).float().double()
+        one = {"tokens": ids, "cu_seqlens_padded": torch.tensor([0, len(ids)])}
+        losses.append(
+            F.cross_entropy(logits_of(model, one)[:-1], ids[1:], reduction="none") * weights[1:]
+        )
+        total += float(weights[1:].sum())
+    (torch.cat(losses).sum() / total).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_loss_that_would_ignore_weights_is_refused() -> None:
+    logits, labels = torch.zeros(3, 5), torch.tensor([1, 2, -100])
+    with pytest.raises(ov.JobError, match=r"pass loss_mask=mb\['loss_mask'\]"):
+        ot.token_loss(logits, labels, 1.5)
+    half = ot.token_loss(logits, labels, 0.5, loss_mask=torch.tensor([0.5, 0.0, 0.0]))
+    torch.testing.assert_close(half, torch.log(torch.tensor(5.0)))  # the sum may be below 1
+    assert ot.token_loss(logits, labels, 0, loss_mask=torch.zeros(3)) == 0

@@ -325,7 +325,8 @@ def test_the_table_of_packages_lists_the_layers_and_their_imports():
 
 def test_records_of_decisions_are_numbered_and_have_three_parts():
     records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    assert [int(r.name[:4]) for r in records] == list(range(1, len(records) + 1))
+    numbers = [int(r.name[:4]) for r in records]
+    assert numbers == sorted(set(numbers))  # numbers of records in preparation may be missing
     for record in records:
         text = text_of(record)
         assert text.startswith(f"# {record.name[:4]} "), record.name

@@ -10,7 +10,8 @@ import pytest
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job.job import Job, Source, mixture_problems
+from overlord.job.job import Job, Source
+from overlord.job.mixture_weights import mixture_problems
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Tokens
 

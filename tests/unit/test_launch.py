@@ -542,6 +542,7 @@ def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
         "mixture",
         "strategy",
         "sync",
+        "model",
         "seed",
         "journal",
         "until",
@@ -556,5 +557,6 @@ def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
         "feedback_lag",
         "on_long",
         "max_document",
+        "evaluation",
         "hooks",
     ]

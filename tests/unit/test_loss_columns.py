@@ -1,5 +1,5 @@
-"""A column that says which tokens have a loss is refused by name until it is supported: ignored, it
-would train on the wrong tokens.
+"""A column that says which tokens have a loss is refused by name if no transform reads it: ignored,
+it would train on the wrong tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_a_mask_beside_the_ids_is_refused_by_name(tmp_path: Path, kind: str, nam
         kind, tmp_path, [{"tokens": row["tokens"], name: row["loss_mask"]} for row in ROWS]
     )
     problem = (
-        f"expected token ids alone, got the column '{name}' next to them, which is not "
-        "supported yet; add Select"
+        f"expected token ids alone, got the column '{name}' next to them, which no transform "
+        r"reads; name a column of loss weights in Tokens\(loss=...\), or add Select"
     )
     for transforms in ([ov.Tokens("tokens")], [], [ov.Tokens("tokens"), ov.Filter(len_is_three)]):
         with pytest.raises(SourceError, match=problem):
@@ -74,14 +74,12 @@ def unmasked(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_function_that_returns_a_mask_is_refused_by_name(tmp_path: Path) -> None:
     uri = source_of("jsonl", tmp_path, ROWS)
     problem = (
-        "expected columns that a job can use, got 'loss_mask', which is not supported yet; "
-        "return 'tokens' without 'loss_mask'"
+        "expected columns that a transform reads, got 'loss_mask', which none does; "
+        r"read it with Tokens\(loss='loss_mask'\), or return 'tokens' without 'loss_mask'"
     )
     with pytest.raises(TransformError, match=problem):
         first_step(uri, ov.Map(masked, rows=True))
-    with pytest.raises(
-        TransformError, match="got 'loss_mask', which is not supported yet; remove it"
-    ):
+    with pytest.raises(TransformError, match="got 'loss_mask', which none does"):
         first_step(uri, ov.Select("tokens", "loss_mask"))
     twice = ov.Map(masked, rows=True)
     with pytest.raises(TransformError, match=problem):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import time
 from pathlib import Path
@@ -21,70 +20,11 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.timeouts import Timeouts
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.transform_process import TransformWorker
+from tests.tokenizers_made import OBJECTS, bpe, encoding, fast, pieces, processor
 
 TEXTS = ["hello world", "lower worlds é", "", "<s> hello"]
 
 
-def bpe(bos_template: bool = False) -> Any:
-    """Return a small tokenizer of bytes; with ``bos_template`` it adds <s> by itself."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
-    )
-    made.train_from_iterator(["hello world lower worlds"] * 4, trainer)
-    if bos_template:
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    return made
-
-
-def encoding() -> Any:
-    import tiktoken
-
-    ranks = {bytes([i]): i for i in range(256)} | {b"he": 256, b"ll": 257, b"hell": 258}
-    return tiktoken.Encoding(
-        "own", pat_str=r"\s?\w+|\s+|.", mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
-    )
-
-
-def pieces() -> bytes:
-    import sentencepiece
-
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["hello world", "lower worlds", "hello lower"] * 10),
-        model_writer=out,
-        vocab_size=30,
-        hard_vocab_limit=False,
-        byte_fallback=False,
-        minloglevel=2,
-    )
-    return out.getvalue()
-
-
-def processor() -> Any:
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_proto=pieces(), add_bos=True)
-
-
-def fast() -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=bpe(True), bos_token="<s>", eos_token="</s>")
-
-
-OBJECTS = {
-    "tokenizers": bpe,
-    "transformers": fast,
-    "tiktoken": encoding,
-    "sentencepiece": processor,
-}
 PLAIN = {
     "tokenizers": lambda t, text: t.encode(text, add_special_tokens=False).ids,
     "transformers": lambda t, text: t.encode(text, add_special_tokens=False),
@@ -225,6 +165,19 @@ def test_a_name_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
     assert Tokenize("owner/cached@v1").fingerprint() == Tokenize(file).fingerprint()
     assert asked == [("owner/cached", "tokenizer.json", "v1")]
+
+
+def test_a_name_of_tiktoken_is_the_encoding_that_it_names(monkeypatch: pytest.MonkeyPatch):
+    from tiktoken import registry
+
+    registry.list_encoding_names()  # fills the table
+    known = registry.ENCODING_CONSTRUCTORS
+    made = encoding()
+    parts = {name: getattr(made, f"_{name}") for name in ("pat_str", "mergeable_ranks")}
+    special = {"special_tokens": {"<|end|>": 300}}
+    monkeypatch.setitem(known, "own", lambda: {"name": "own", **parts, **special})
+    assert Tokenize("tiktoken:own").fingerprint() == Tokenize(made).fingerprint()
+    assert ids_of(pipeline("tiktoken:own"), TEXTS) == ids_of(pipeline(made), TEXTS)
 
 
 @pytest.mark.parametrize("name", ["owner/absent", "tiktoken:cl100k_base"])

@@ -211,8 +211,11 @@ class Step:
         return self._info.digest
 
     @property
-    def global_valid_tokens(self) -> int:
-        """The number of tokens with a loss over all ranks; divide summed losses by it."""
+    def global_valid_tokens(self) -> int | float:
+        """The sum of the weights of all labels, over all ranks; divide summed losses by it.
+
+        Without loss weights it is the number of labels. It is an int if it is whole.
+        """
         return self._info.valid_tokens
 
     @property
@@ -340,6 +343,7 @@ class Client:
         on_stall: Callable[[str, float], None] | None = None,
         microbatches: int | None = None,
         world_size: int | None = None,
+        evaluation: bool = False,
     ):
         self.rank, self._queue, self._state = rank, queue, start
         # called before the first wait, since the work starts on demand
@@ -351,9 +355,8 @@ class Client:
             rewind,
             close,
         )
-        self._report = report
+        self._report, self._pid = report, os.getpid()
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
-        self._pid = os.getpid()
         # held while a step is handed to the trainer, and while the session changes its mesh
         self._gate = threading.Lock()
         self.session: Any = None  # session that this client owns (``join``)
@@ -364,9 +367,9 @@ class Client:
         self.bytes_fetched = 0  # bytes of received arrays, in the form in which they were sent
         self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
         self.world_size = world_size  # ranks of the mesh, if known
-        # mesh and broadcasts of the last step
+        self.evaluation = evaluation  # Job.evaluation: loaders begin anew at every pass
         self._shared: tuple[Mesh | None, Mesh | None, tuple[str, ...]] = (None, None, ())
-        # a step that was put back: the position before it, the state after it, and the step
+        # a step put back: the position before it, the state after it, and the step
         self._refused_step: tuple[QueuePosition, State, Step] | None = None
 
     @property

@@ -168,6 +168,7 @@ class SessionConnection:
             on_stall=on_stall,
             microbatches=s["microbatches"],
             world_size=s["world_size"],
+            evaluation=bool(s.get("evaluation", False)),
         )
         return self._client
 

@@ -18,7 +18,7 @@ import numpy as np
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.compact import smallest_id_type
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
-from overlord.job.hooks import Hook, popped_by
+from overlord.job.hooks import Hook, ordered_weights, popped_by
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
     ConnectConstructor,
@@ -328,7 +328,7 @@ class LoaderWorker(Worker):
     def _send(self, routed: LoaderPlan, popped: list[Content]) -> int:
         """Copy payload into shared memory, send it to constructors, and return the bytes sent."""
         n = 0
-        pieces = [p.tokens for p in popped]
+        pieces, weights = [p.tokens for p in popped], Content.weights_of(popped)
         takes: Sequence[np.ndarray | None] = routed.take or [None] * len(routed.to)
         images = self._images(routed, popped)
         if routed.plan is not None and routed.doc is not None:
@@ -336,11 +336,15 @@ class LoaderWorker(Worker):
                 self._hooks, routed.plan, routed.doc, Ragged.concat(pieces), self._seed
             )
             takes, pieces = [number[rows] for rows in routed.take], [tokens]
+            weights = ordered_weights(routed.plan, routed.doc, weights)
         for i, (c, take) in enumerate(zip(routed.to, takes, strict=True)):
             tokens = self._into_pool(pieces if take is None else [Ragged.concat(pieces).take(take)])
+            own = None
+            if weights is not None:
+                own = self._into_pool([weights if take is None else weights.take(take)])
             items = None if (wanted := images[i]) is None else self._into_pool(wanted)
             n += self._send_payload(
-                c, StepPayload(routed.step, self._number, tokens, routed.generation, items)
+                c, StepPayload(routed.step, self._number, tokens, routed.generation, items, own)
             )
         return n
 
@@ -371,7 +375,8 @@ class LoaderWorker(Worker):
             if (link := self._links.get(constructor)) is None:
                 raise ActorLost("", f"{self.name} has no connection to it")
             link.send(payload, timeout_s=REACH_S if self._failover else SEND_S)
-            return payload.tokens.nbytes + (0 if payload.items is None else payload.items.nbytes)
+            more = (part.nbytes for part in (payload.items, payload.weights) if part is not None)
+            return payload.tokens.nbytes + sum(more)
         except DataStall as stall:
             if not self._failover or link is None:
                 raise

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from overlord.concurrency.thread_pool import Task, join_pool, leave_pool
 from overlord.concurrency.timeouts import TIMEOUTS
 from overlord.errors import ActorLost, DataStall, WouldBlock
 
@@ -127,8 +127,6 @@ class CommandLoop:
 # (``transforms/transform_process.py``).
 
 OURS = str(Path(__file__).resolve().parents[1])  # the folder of this package
-
-WAITING = 32  # concurrent reads of object stores: they wait for replies, not for a CPU core
 
 
 class EventLoop:
@@ -257,117 +255,20 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    name: str
-    work: Callable[[], Any]
-    done: Done
-    size: int
-    waits: BlockingWork | None = None
-    began: float = 0.0
-    reported: bool = False  # its result was reported, or it was given up
-
-
-class _WorkerThreads:
-    """Daemon threads that execute queued tasks, urgent ones first.
-
-    Another thread starts when all are busy, up to ``max_threads``. A thread that is stuck in a read
-    does not count.
-    """
-
-    def __init__(self, name: str, max_threads: int, run: Callable[[_Task], None]):
-        self._name, self._max_threads, self._run = name, max_threads, run
-        self._urgent, self._normal = deque[_Task](), deque[_Task]()
-        self._changed = threading.Condition()
-        self._idle = self._started = 0
-        self._closed = False
-        self._threads: list[threading.Thread] = []
-        self._running: set[_Task] = set()
-
-    def put(self, task: _Task, urgent: bool) -> None:
-        with self._changed:
-            (self._urgent if urgent else self._normal).append(task)
-            self._grow()
-            self._changed.notify()
-
-    def _grow(self) -> None:
-        if len(self._urgent) + len(self._normal) <= self._idle or self._closed:
-            return
-        if len(self._threads) < self._max_threads + self._stuck():
-            self._started += 1
-            self._threads.append(
-                threading.Thread(
-                    target=self._loop, name=f"{self._name}-{self._started - 1}", daemon=True
-                )
-            )
-            self._threads[-1].start()
-
-    def _stuck(self) -> int:
-        now = time.monotonic()
-        return sum(
-            task.waits is not None and now - task.began > TIMEOUTS.stuck_s for task in self._running
-        )
-
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                while not self._urgent and not self._normal and not self._closed:
-                    self._changed.wait()
-                self._idle -= 1
-                if self._closed:
-                    return
-                task = (self._urgent or self._normal).popleft()
-                task.began = time.monotonic()
-                self._running.add(task)
-            self._run(task)
-            with self._changed:
-                self._running.discard(task)
-                del task
-                # The stuck thread that this one replaced has returned.
-                if len(self._threads) > self._max_threads + self._stuck():
-                    self._threads.remove(threading.current_thread())
-                    return
-
-    def watch(self) -> list[_Task]:
-        """Return running tasks that can hang, and start a thread for each stuck one."""
-        with self._changed:
-            self._grow()
-            return [task for task in self._running if task.waits is not None]
-
-    def close(self, timeout_s: float) -> None:
-        """Drop queued tasks and end the threads; wait for them up to ``timeout_s`` in all.
-
-        A thread that is still in a read then ends by itself: it is a daemon.
-        """
-        with self._changed:
-            self._closed = True
-            self._urgent.clear()
-            self._normal.clear()
-            self._changed.notify_all()
-            threads = list(self._threads)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s / max(1, len(threads)))
-
-
 class ThreadExecutor:
-    """The thread pool of a process: threads for work, and others for reads of object stores.
+    """An owner of the thread pool of the process, whose results arrive on one event loop.
 
-    A store that does not answer must not block other work. Work that was short so far runs at once,
-    on the event loop. Once it takes longer, work of the same name runs in the threads again. Reads
-    of a mount or a store never run on the loop, since they may hang; nor does user code. Reads of a
-    local disk do, unless they fail.
+    All executors of a process share its threads (``concurrency/thread_pool.py``). Work that was
+    short so far runs at once, on the event loop. Once it takes longer, work of the same name runs
+    in the threads again. Reads of a mount or a store never run on the loop, since they may hang;
+    nor does user code. Reads of a local disk do, unless they fail.
     """
 
     def __init__(self, workers: int, loop: EventLoop, inline_s: float = TIMEOUTS.inline_s):
         self._loop = loop
         self._inline_s = inline_s
         self._seconds: dict[str, list[float]] = {}  # name -> seconds per unit, the last four times
-        self._workers = _WorkerThreads("overlord-worker", workers, self._run)
-        self._waiting = _WorkerThreads("overlord-store", max(workers, WAITING), self._run)
-        self._watch: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._pool = join_pool(self, workers)
         self._report_lock = threading.Lock()
 
     def submit(
@@ -387,13 +288,8 @@ class ThreadExecutor:
         """
         if (waits is None or waits.quick) and self._run_inline(name, work, done, size, waits):
             return
-        if waits is not None and self._watch is None:
-            self._watch = threading.Thread(
-                target=self._watch_reads, name="overlord-watch", daemon=True
-            )
-            self._watch.start()
-        threads = self._waiting if waits is not None and waits.many else self._workers
-        threads.put(_Task(name, work, done, size, waits), urgent)
+        task = Task(self, self._run, self._report, work, name, done, size, waits)
+        self._pool.put(task, urgent)
 
     def _run_inline(
         self, name: str, work: Callable[[], Any], done: Done, size: int, waits: BlockingWork | None
@@ -413,21 +309,6 @@ class ThreadExecutor:
             self._loop.post(lambda: done(*outcome))
         return True
 
-    def _watch_reads(self) -> None:
-        """Give up reads that never end.
-
-        It runs in its own thread, since the threads of such reads hang.
-        """
-        while not self._closed.wait(TIMEOUTS.watch_s):
-            for task in (*self._workers.watch(), *self._waiting.watch()):
-                assert task.waits is not None
-                try:
-                    error = None if task.reported else task.waits.overdue()
-                except Exception as fault:  # one failure must not end the watch of all others
-                    error = fault
-                if error is not None:
-                    self._report(task, None, error)
-
     def _timed(
         self, name: str, work: Callable[[], Any], size: int
     ) -> tuple[Any, BaseException | None]:
@@ -443,10 +324,10 @@ class ThreadExecutor:
                 [unit] * 4 if took > TIMEOUTS.slow_s else [*self._seconds.get(name, [])[-3:], unit]
             )
 
-    def _run(self, task: _Task) -> None:
+    def _run(self, task: Task) -> None:
         self._report(task, *self._timed(task.name, task.work, task.size))
 
-    def _report(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
+    def _report(self, task: Task, outcome: Any, failure: BaseException | None) -> None:
         """Pass the result of a task to its callback, unless the task was given up before."""
         with self._report_lock:
             late, task.reported = task.reported, True
@@ -454,9 +335,8 @@ class ThreadExecutor:
             self._loop.post(lambda: task.done(outcome, failure))
 
     def close(self, timeout_s: float = 0.5) -> None:
-        self._closed.set()
-        self._workers.close(timeout_s / 2)
-        self._waiting.close(timeout_s / 2)
+        """Drop queued work. The last executor of the process ends the threads."""
+        leave_pool(self, timeout_s)
 
 
 # ----------------------------------------------------------------------------

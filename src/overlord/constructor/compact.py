@@ -27,10 +27,10 @@ from overlord.constructor.pack import (
     with_document_arrays,
 )
 from overlord.constructor.rank_views import PER_TOKEN
-from overlord.constructor.runs import ranges
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
-from overlord.plan.view import View
+from overlord.plan.view import ALL, View
+from overlord.sample import ranges
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
 # Mean tokens per document from which a slice per document costs less than gathering by index.
@@ -140,7 +140,10 @@ def for_view(
 
     The ids stay if a key of the view is expanded from them. The view must not be sliced along cp.
     """
-    layout = layout._replace(keys=tuple(key for key in layout.keys if view.has(key)))
+    if view == ALL:
+        return batch, layout
+    keys = tuple(key for key in layout.keys if view.has(key))
+    layout = CompactLayout(keys, layout.labels, layout.context)
     ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
     return batch.only(lambda key: view.has(key) and (ids or key != IDS)), layout
 

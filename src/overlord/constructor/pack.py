@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.runs import pieces, ranges
+from overlord.constructor.runs import pieces
 from overlord.mesh import Batch
+from overlord.sample import ranges
 
 # ----------------------------------------------------------------------------
 # All microbatches of a build as one array per key, and the rows of each microbatch.
@@ -128,7 +129,7 @@ class BatchArrays:
 # ``multiple``, summed):
 #
 #     tokens, position_ids, labels   int64   [T]
-#     loss_mask                      float32 [T]
+#     loss_mask                      float32 [T]    weight of the label; 0 where there is none
 #     cu_seqlens                     int32   [n+1]  cumulative true lengths
 #     cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: places of documents
 #                                                   in the arrays; ends with T
@@ -176,17 +177,20 @@ def build_arrays(
     batch: Batch,
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
+    weights: np.ndarray | None = None,
 ) -> BatchArrays:
     """Build all microbatches of one or several buckets at once, as read-only arrays.
 
     ``allocate`` returns uninitialized bytes: a pool that reuses memory saves more than the gather
     costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents must
     be sorted by (microbatch, slot). ``multiple``: packed documents are padded to a multiple of it.
+    ``weights``: the loss weight of each of ``values``; None: all are 1.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total = int(docs.size.sum())
     layout = _Layout(docs.start, docs.content, docs.true, docs.size)
-    return with_document_arrays(docs, _per_token(values, layout, total, batch, allocate), 1, batch)
+    arrays = _per_token(values, weights, layout, total, batch, allocate)
+    return with_document_arrays(docs, arrays, 1, batch)
 
 
 def build_slices(
@@ -201,6 +205,7 @@ def build_slices(
     allocate: Callable[[int], np.ndarray],
     cp: int,
     cp_ranks: Sequence[int],
+    weights: np.ndarray | None = None,
 ) -> list[BatchArrays]:
     """Build the slices of some context-parallel ranks without building the whole.
 
@@ -211,7 +216,7 @@ def build_slices(
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
-    arrays = run_arrays(values, docs, doc, base, size, batch, allocate)
+    arrays = run_arrays(values, docs, doc, base, size, batch, allocate, weights)
     n = len(cp_ranks)
     return [
         with_document_arrays(
@@ -229,6 +234,7 @@ def run_arrays(
     size: np.ndarray,
     batch: Batch,
     allocate: Callable[[int], np.ndarray],
+    weights: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Build the per-token arrays of runs of documents, one after another.
 
@@ -243,7 +249,7 @@ def run_arrays(
         base,
         left > size,
     )
-    return _per_token(values, layout, int(size.sum()), batch, allocate)
+    return _per_token(values, weights, layout, int(size.sum()), batch, allocate)
 
 
 class Documents(NamedTuple):
@@ -292,6 +298,7 @@ def documents(
 
 def _per_token(
     values: np.ndarray,
+    weights: np.ndarray | None,
     layout: _Layout,
     total: int,
     batch: Batch,
@@ -319,6 +326,8 @@ def _per_token(
     holes = ranges(offset + content, size - content)
     arrays["tokens"][holes] = batch.pad_id
     _fill_targets(arrays, values, holes, offset, origin, layout, batch.labels)
+    if weights is not None:
+        _fill_weights(arrays, weights, offset, layout, batch.labels)
     if batch.layout == "padded":
         arrays["attention_mask"] = _attention(total, offset + layout.true, size - layout.true)
     return arrays
@@ -378,11 +387,22 @@ def build(
     batch: Batch,
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
+    weights: np.ndarray | None = None,
 ) -> list[dict[str, np.ndarray]]:
     """Build the microbatches of ``build_arrays`` as a list of dicts of views."""
-    return build_arrays(
-        values, start, length, microbatch, n_microbatches, source, batch, multiple, allocate
-    ).cut(0, n_microbatches)
+    made = build_arrays(
+        values,
+        start,
+        length,
+        microbatch,
+        n_microbatches,
+        source,
+        batch,
+        multiple,
+        allocate,
+        weights,
+    )
+    return made.cut(0, n_microbatches)
 
 
 def valid_tokens(length: np.ndarray) -> int:
@@ -512,6 +532,33 @@ def _fill_targets(
     for positions in (unlabelled, holes):
         labels[positions] = IGNORE
         loss_mask[positions] = 0
+
+
+def _fill_weights(
+    arrays: dict[str, np.ndarray],
+    weights: np.ndarray,
+    offset: np.ndarray,
+    layout: _Layout,
+    convention: str,
+) -> None:
+    """Multiply the loss mask by the weight of each label; a label of weight 0 is excluded."""
+    labels, loss_mask = arrays["labels"], arrays["loss_mask"]
+    base = np.zeros_like(offset) if layout.base is None else layout.base
+    ahead = 1 if convention == "shifted" else 0  # the label is this number of tokens ahead
+    for a, b in _blocks(offset, len(labels)):
+        at, size = offset[a:b], layout.size[a:b]
+        tokens = slice(int(at[0]), int(at[-1] + size[-1]))
+        labelled = np.flatnonzero(loss_mask[tokens]) + tokens.start
+        shift = np.repeat(layout.start[a:b] + base[a:b] - at + ahead, size)
+        found = weights[labelled + shift[labelled - tokens.start]]
+        loss_mask[labelled] = found
+        labels[labelled[found == 0]] = IGNORE
+
+
+def _blocks(offset: np.ndarray, total: int) -> list[tuple[int, int]]:
+    """Return runs of documents of about ``BLOCK`` tokens, as (first, stop)."""
+    cuts = np.unique(np.searchsorted(offset, np.arange(0, total, BLOCK)))
+    return list(pairwise([*cuts[cuts < len(offset)].tolist(), len(offset)]))
 
 
 def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:

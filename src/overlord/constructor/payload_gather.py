@@ -22,7 +22,7 @@ from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
 from overlord.messages.data import StepInfo, StepPayload
-from overlord.sample import Ragged, Scattered
+from overlord.sample import Content, Ragged, Scattered
 
 log = logging.getLogger("overlord")
 
@@ -206,9 +206,9 @@ class PayloadGatherer:
         if not missing:
             del self._expected[step]
             stage, parts = routed.stage, [arrived[origin] for origin in routed.origins]
-            tokens = Ragged.concat(
-                [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
-            )
+            some = [p for p in parts if len(p.tokens)] or parts[:1]
+            tokens = Ragged.concat([p.tokens for p in some])
+            weights = Content.weights_of([Content(p.tokens, weights=p.weights) for p in some])
             items = (
                 None
                 if stage.encoding is None
@@ -217,7 +217,7 @@ class PayloadGatherer:
             if problem := _mismatch(routed, tokens, items, parts):
                 return self._fail(step, PlanError(problem, step, "this is a bug: report it"))
             return self._constructors.staged(
-                StepDocuments(stage, tokens, items), StepInfo.of(stage)
+                StepDocuments(stage, tokens, items, weights=weights), StepInfo.of(stage)
             )
         if self._no_restart and (
             lost := [origin for origin in missing if origin in self._lost_workers]
@@ -302,6 +302,11 @@ def check_payload(payload: StepPayload, host: int) -> None:
             f"payload of loader-worker/{host} for step {step}: expected documents of whole "
             f"numbers, got {kinds or type(tokens)}"
         )
+    if (weights := payload.weights) is not None and not _are_weights(weights, tokens):
+        raise OverlordError(
+            f"payload of loader-worker/{host} for step {step}: expected a finite loss weight of at "
+            f"least 0 for every token, got {type(weights).__name__}"
+        )
     if (items := payload.items) is None:
         return
     kinds = (
@@ -314,6 +319,20 @@ def check_payload(payload: StepPayload, host: int) -> None:
             f"payload of loader-worker/{host} for step {step}: expected images as bytes, "
             f"got {kinds or type(items)}"
         )
+
+
+def _are_weights(weights: Any, tokens: Ragged) -> bool:
+    """Return whether a value holds a loss weight for every token."""
+    if not isinstance(weights, Ragged) or weights.values.dtype not in (np.uint8, np.float32):
+        return False
+    values = weights.values
+    return (
+        values.ndim == 1
+        and weights.offsets.dtype == np.int64
+        and np.array_equal(weights.offsets, tokens.offsets)
+        and len(values) == len(tokens.values)
+        and (not len(values) or bool(0 <= values.min() <= values.max() < np.inf))
+    )
 
 
 def _mismatch(

@@ -35,9 +35,8 @@ from overlord.constructor.pack import (
 from overlord.mesh import Batch
 from overlord.plan.pieces import RankTasks, tasks_of_ranks
 from overlord.plan.plan import LoadingPlan
-from overlord.plan.routes import ranges
 from overlord.plan.tasks import PlanTasks
-from overlord.sample import Ragged
+from overlord.sample import Ragged, ranges
 
 
 class BuiltPieces(NamedTuple):
@@ -56,10 +55,11 @@ def build_pieces(
     ranks: Sequence[int],
     batch: Batch,
     allocate: Callable[[int], np.ndarray] = new_buffer,
+    weights: Ragged | None = None,
 ) -> BuiltPieces:
     """Build all microbatches of these ranks of a hybrid plan, as read-only arrays.
 
-    ``doc[i]``: row of ``tokens`` with the whole sample i.
+    ``doc[i]``: row of ``tokens`` with the whole sample i. ``weights``: as in ``StepDocuments``.
     """
     tasks, mine = plan.tasks, tasks_of_ranks(plan, np.asarray(ranks, np.int64))
     assert tasks is not None, "expected a hybrid plan"
@@ -85,7 +85,14 @@ def build_pieces(
     document = np.repeat(np.arange(len(of)), 2)
     some = held.ravel() > 0
     arrays = run_arrays(
-        tokens.values, docs, document[some], base.ravel()[some], held.ravel()[some], batch, allocate
+        tokens.values,
+        docs,
+        document[some],
+        base.ravel()[some],
+        held.ravel()[some],
+        batch,
+        allocate,
+        None if weights is None else weights.values,
     )
     local = held.sum(axis=1)
     cut = np.concatenate((np.zeros(1, np.int64), np.cumsum(local)))[docs.first]

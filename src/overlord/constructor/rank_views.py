@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from overlord.constructor.pack import BatchArrays
-from overlord.constructor.runs import cp_runs, ranges
+from overlord.constructor.runs import cp_runs
 from overlord.plan.view import View
+from overlord.sample import ranges
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
 # Never sliced, even if an array has as many rows as the microbatch has tokens.
@@ -37,6 +38,7 @@ WHOLE = frozenset(
         "image_cu_seqlens",
         "item_ids",
         "send_lens",
+        "send_rows",
         "send_splits",
         "recv_splits",
         "recv_perm",

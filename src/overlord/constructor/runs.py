@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from overlord.sample import ranges
+
 
 def pieces(
     size: np.ndarray,
@@ -71,9 +73,3 @@ def cp_runs(
         numbers = np.array([[r, 2 * cp - 1 - r] for r in ranks])
     starts = start[None, :, None] + numbers[:, None, :] * chunk[None, :, None]
     return starts.reshape(-1), np.broadcast_to(chunk[None, :, None], starts.shape).reshape(-1)
-
-
-def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return the ranges of ``length[i]`` numbers from ``start[i]`` on, concatenated."""
-    before = np.cumsum(length) - length
-    return np.repeat(start - before, length) + np.arange(int(length.sum()))

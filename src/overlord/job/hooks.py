@@ -245,6 +245,14 @@ def popped_by(
     return found, Ragged.concat(pieces)
 
 
+def ordered_weights(plan: LoadingPlan, doc: np.ndarray, weights: Ragged | None) -> Ragged | None:
+    """Return the loss weights of a plan's samples in the order of the result of ``popped_by``.
+
+    ``doc``: row of ``weights`` of each sample, before the hooks.
+    """
+    return None if weights is None else weights.take(doc[np.argsort(plan.source, kind="stable")])
+
+
 def _same_lengths(hook: Hook, result: Any, before: Ragged, step: int) -> Ragged:
     """Return a compact copy of a loader hook's result; raise ``PlanError`` if it is invalid."""
     problem = ""

@@ -16,9 +16,11 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit
+from overlord.job import document_limit, one_pass
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
+from overlord.job.mixture_weights import mixture_problems, schedule_problems
+from overlord.job.model import Model
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
 
@@ -229,7 +231,7 @@ class Job:
     """Everything that determines the stream of steps.
 
     A saved state has a fingerprint of its job, and resumes only with a job of the same fingerprint.
-    ``name``, ``place``, ``sync`` and ``journal`` are not in the fingerprint.
+    ``name``, ``place``, ``sync``, ``model`` and ``journal`` are not in the fingerprint.
 
     Arguments
     ---------
@@ -243,6 +245,8 @@ class Job:
         "llm_balance".
     sync: when ranks wait for each other: after every "microbatch" or once a "step"; strategies
         balance for it. Default "microbatch".
+    model: layer shapes of the trained model, an ``ov.Model``; strategies balance by its FLOPs.
+        Default None: a 12B Llama is assumed.
     seed: seed of every order and every random choice in the job. Default 0.
     journal: a directory or a store's URI; every plan and event is written there before it takes
         effect. Default None: only the states that you save outlive the process.
@@ -268,6 +272,8 @@ class Job:
         "quarantine". Default "split".
     max_document: tokens of the longest sample. Default None: ``batch.context``; with "hdp_balance"
         the context of all dp x cp ranks together, which share a document.
+    evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
+        ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -279,6 +285,7 @@ class Job:
     mixture: Any = None
     strategy: str | Callable[..., Any] = "llm_balance"
     sync: str = "microbatch"
+    model: Model | None = None
     seed: int = 0
     journal: str | None = None
     until: str | int = "all"
@@ -293,11 +300,14 @@ class Job:
     feedback_lag: int = 8
     on_long: str = "split"
     max_document: int | None = None
+    evaluation: bool = False
     hooks: Sequence[Hook] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (list, tuple)):
             object.__setattr__(self, "sources", tuple(self.sources))
+        if self.evaluation is True:
+            object.__setattr__(self, "sources", one_pass.one_pass(self.sources))
         if isinstance(self.hooks, list):
             object.__setattr__(self, "hooks", tuple(self.hooks))
         if isinstance(self.journal, PathLike):
@@ -310,6 +320,7 @@ class Job:
             f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
         )
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
+        how = f"one pass, {how}" if self.evaluation else how
         return (
             f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
             f"{how}, seed {self.seed})"
@@ -407,6 +418,8 @@ class Job:
             ("sync", SYNCS),
         ):
             found += one_of(name, getattr(self, name), known)
+        if self.model is not None and not isinstance(self.model, Model):
+            found.append(f"model: expected an ov.Model or None, got {self.model!r:.80}")
         if not (self.until in ("all", "first") or (is_int(self.until) and int(self.until) >= 1)):
             found.append(f'until: expected "all", "first" or a number of steps, got {self.until!r}')
         if (
@@ -430,6 +443,10 @@ class Job:
                 "strategy: expected a known strategy, got "
                 f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
             )
+        if not isinstance(self.evaluation, bool):
+            found.append(f"evaluation: expected true or false, got {self.evaluation!r}")
+        if self.evaluation and not found:
+            found += one_pass.problems(self)
         return (
             found
             + (hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead))
@@ -537,59 +554,12 @@ class Job:
                     f"sources: expected the same {name} for the images of all sources, since "
                     f"one encoder processes them, got {listed}"
                 )
-        sliced = (
-            isinstance(self.place, Mesh)
-            and self.place.cp > 1
-            and getattr(self.batch, "cp_split", "none") != "none"
-        )
-        if specs and self.hybrid:
-            found.append(document_limit.IMAGES)
-        elif specs and sliced and isinstance(self.strategy, str):
-            remedies = (
-                'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
-            )
-            found.append(
-                f"place: expected whole microbatches for images, got slices of cp={self.place.cp}; "
-                f"use {remedies}"
-            )
         return found
 
     def _journal_problems(self) -> list[str]:
         if self.journal is not None and (not isinstance(self.journal, str) or not self.journal):
             return [f"journal: expected a directory or a store's URI, got {self.journal!r}"]
         return [f"journal: {problem}" for problem in uri_problems(self.journal or "")]
-
-
-def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list[str]:
-    """Return every problem of a mapping of source name to weight; ``names``: all sources."""
-    known, found = tuple(names), []
-    for name, weight in weights.items():
-        if name not in known:
-            found.append(
-                f"mixture: expected a source of the job, got {name!r}{did_you_mean(name, known)}"
-            )
-        elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
-            found.append(
-                f"mixture: the weight of {name!r}: expected a finite number of at least 0, "
-                f"got {weight!r}"
-            )
-    if not found and not any(weights.values()):
-        found.append("mixture: expected a weight above 0, got only zeros")
-    return found
-
-
-def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Return a problem for each name in a schedule that is not a source of the job.
-
-    A schedule without a list ``sources`` is checked when it returns weights.
-    """
-    named, known = getattr(mixture, "sources", ()), tuple(names)
-    listed = named if isinstance(named, (tuple, list)) else ()
-    return [
-        f"mixture: expected a source of the job, got {name!r}{did_you_mean(name, known)}"
-        for name in listed
-        if name not in known
-    ]
 
 
 def defaults(cls: type) -> dict[str, Any]:

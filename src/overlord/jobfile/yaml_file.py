@@ -8,7 +8,6 @@ report.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -19,9 +18,12 @@ import yaml
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job, Source
+from overlord.job.model import Model
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
+from overlord.jobfile.yaml_scalars import Dumper, Loader
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
 from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
@@ -33,8 +35,9 @@ REGISTER = (
     "named by --import"
 )
 _functions: dict[str, Callable[..., Any]] = {}
-_TRANSFORMS: dict[str, Callable[..., Any]] = {
+_TRANSFORMS: dict[str, Any] = {
     "tokenize": Tokenize,
+    "chat": Chat,
     "tokens": Tokens,
     "map": Map,
     "filter": Filter,
@@ -130,7 +133,7 @@ def write_job(job: Job) -> str:
     plain = writer.job(job)
     if writer.problems:
         raise JobError(writer.problems, f"job {job.name!r} cannot be written as YAML")
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=140)
 
 
 class _Reader:
@@ -181,6 +184,8 @@ class _Reader:
             given.pop("mixture", None)
         if isinstance(given.get("journal"), str):
             given["journal"] = self._path(given["journal"])
+        if given.get("model") is not None:
+            given["model"] = self._model(given["model"], "model")
         try:
             job = Job(**{**stand_ins, **given})
         except JobError as fault:
@@ -189,7 +194,7 @@ class _Reader:
         return job
 
     def _parse(self, text: str) -> Any:
-        loader = _Loader(text)
+        loader = Loader(text)
         try:
             return loader.get_single_data()
         except (yaml.YAMLError, RecursionError, ValueError) as fault:
@@ -305,16 +310,28 @@ class _Reader:
 
         A malformed URI is unchanged, too, so that later checks report it.
         """
-        return (
-            path
-            if "://" in path or uri_problems(path)
-            else os.path.join(self.folder, os.path.expanduser(path))
-        )
+        if "://" in path or uri_problems(path):
+            return path
+        return os.path.join(self.folder, os.path.expanduser(path))
 
     def _tokenizer(self, text: str) -> str:
         """Return a tokenizer's path, joined to the folder of the file, or its name unchanged."""
         path = self._path(text)
         return text if is_name(text) and not os.path.exists(path) else path
+
+    def _model(self, plain: Any, at: str) -> Model | None:
+        """Return a model from its fields, or from the path of a Hugging Face ``config.json``."""
+        if isinstance(plain, str):
+            try:
+                return Model.from_config(self._path(plain))
+            except JobError as fault:
+                self.problems += [f"{at}: {fault.where}: {problem}" for problem in fault.problems]
+                return None
+        given: dict[str, Any] = {}
+        if isinstance(plain, dict) and plain.get("encoder") is not None:
+            given["encoder"] = self._model(plain["encoder"], f"{at}.encoder")
+        model: Model | None = self._object(Model, plain, at, **given)
+        return model
 
     def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
         made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]
@@ -336,23 +353,20 @@ class _Reader:
                 + did_you_mean(kind, _TRANSFORMS)
             )
             return None
-        at = f"{at}.{kind}"
+        at, cls = f"{at}.{kind}", _TRANSFORMS[kind]
         if kind == "select":
             return self._select(body, at)
         if not isinstance(body, dict):
-            first = {
-                "tokenize": "tokenizer",
-                "tokens": "column",
-                "meta": "name",
-                "images": "placeholder",
-            }.get(kind, "fn")
+            first = {"images": "placeholder"}.get(kind, fields(cls)[0].name)
             self.problems.append(
                 f"{at}: expected its fields, as in {{{first}: ...}}, got {_short_repr(body)}"
             )
             return None
         given: dict[str, Any] = {}
-        if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
-            given["tokenizer"] = self._tokenizer(body["tokenizer"])
+        if kind in ("tokenize", "chat") and isinstance(body.get("tokenizer"), str):
+            given["tokenizer"] = body["tokenizer"] and self._tokenizer(body["tokenizer"])
+        if kind == "chat" and str(body.get("template")).endswith(TEMPLATE_SUFFIX):
+            given["template"] = self._path(str(body["template"]))
         if kind == "meta":
             body = self._meta_value(body, at)
         name = "value" if kind == "meta" else "fn"
@@ -360,7 +374,7 @@ class _Reader:
             given[name] = body[name].fn
         elif kind in ("map", "filter") and "fn" in body:
             given["fn"] = self._function(body["fn"], f"{at}.fn")
-        return self._object(_TRANSFORMS[kind], body, at, **given)  # type: ignore[arg-type]
+        return self._object(cls, body, at, **given)
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
@@ -413,7 +427,7 @@ def _keyed(problem: str, at: str, name: Any) -> str:
 
     "source 'web'.weight: ..." becomes "sources[3].weight: ...".
     """
-    for own in (f"source {name!r}", "batch", "place"):
+    for own in (f"source {name!r}", "batch", "place", "model"):
         if problem.startswith((f"{own}.", f"{own}:")):
             return at + problem.removeprefix(own)
     return f"{at}.{problem}"
@@ -465,6 +479,8 @@ class _Writer:
                 value = write_mixture(value, "mixture", self.problems)
             elif name == "journal":
                 value = _absolute(value)
+            elif name == "model":
+                value = _model_fields(value)
             elif callable(value) or name == "hooks":
                 self.problems.append(
                     f"{name}: expected a value that a file can hold, got the code "
@@ -508,8 +524,10 @@ class _Writer:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in _changed(t).items()
         }
-        if isinstance(t, Tokenize):
+        if isinstance(t, (Tokenize, Chat)):
             body["tokenizer"] = self._tokenizer(t, at)
+        if isinstance(t, Chat) and str(t.template).endswith(TEMPLATE_SUFFIX):
+            body["template"] = _absolute(str(t.template))
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
@@ -519,7 +537,7 @@ class _Writer:
             )
         return {t.kind: body}
 
-    def _tokenizer(self, t: Tokenize, at: str) -> str:
+    def _tokenizer(self, t: Tokenize | Chat, at: str) -> str:
         if isinstance(t.tokenizer, str):
             return t.tokenizer if is_name(t.tokenizer) else _absolute(t.tokenizer)
         self.problems.append(
@@ -538,6 +556,14 @@ class _Writer:
         return "?"
 
 
+def _model_fields(model: Model) -> dict[str, Any]:
+    """Return the fields of a model and of its encoder that differ from their default."""
+    plain = _changed(model)
+    if model.encoder is not None:
+        plain["encoder"] = _model_fields(model.encoder)
+    return plain
+
+
 def _changed(thing: Any) -> dict[str, Any]:
     """Return the fields of an object that differ from their default or have none."""
     return {
@@ -549,52 +575,3 @@ def _changed(thing: Any) -> dict[str, Any]:
 
 def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
-
-
-class _Loader(yaml.SafeLoader):
-    """A safe loader that records duplicate keys and reads plain scalars as in YAML 1.2.
-
-    ``1e-3`` is a number. ``no``, ``on`` and ``2024-01-01`` are text.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.duplicates: list[str] = []  # problems of keys that are given twice
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    self.duplicates.append(
-                        f"{key.value}: expected it once, got it twice, the second time in line "
-                        f"{key.start_mark.line + 1}"
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """A safe dumper that quotes texts which ``_Loader`` would read as another type."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_SCALARS = (
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
-    (
-        "float",
-        r"^[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$",
-        "-+.0123456789",
-    ),
-    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
-    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
-    ("merge", r"^<<$", "<"),
-)
-for _cls in (_Loader, _Dumper):
-    _cls.yaml_implicit_resolvers = {}
-    for _tag, _pattern, _first in _SCALARS:
-        _letters = ["" if letter == "\0" else letter for letter in _first]
-        _cls.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _letters)

@@ -204,8 +204,8 @@ def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: 
     """Return the entry that identifies the job of a stream.
 
     It is written before the first snapshot of a segment, and when a source is added. ``place``
-    identifies mesh and ``sync``. With another mesh or ``sync`` the same samples have other slots,
-    so plans have other digests.
+    identifies mesh, ``sync`` and model. With another of them the same samples have other slots, so
+    plans have other digests.
     """
     return Entry(
         JOB,

@@ -397,8 +397,9 @@ def _job_entry(prepared: PreparedJob, step: int) -> Entry:
 
 
 def slots_of(job: Job) -> str:
-    """Return a text that identifies the mesh and ``sync`` of a job.
+    """Return a text that identifies the mesh, ``sync`` and the model of a job.
 
     They decide the slots of samples in a step, and so its plan, but not the samples.
     """
-    return f"{job.place!r}, sync={job.sync!r}"
+    model = "" if job.model is None else f", model={job.model!r}"
+    return f"{job.place!r}, sync={job.sync!r}{model}"

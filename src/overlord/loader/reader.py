@@ -401,7 +401,7 @@ class SourceReader:
         with self._running(row):
             block = self._row_stage(window.tables, at[good])
         index, part = block.index, block.part
-        content, meta = Content(block.tokens, block.items), dict(block.meta)
+        content, meta = Content(block.tokens, block.items, block.weights), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(
                 ~_already_drawn(file[good][index], row[good][index], part, window.after)

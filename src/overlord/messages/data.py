@@ -53,7 +53,7 @@ class StepInfo:
 
     step: int
     digest: str
-    valid_tokens: int
+    valid_tokens: int | float  # sum of the weights of all labels; an int if it is whole
     names: tuple[str, ...]
     # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each array costs
     # time on the wire
@@ -389,6 +389,7 @@ class StepPayload:
     generation: int = 0
     # uint8: images to be encoded by its ranks, in the order of the plan
     items: Ragged | None = None
+    weights: Ragged | None = None  # loss weights with the offsets of ``tokens``; None: all are 1
 
 
 @dataclass(frozen=True, slots=True)

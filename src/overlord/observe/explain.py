@@ -15,6 +15,7 @@ import numpy as np
 from overlord.checks import did_you_mean
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
+from overlord.observe.balancing_model import shown_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
 from overlord.planning.graph.lineage import constructors_of
@@ -158,6 +159,7 @@ class StepExplanation(Explanation):
     weights_from: str
     trail: tuple[str, ...]
     sync: str  # when ranks wait for each other: microbatch, or step
+    model: str  # by which the strategy balances; empty if a user's strategy decides
     fill: float
     modules: tuple[ModulePlacement, ...]
 
@@ -259,6 +261,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         weights_from=weights_from(stage, known.job),
         trail=tuple(plan.extra.get("trail", ())),
         sync=known.job.sync,
+        model=shown_model(known.job),
         fill=plan.fill(),
         modules=tuple(
             _placement(plan, name, known.job)

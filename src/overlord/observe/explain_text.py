@@ -65,6 +65,7 @@ def _step(e: StepExplanation) -> str:
                 ("" if k else "strategy", what)
                 for k, what in enumerate(e.trail or ("not recorded",))
             ),
+            *([("model", e.model)] if e.model else []),
         ]
     )
     shown = sorted(sorted(e.sources, key=lambda s: -s.samples)[:SOURCES], key=e.sources.index)

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain_text import waits
 from overlord.observe.ring_text import host_memory, limit
 from overlord.planning.spec import share
@@ -317,6 +318,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",
         ),
         ("waits", waits(job.sync, i)),
+        *([("model", model)] if (model := shown_model(job)) else []),
         ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),
         *((("host memory", host),) if (host := host_memory(plan)) else ()),
         ("mix", _mix(plan)),

@@ -32,21 +32,19 @@ def mesh_problem(place: Mesh, on: Any) -> str:
     )
 
 
-def own_mesh(place: Mesh, on: Mesh | None, step: int) -> Mesh | None:
+def own_mesh(place: Mesh, on: Any, step: int) -> Mesh | None:
     """Return the mesh of a module if it is not the job's; raise ``PlanError`` if it cannot be."""
-    if on is not None and (problem := mesh_problem(place, on)):
+    if problem := mesh_problem(place, on):
         remedy = "give the mesh of the module's ranks; Job.place has the ranks of all modules"
         raise PlanError(f"distribute(on=): {problem}", step, remedy)
     return None if on == place else on
 
 
-def check_padding(place: Mesh, on: Mesh | None, batch: Batch, step: int) -> None:
+def check_padding(place: Mesh, on: Mesh, batch: Batch, step: int) -> None:
     """Raise ``PlanError`` unless documents are padded alike on the job's mesh and the backbone's.
 
     Constructors pad for the job's mesh.
     """
-    if on is None:
-        return
     wanted, found = batch.document_multiple(place), batch.document_multiple(on)
     if wanted != found:
         raise PlanError(

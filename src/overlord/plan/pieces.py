@@ -15,8 +15,8 @@ from overlord import ring
 from overlord.errors import PlanError
 from overlord.plan.host_pools import check_host_memory
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.plan.routes import ranges
 from overlord.plan.tasks import PlanTasks
+from overlord.sample import ranges
 
 AXES = ("DP", "CP")  # axes of buckets whose ranks can form rings
 MAX_PIECES = 2**28  # far above any step, and below what would exhaust memory

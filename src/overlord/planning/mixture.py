@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import JobError, PlanError
-from overlord.job.job import mixture_problems
+from overlord.job.mixture_weights import mixture_problems
 from overlord.messages.control import (
     AddSource,
     Cursor,

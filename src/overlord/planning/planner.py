@@ -36,7 +36,6 @@ from overlord.messages.control import (
 )
 from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.draw import Drawer, LoaderRequests, MissingSamples, RankProgress
-from overlord.planning.images import valid_tokens
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -585,5 +584,5 @@ class Planner:
             skipped(state.events, state.step, state.step + 1),
             step.kept,
             step.loader.astype(np.int32),
-            valid_tokens(step.plan, self.spec.images),
+            step.valid_tokens,
         )

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overlord.errors import StorageError
+from overlord.job.model import Model
 from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
@@ -17,6 +19,9 @@ from overlord.plan.plan import LoadingPlan
 from overlord.planning.mixture import Schedule, in_order, lost_sources, with_added_sources
 from overlord.planning.stream import BadRow, SourceStream
 from overlord.sample import Buffer
+
+if TYPE_CHECKING:
+    from overlord.job.job import Job
 
 # ----------------------------------------------------------------------------
 # The fields of a job that the planner needs.
@@ -80,6 +85,7 @@ class PlannerSpec:
     # "defer": samples that do not fit into the microbatches of a step wait for a later step
     overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other
+    model: Model | None = None  # by which strategies balance; None: a 12B Llama
     images: bool = False  # some source has images: every plan must assign them to encoders
 
     @property
@@ -399,14 +405,10 @@ class TokenLosses:
         self._found.update(new)
         return new
 
-    def warnings(
-        self, counts: Mapping[str, np.ndarray], names: Sequence[str], on_long: str, context: int
-    ) -> list[str]:
+    def warnings(self, counts: Mapping[str, np.ndarray], job: Job) -> list[str]:
         """Return a warning for each source that ``newly_exceeding`` returns."""
         return [
-            _warning(
-                names[i], int(counts["tokens"][i]), int(counts["lost_tokens"][i]), on_long, context
-            )
+            _warning(job, i, int(counts["tokens"][i]), int(counts["lost_tokens"][i]))
             for i in self.newly_exceeding(counts)
         ]
 
@@ -416,12 +418,12 @@ def share(tokens: int, lost: int) -> float:
     return lost / (tokens + lost) if lost else 0.0
 
 
-def _warning(name: str, tokens: int, lost: int, on_long: str, context: int) -> str:
-    what = "cut" if on_long == "truncate" else "dropped"
+def _warning(job: Job, source: int, tokens: int, lost: int) -> str:
+    what = "cut" if job.on_long == "truncate" else "dropped"
     return (
-        f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} "
-        f"tokens so far ({share(tokens, lost):.1%}): "
-        f"documents longer than {context:,} tokens; on_long='split' keeps all tokens"
+        f"source {job.names[source]!r}: on_long={job.on_long!r} has {what} {lost:,} of "
+        f"{tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
+        f"documents longer than {job.document_limit:,} tokens; on_long='split' keeps all tokens"
     )
 
 

@@ -19,7 +19,8 @@ from overlord.planning.mixture import sources_of_step
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
-from overlord.sample import Buffer, Ragged, take_rows
+from overlord.planning.valid_tokens import valid_tokens
+from overlord.sample import LOSS_WEIGHTS, Buffer, Ragged, take_rows
 
 # ----------------------------------------------------------------------------
 # Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
@@ -100,6 +101,7 @@ def gather(
         weights=dict(zip(names, weights, strict=False)),
         absent=tuple(n for n in own if n not in had),
         sync=spec.sync,
+        model=spec.model,
     )
     arrays = [
         array
@@ -135,7 +137,8 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
                 f"{plan.main.n_buckets}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
-        check_padding(place, plan.main.on, buffer.batch, buffer.step)
+        if plan.main.on is not None:
+            check_padding(place, plan.main.on, buffer.batch, buffer.step)
     if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",
@@ -457,6 +460,7 @@ class PlacedStep(NamedTuple):
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held
+    valid_tokens: int | float = 0
 
 
 def place_drawn(
@@ -493,7 +497,10 @@ def place_drawn(
     doc = np.empty(len(loader), np.int64)
     doc[by_stream] = np.arange(len(loader))
     cursors = joint.cursors_after(context.state.cursors)
-    return PlacedStep(plan, pops, doc, loader, cursors, drawn.owed, drawn.active)
+    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images)
+    return PlacedStep(
+        plan, pops, doc, loader, cursors, drawn.owed, drawn.active, valid_tokens=valid
+    )
 
 
 def place_chosen(
@@ -540,4 +547,6 @@ def place_chosen(
     ).tolist()
     active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
     owed = owed_after(drawn.owed, left, context.weights, active) if any(left) else drawn.owed
-    return PlacedStep(plan, pops, doc, loader[rows], cursors, owed, active, kept)
+    weights = buffer.meta.get(LOSS_WEIGHTS)
+    valid = valid_tokens(plan, None if weights is None else take_rows(weights, rows), spec.images)
+    return PlacedStep(plan, pops, doc, loader[rows], cursors, owed, active, kept, valid)

@@ -20,26 +20,21 @@ from overlord.planning.balance import binpack
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.binpack import cut_inside
 from overlord.planning.balance.hybrid_rules import check_arguments
-from overlord.planning.cost import CostFn, fingerprint_of, named, transformer, vit_1b
-from overlord.planning.cost.ring import RingCosts
+from overlord.planning.cost import CostFn, fingerprint_of, named
+from overlord.planning.cost.of_model import (
+    DENSE_12B,
+    RING_12B,
+    VIT_1B,
+    encoder_of,
+    of_model,
+    ring_of,
+)
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.images import PER
 from overlord.planning.selection import hold_long
 from overlord.sample import IDS, Buffer, Columns, Ragged
 
 Strategy = Callable[[Buffer, Mesh], LoadingPlan]
-# the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
-DENSE_12B = transformer(hidden=4608, layers=45, heads=36)
-# Seconds of the same model on rings, derived and not measured: forward and backward at 500 TFLOP/s;
-# keys and values in bfloat16 travel once forward, and with their gradients thrice backward.
-RING_12B = RingCosts(
-    linear=3 * DENSE_12B.per_token / 500e12,
-    square=3 * DENSE_12B.per_pair / 500e12,
-    token_bytes=4.0 * 4 * 36 * 128 * 45,
-    inside=450e9,
-    across=50e9,
-)
-VIT_1B = vit_1b  # the encoder of the same paper
 IMAGES = "image_patches"  # metadata column with the number of patches of each image of a sample
 
 
@@ -88,8 +83,9 @@ def look_ahead_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     A sample is held back if it costs more than a rank's share. The choice needs
     ``Job(look_ahead=...)`` above 1.
     """
-    graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
-    return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
+    cost = of_model(buffer.model)
+    graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(cost))
+    return _plan(graph.distribute("DP").cost(cost).balance("greedy"))
 
 
 def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
@@ -101,7 +97,7 @@ def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
 class HybridStrategy:
     """The strategy that ``hdp`` returns; another process can receive it."""
 
-    cost: CostFn
+    cost: CostFn | None  # None: that of the job's model
     capacity: int | None
     groups: str
     rules: tuple[tuple[str, float | bool], ...]
@@ -111,12 +107,18 @@ class HybridStrategy:
     @property
     def fingerprint(self) -> str:
         rules = ", ".join(f"{name}={value!r}" for name, value in self.rules)
-        return f"hdp({fingerprint_of(self.cost)}, {self.capacity}, {self.groups}, {rules})"
+        cost = fingerprint_of(self.cost or RING_12B)
+        return f"hdp({cost}, {self.capacity}, {self.groups}, {rules})"
 
     def __call__(self, buffer: Buffer, place: Mesh) -> LoadingPlan:
         drawn = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("CP")
-        split = drawn.cost(self.cost).split(self.capacity, self.groups, **dict(self.rules))
-        return split.broadcast_at("TP").plan()
+        cost = self.cost or ring_of(buffer.model)
+        split = drawn.cost(cost).split(self.capacity, self.groups, **dict(self.rules))
+        split = split.broadcast_at("TP")
+        if not _has_images(buffer):
+            return split.plan()
+        # ranks may run different numbers of microbatches: one exchange for the whole step
+        return split.plan(encoder=_images(split).balance("greedy"))
 
 
 def hdp(
@@ -130,7 +132,8 @@ def hdp(
 
     ``Batch.context`` is the capacity of one rank, and a sample may need several. The ranks of dp
     and cp form one axis. ``cost``: ``ov.cost.RingCosts`` of your model and network, by default
-    those of a 12B model on a cluster with 400 Gb/s links. Other arguments: see ``DGraph.split``.
+    those of ``Job.model`` (or a 12B Llama) on a cluster with 400 Gb/s links. Other arguments: see
+    ``DGraph.split``.
     """
     try:
         given = check_arguments(capacity, groups, rules)
@@ -138,7 +141,7 @@ def hdp(
         remedy = f"; {e.remedy}" if e.remedy else ""
         raise JobError([f"strategy.hdp: {e.problem}{remedy}"]) from None
     return HybridStrategy(
-        cost=RING_12B if cost is None else named(cost),
+        cost=None if cost is None else named(cost),
         capacity=capacity,
         groups=groups,
         rules=tuple(sorted(given.items())),
@@ -155,15 +158,15 @@ def encoder_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
         .mix()
         .select(IMAGES)
         .distribute("WORLD")
-        .cost(VIT_1B)
+        .cost(encoder_of(buffer.model))
         .balance("greedy")
     )
     return _samples(buffer, place).balance("none").broadcast_at("TP").plan(encoder=images)
 
 
 def vlm(
-    encoder: CostFn | str = VIT_1B,
-    backbone: CostFn | str = DENSE_12B,
+    encoder: CostFn | str | None = None,
+    backbone: CostFn | str | None = None,
     *,
     per: str = "iteration",
     joint: bool | None = None,
@@ -176,7 +179,8 @@ def vlm(
 
     Images are balanced over all ranks, samples over replicas.
 
-    ``encoder`` and ``backbone`` are the costs of an image and of a sample, in one unit. ``per``:
+    ``encoder`` and ``backbone`` are the costs of an image and of a sample, in one unit; by default
+    those of ``Job.model``, or of the models of the Overlord paper. ``per``:
     the encoder runs once per step (``"iteration"``: best balance, outputs of the whole step in
     memory) or before every microbatch (``"microbatch"``). ``joint``: one cost for a sample and its
     images, which stay with the ranks of its replica, so that no output leaves it. ``None`` does so
@@ -188,9 +192,11 @@ def vlm(
 
     def vlm_hybrid(buffer: Buffer, place: Mesh) -> LoadingPlan:
         drawn = DGraph.from_buffer(buffer, place).mix()
-        items = drawn.select(images, merge=merge).distribute("WORLD").cost(encoder)
+        items = drawn.select(images, merge=merge).distribute("WORLD")
+        items = items.cost(encoder_of(buffer.model) if encoder is None else encoder)
         together = place.tp * place.pp == 1 if joint is None else joint
-        texts = drawn.select("tokens").distribute("DP").cost(backbone)
+        texts = drawn.select("tokens").distribute("DP")
+        texts = texts.cost(of_model(buffer.model) if backbone is None else backbone)
         weighed = _weighed_with(texts, items) if together else texts
         samples = weighed.balance(method, objective=objective).broadcast_at("TP")
         # the plan reports the backbone's own cost
@@ -202,7 +208,9 @@ def vlm(
             else items.follow(samples, method, per=per, stay=together)
         )
 
-    costs = ", ".join(fingerprint_of(named(cost)) for cost in (encoder, backbone))
+    # the texts of a job without a model: a state resumes with another model
+    assumed = (encoder or VIT_1B, backbone or DENSE_12B)
+    costs = ", ".join(fingerprint_of(named(cost)) for cost in assumed)
     vlm_hybrid.fingerprint = (  # type: ignore[attr-defined]
         f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"
     )
@@ -224,22 +232,27 @@ vlm_hybrid = vlm()
 
 
 def _samples(buffer: Buffer, place: Mesh) -> DGraph:
-    return DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(DENSE_12B)
+    drawn = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP")
+    return drawn.cost(of_model(buffer.model))
 
 
 def _plan(samples: DGraph) -> LoadingPlan:
     """Return the plan of placed samples; the ranks of a replica encode its images in turn."""
-    buffer, samples = samples.buffer, samples.broadcast_at("TP")
-    if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
+    samples = samples.broadcast_at("TP")
+    if not _has_images(samples.buffer):
         return samples.plan()
-    images = (
-        DGraph.from_buffer(buffer, samples.tree)
-        .mix()
-        .select(IMAGES)
-        .distribute("WORLD")
-        .cost(VIT_1B)
-    )
-    return samples.plan(encoder=images.follow(samples, "none", stay=True))
+    return samples.plan(encoder=_images(samples).follow(samples, "none", stay=True))
+
+
+def _has_images(buffer: Buffer) -> bool:
+    """Return whether a source of the job has images, in this step or in others."""
+    return isinstance(buffer.meta.get(IMAGES), Ragged) or IMAGES in buffer.absent
+
+
+def _images(samples: DGraph) -> DGraph:
+    """Return the graph of the images of these samples, on all ranks."""
+    drawn = DGraph.from_buffer(samples.buffer, samples.tree).mix()
+    return drawn.select(IMAGES).distribute("WORLD").cost(encoder_of(samples.buffer.model))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(

@@ -222,14 +222,18 @@ def check_program_connection(trusted: bool) -> None:
         check_open_cluster()
 
 
+def _own_node() -> Any:
+    """Return Ray's record of the node that this process started; None if it started none."""
+    return ray_worker._global_node
+
+
 def _resume_own_processes() -> None:
     """Send SIGCONT to the processes of the Ray cluster that this process started.
 
     A suspended process does not end its children at shutdown; they would run for another minute.
     """
-    for started in (
-        ray_worker._global_node.all_processes.values() if ray_worker._global_node else ()
-    ):
+    node = _own_node()
+    for started in node.all_processes.values() if node else ():
         for one in started:
             with contextlib.suppress(OSError):
                 os.kill(one.process.pid, signal.SIGCONT)
@@ -237,7 +241,7 @@ def _resume_own_processes() -> None:
 
 def warn_if_exposed() -> None:
     """Warn if other accounts of this machine can replace the sockets of the Ray of this process."""
-    node = ray_worker._global_node
+    node = _own_node()
     check_folder(str(node.raylet_socket_name) if node else "")
 
 

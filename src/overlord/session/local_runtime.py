@@ -25,7 +25,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind, popped_by
+from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind, ordered_weights, popped_by
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -86,7 +86,7 @@ class LocalRuntime:
             for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
                 self.loading.open(loader, reader)
         self._images, self._batch = prepared.images, job.batch
-        self._multiple, self._seed = job.document_multiple, job.seed
+        self._broadcast, self._seed = options.broadcast, job.seed
         self._pop_hooks = of_kind(tuple(job.hooks), LOADER)
         self.building = ConstructorService(
             [
@@ -94,7 +94,7 @@ class LocalRuntime:
                 for b, ranks in enumerate(job.place.buckets("DP"))
             ],
             batch=self._batch,
-            multiple=self._multiple,
+            multiple=job.document_multiple,
             executor=executor,
             run=self.run,
             cannot=self.event,
@@ -244,7 +244,8 @@ class LocalRuntime:
                 [Content.pick(pieces, stage.doc)],
                 replace(stage, doc=np.arange(len(stage.doc))),
             )
-        staged = StepDocuments(stage, Ragged.concat([p.tokens for p in pieces]))
+        tokens = Ragged.concat([p.tokens for p in pieces])
+        staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
@@ -260,7 +261,7 @@ class LocalRuntime:
         """Return the documents with their images, and with the images that each rank encodes."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
-            Encodings(stage.plan, self._batch, self._multiple),
+            Encodings(stage.plan, self._batch, self._broadcast),
             found or Scattered([], np.zeros(len(staged.tokens), np.int64)),
         )
         wanted = made.encoded_by(ranks)
@@ -276,7 +277,8 @@ class LocalRuntime:
         doc, tokens = popped_by(
             self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed
         )
-        return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens)
+        weights = ordered_weights(staged.plan, staged.stage.doc, staged.weights)
+        return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens, weights=weights)
 
     def _pop_done(self, stage: PlannedStep) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:

@@ -126,7 +126,7 @@ class RunningJob:
         A coordinator in another process sends the steps that are needed for this.
         """
         job = (self.adding or self.generation.prepared).job
-        for loss in self._losses.warnings(after.counts, job.names, job.on_long, job.document_limit):
+        for loss in self._losses.warnings(after.counts, job):
             log.warning("job %r: %s", job.name, loss)
 
     @property
@@ -198,6 +198,7 @@ class RunningJob:
             on_stall=options.on_stall,
             microbatches=job.batch.microbatches,
             world_size=job.place.world_size,
+            evaluation=job.evaluation,
         )
 
     def new_queue(self, rank: int, generation: Generation) -> StepQueue:

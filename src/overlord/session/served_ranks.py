@@ -344,6 +344,7 @@ class ServedRanks:
         return position(state, generation.number, self._address_or_none(rank)) | {
             "job": job.name,
             "world_size": job.place.world_size,
+            "evaluation": job.evaluation,
             "prefetch": options.prefetch,
             "microbatches": job.batch.microbatches,
             "stall_warn_s": float(options.stall_warn_s),

@@ -16,9 +16,10 @@ from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.mesh import AXES, Batch
 from overlord.setup.state_json import STREAM_FIELDS, code_text, mixture_text, reading_text
+from overlord.transforms.chat import Chat
 from overlord.transforms.tokenize import Tokenize
 
-COMPARED = ("seed", *STREAM_FIELDS, "max_document", "sync")
+COMPARED = ("seed", *STREAM_FIELDS, "max_document", "sync", "model", "evaluation")
 MAX_TEXT = 120  # characters; longer texts are replaced by digests
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the memory address in the repr of an object
 
@@ -76,7 +77,9 @@ def _transform(transform: Any) -> str:
     A tokenizer is identified by its ``repr``: its fingerprint reads a file that may not exist on
     this node.
     """
-    return repr(transform) if isinstance(transform, Tokenize) else str(transform.fingerprint())
+    return (
+        repr(transform) if isinstance(transform, (Chat, Tokenize)) else str(transform.fingerprint())
+    )
 
 
 def _short(text: str) -> str:

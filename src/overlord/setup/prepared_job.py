@@ -189,6 +189,7 @@ class PreparedJob:
             read_ahead=options.read_ahead or READ_AHEAD,
             images=self.images is not None,
             sync=job.sync,
+            model=job.model,
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 

@@ -62,9 +62,9 @@ def job_fingerprint(
 ) -> dict[str, str]:
     """Return the fingerprint of a job: a text for each entry.
 
-    ``place`` and ``sync`` are left out, since they change the slots of a step and not its samples.
-    So a state fits any mesh. The weight of a source in ``added`` applies next to any mixture, and
-    has its own entry.
+    ``place``, ``sync`` and ``model`` are left out, since they change the slots of a step and not
+    its samples. So a state fits any mesh. The weight of a source in ``added`` applies next to any
+    mixture, and has its own entry.
     """
     entries = {
         "sources": digest(*job.names),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from overlord.sources.base import short_read
 from overlord.sources.files import BLOCK
@@ -25,6 +25,12 @@ class BrokenStream(Exception):
 
     The data are at fault, never storage.
     """
+
+
+class Unpacker(Protocol):
+    """A decompressor of zlib."""
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes: ...
 
 
 class TextLine(NamedTuple):
@@ -75,7 +81,7 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
             )
 
 
-def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+def _salvage(unpacker: Unpacker, data: bytes) -> Iterator[bytes]:
     """Yield the text of ``data`` up to its first invalid byte.
 
     zlib returns nothing of the piece in which it fails, so the bytes are passed one by one.

@@ -90,6 +90,7 @@ class BroadcastSetup:
     departures: Departures
     microbatches: int | None = None
     world_size: int | None = None
+    evaluation: bool = False
 
 
 class BroadcastClient(Client):
@@ -128,6 +129,7 @@ class BroadcastClient(Client):
             stall_limit_s=0.0,
             microbatches=setup.microbatches,
             world_size=setup.world_size,
+            evaluation=setup.evaluation,
         )
         self.session = None if self._own is None else self._own.session
         atexit.register(self._at_exit)

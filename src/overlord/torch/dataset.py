@@ -15,6 +15,7 @@ from overlord.client.client import check_count
 from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
 from overlord.job.job import Job
+from overlord.session.pass_length import PassLength, pass_length
 from overlord.torch.dataloader_worker import InWorker, refuse_workers, world_size
 from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
 from overlord.torch.rewind_barrier import refuse_without_group, wait_for_all
@@ -43,10 +44,11 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
     Use it with ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that
     iterates, or a client of this process. ``microbatches``: an item is one microbatch; a step with
-    another number of them than ``Batch.microbatches`` raises ``PlanError``. ``transform``: a
-    function of each item, e.g. an adapter. ``rewind``: every ``iter()`` starts at the first step,
-    for evaluation; otherwise it continues where the last one stopped. ``wrap``: a function of the
-    client, e.g. ``DevicePrefetcher``. ``rank`` and launch options: as in ``join``, only with a Job.
+    another number of them than ``Batch.microbatches`` raises ``PlanError``, except in an
+    evaluation. ``transform``: a function of each item, e.g. an adapter. ``rewind``: every
+    ``iter()`` starts at the first step; otherwise it continues where the last one stopped. None:
+    True for an evaluation. ``wrap``: a function of the client, e.g. ``DevicePrefetcher``. ``rank``
+    and launch options: as in ``join``, only with a Job.
 
     Reading, tokenizing and packing run in parallel already. So ``num_workers`` must be 0, or at
     most 1 with a Job. The state is exact between steps and, on the same mesh, between microbatches.
@@ -59,7 +61,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         microbatches: bool = False,
         transform: Callable[[Any], Any] | None = None,
         rank: int | None = None,
-        rewind: bool = False,
+        rewind: bool | None = None,
         wrap: Callable[[Any], Any] | None = None,
         **launch_options: Any,
     ):
@@ -77,12 +79,15 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                 ],
                 "Dataset",
             )
-        self.microbatches, self.transform, self.rewind = microbatches, transform, rewind
+        self.microbatches, self.transform = microbatches, transform
+        evaluates = bool(getattr(self.job or source, "evaluation", False))
+        self.rewind = evaluates if rewind is None else rewind
+        self._must_rewind = bool(rewind)  # it was asked for, so the first pass checks it already
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
         # The state at which every pass starts, with ``rewind``.
         self._first: State | None = (
-            self._client.state_dict() if rewind and self._client is not None else None
+            self._client.state_dict() if self.rewind and self._client is not None else None
         )
         self._pending: Position | None = None  # a state that was loaded before there was a client
         self._allow: tuple[str, ...] = ()
@@ -96,6 +101,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._skip = self._out = 0  # microbatches to skip in the next step; delivered of this one
         self._plan: str | None = None  # digest of the plan of the skipped or delivered ones
         self._ranks = 1  # world size where a worker was started
+        self._length: PassLength | None = None  # of an evaluation, once it is planned
 
     @property
     def client(self) -> Any:
@@ -124,7 +130,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         The first pass after ``load_state_dict`` starts at the loaded state, also with ``rewind``.
         Items that a trainer prefetched in the last pass and did not train on are delivered again.
         """
-        if self.rewind:
+        if self.rewind and (self._must_rewind or self._passes):
             refuse_without_group(self._mesh_size())
         if self.rewind and self._passes and not self._loaded:
             wait_for_all(self._mesh_size(), self._options)
@@ -210,6 +216,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         return True
 
     def _per_step(self) -> int | None:
+        """Return the microbatches of a step; None if any number is accepted, as in evaluation."""
+        if getattr(self.job or self._client, "evaluation", False):
+            return None
         known: int | None = getattr(self._client, "microbatches_per_step", None)
         return known if self.job is None else self.job.batch.microbatches
 
@@ -234,8 +243,11 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def __len__(self) -> int:
         """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
-        The number is known if ``until`` is a number and the stream of samples has no end.
+        The number is known if ``until`` is a number and the stream of samples has no end. That of
+        an evaluation is known if the indexes of its sources have all lengths: it is planned once.
         """
+        if self.job is not None and self.job.evaluation:
+            return self._pass_length(self.job)
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
                 "len(): expected a Job whose until is a number and which has a source with "
@@ -243,6 +255,17 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                 "unknown; iterate without len()"
             )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
+
+    def _pass_length(self, job: Job) -> int:
+        """Return the number of items of an evaluation."""
+        self._length = self._length or pass_length(job)
+        found = self._length.microbatches if self.microbatches else self._length.steps
+        if found is None:
+            raise TypeError(
+                "len(): expected ranks with equal numbers of microbatches, got a strategy that "
+                "splits samples; iterate over steps, or without len()"
+            )
+        return found
 
     # state
 
@@ -361,8 +384,8 @@ class StatefulLoader:
     Iterate it, save ``state_dict()``, and load it before iterating again. ``source``: a Job or a
     client. With ``device``, ``depth`` steps are prefetched to it (``DevicePrefetcher``). A second
     ``iter`` continues where the first stopped: the stream has no epochs, only its sources have.
-    With ``rewind`` it starts at the first step each time, for evaluation. Everything else is as in
-    ``Dataset``.
+    With ``rewind``, and with an evaluation by default, it starts at the first step each time.
+    Everything else is as in ``Dataset``.
     """
 
     # Trainers read these when they wrap the loader, for example to skip items on resume.
@@ -381,7 +404,7 @@ class StatefulLoader:
         microbatches: bool = False,
         transform: Callable[[Any], Any] | None = None,
         rank: int | None = None,
-        rewind: bool = False,
+        rewind: bool | None = None,
         **launch_options: Any,
     ):
         def on_device(client: Any) -> Any:

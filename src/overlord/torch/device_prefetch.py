@@ -105,6 +105,11 @@ class DevicePrefetcher:
         return found
 
     @property
+    def evaluation(self) -> bool:
+        """Whether the job evaluates, as far as the client has it."""
+        return bool(getattr(self.client, "evaluation", False))
+
+    @property
     def ready(self) -> int:
         """The number of prefetched steps."""
         return len(self._ready)

@@ -25,7 +25,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 def token_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None,
-    global_valid_tokens: int,
+    global_valid_tokens: int | float,
     *,
     gradients: str = "sum",
     dp_size: int | None = None,
@@ -38,7 +38,8 @@ def token_loss(
     The shares of all microbatches and ranks sum to the mean loss of the step's valid tokens.
     ``logits`` [tokens, vocabulary] with shifted ``labels`` [tokens], or losses per token, [tokens],
     with labels or ``loss_mask``; a leading dimension of one is allowed. If both are given,
-    ``loss_mask`` alone weights the losses. ``global_valid_tokens``: valid tokens of the whole step.
+    ``loss_mask`` alone weights the losses. ``global_valid_tokens``: that of the step. A job with
+    loss weights needs ``loss_mask``: the labels alone do not have them.
     ``gradients``: ``"sum"`` if the trainer sums gradients over ranks. ``"mean"`` if it averages
     them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group). Shares are
     then ``dp_size`` times larger. ``head``, ``chunk``: as in ``token_losses``.
@@ -60,6 +61,12 @@ def token_loss(
         mask = loss_mask.reshape(-1).to(losses.dtype)
         # A masked loss may be infinite, so it is replaced before the product.
         losses = losses.masked_fill(mask == 0, 0) * mask
+    elif global_valid_tokens != int(global_valid_tokens):
+        problem = (
+            f"loss_mask: expected the weights of a step with {global_valid_tokens} valid tokens, "
+            "got none; pass loss_mask=mb['loss_mask']"
+        )
+        raise JobError([problem], "token_loss")
     elif labels is None:
         raise JobError(
             ["expected labels, or loss_mask with losses of tokens, got neither; pass one of them"],
@@ -68,7 +75,8 @@ def token_loss(
     else:
         losses = losses.masked_fill(labels.reshape(-1) == IGNORE, 0)
     scale = (dp_size or 1) if gradients == "mean" else 1
-    return losses.sum() * (scale / max(1, int(global_valid_tokens)))
+    # A step without any label has a loss of 0.
+    return losses.sum() * (scale / (global_valid_tokens or 1))
 
 
 def _flat_losses(

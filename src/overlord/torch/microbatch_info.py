@@ -25,6 +25,7 @@ class MicrobatchInfo:
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
     labels: str = ""  # the convention of the labels; empty if it is unknown
+    weighted: bool = False  # a loss weight is neither 0 nor 1
 
     @property
     def sliced(self) -> bool:
@@ -62,11 +63,16 @@ class MicrobatchInfo:
             longest=facts.longest,
             padded=facts.padded,
             labels=_labels(arrays, facts.sliced),
+            weighted="loss_mask" in microbatch and _is_weighted(_array(microbatch["loss_mask"])),
         )
 
 
 def _array(values: Any) -> np.ndarray:
     return np.asarray(values.detach().cpu()) if hasattr(values, "detach") else np.asarray(values)
+
+
+def _is_weighted(mask: np.ndarray) -> bool:
+    return bool(((mask != 0) & (mask != 1)).any())
 
 
 def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:

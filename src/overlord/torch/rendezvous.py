@@ -263,6 +263,7 @@ class _ClientFactory:
                 departures=departures,
                 microbatches=self._job.batch.microbatches,
                 world_size=self._job.place.world_size,
+                evaluation=self._job.evaluation,
             )
         )
 

@@ -26,6 +26,7 @@ HOST_KEYS = frozenset(
         "send_splits",
         "recv_splits",
         "send_lens",
+        "send_rows",
         "out_lens",
         "recv_perm",
         "recv_rows",
@@ -206,7 +207,7 @@ class TensorStep:
     ):
         self.step: int = about["step"]
         self.rank: int = about["rank"]
-        self.global_valid_tokens: int = about["global_valid_tokens"]
+        self.global_valid_tokens: int | float = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
         self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
         self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)

@@ -25,6 +25,14 @@ log = logging.getLogger(__name__)
 SKIP = ("*embed*", "wte", "wpe", "lm_head", "head")
 # components that module wrappers add to parameter names
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 NESTED_BLOCKS = frozenset({"layers", "blocks"})
 EIG_WEIGHT = 10  # cost of an eigenvalue problem of size k, in units of k^3 multiply-adds
 
@@ -260,7 +268,7 @@ def _layout(name: str, parameter: nn.Parameter, module: nn.Module) -> Layout | N
     """Return how a parameter holds matrices; None if it holds none."""
     if not (parameter.is_floating_point() or parameter.is_complex()) or name.endswith("bias"):
         return None
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return Layout(groups=module.groups) if parameter.ndim > 2 else None
     if parameter.ndim == 2:
         return Layout()

@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sample import Column, Content, Ragged, join_rows, take_rows
+from overlord.sample import LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from overlord.sample import Items
 
 
-RESERVED_META = ("tokens", "bytes")  # every sample has these
+RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS)  # metadata that the package reports
 
 
 class Transform(Protocol):
@@ -86,6 +86,7 @@ class Block:
     # int64: input rows that lost tokens to ``on_long``, ascending.
     long: np.ndarray = field(default_factory=_none)
     lost: np.ndarray = field(default_factory=_none)  # int64: number of tokens that each lost
+    weights: Ragged | None = None  # loss weights of the tokens; None: all are 1
 
     def __len__(self) -> int:
         return len(self.index)
@@ -119,12 +120,14 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
         )
     index = np.concatenate([rows[b.index] for rows, b in full])
     order = np.argsort(index, kind="stable")
-    content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
+    contents = [Content(b.tokens, b.items, b.weights) for _, b in full]
+    content = Content.concat(contents).take(order)
     return Block(
         index=index[order],
         part=np.concatenate([b.part for _, b in full])[order],
         tokens=content.tokens,
         items=content.items,
+        weights=content.weights,
         meta={
             n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta
         },
@@ -138,21 +141,30 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
-    """Use token ids from a column of lists of whole numbers, of any numeric type."""
+    """Use token ids from a column of lists of whole numbers, of any numeric type.
+
+    ``loss``: a column with a weight of at least 0 for every token. The loss of predicting a token
+    is multiplied by its weight; a token of weight 0 is no label. None: all weights are 1.
+    """
 
     column: str = "tokens"
+    loss: str | None = field(default=None, kw_only=True)
     kind: ClassVar[str] = "tokens"
     user_code: ClassVar[bool] = False
     holds_lock: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        refuse("Tokens", column_problems("column", self.column))
+        problems = column_problems("column", self.column)
+        problems += [] if self.loss is None else column_problems("loss", self.loss)
+        if not problems and self.loss == self.column:
+            problems.append(f"loss: expected another column than the token ids, got {self.loss!r}")
+        refuse("Tokens", problems)
 
     def __repr__(self) -> str:
-        return f"Tokens({self.column!r})"
+        return f"Tokens({self.column!r}{'' if self.loss is None else f', loss={self.loss!r}'})"
 
     def fingerprint(self) -> str:
-        return digest("tokens", self.column)
+        return digest("tokens", self.column, *([] if self.loss is None else [self.loss]))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

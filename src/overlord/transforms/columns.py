@@ -119,7 +119,7 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
 
 
-def _each_type(
+def each_type(
     array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
 ) -> tuple[list[Any], np.ndarray, Bad]:
     """Read a mixed column with one call of ``read`` for each type of its values.
@@ -162,7 +162,7 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     """
     array = column(table, name, "lists of token ids")
     if is_mixed(array.type):
-        parts, order, bad = _each_type(array, name, read_ids)
+        parts, order, bad = each_type(array, name, read_ids)
         return Ragged.concat(parts).take(order), bad
     check_ids(table, name)
     bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
@@ -170,7 +170,7 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
     values, offsets = lists(array)
     ids, faults = _numbers(values)
-    _add_faults(bad, name, offsets, [*faults, *_out_of_range(ids)])
+    add_faults(bad, name, offsets, [*faults, *_out_of_range(ids)])
     return Ragged(_unsigned(ids), offsets), bad
 
 
@@ -184,7 +184,7 @@ def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return array.values.slice(first, last - first), offsets - first
 
 
-def _add_faults(
+def add_faults(
     bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]
 ) -> None:
     """Add the rows that hold faulty positions of the flat values, each with its first reason."""
@@ -245,7 +245,7 @@ def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
     """
     array = column(table, name, "text")
     if is_mixed(array.type):
-        parts, order, bad = _each_type(array, name, read_texts)
+        parts, order, bad = each_type(array, name, read_texts)
         joined = [text for part in parts for text in part]
         return [joined[i] for i in order], bad
     check_texts(table, name)
@@ -321,7 +321,7 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     """
     array = column(table, name, "numbers")
     if is_mixed(array.type):
-        parts, order, bad = _each_type(array, name, read_meta)
+        parts, order, bad = each_type(array, name, read_meta)
         return take_rows(join_rows(parts), order), bad
     check_meta(table, name)
     if not _is_lists(array.type):
@@ -336,7 +336,7 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
         (np.array(sorted(invalid), np.int64), "holds a number that is not finite, or beyond 2**53")
     )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
-    _add_faults(bad, name, offsets, faults)
+    add_faults(bad, name, offsets, faults)
     return Ragged(values, offsets), bad
 
 

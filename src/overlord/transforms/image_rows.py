@@ -34,6 +34,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
+from overlord.transforms.loss_weights import put_weights, weights_of
 from overlord.transforms.user_functions import RowFrame
 
 log = logging.getLogger("overlord")
@@ -241,7 +242,11 @@ def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> 
         np.int64,
         len(images.prefix),
     )
+    before = ids
     ids, offset = with_placeholders(ids, images.row, out, spec)
+    if (weights := weights_of(frame.table)) is not None:
+        first = ids.offsets[images.row] + offset
+        frame.table = put_weights(frame.table, _spread(weights, before, ids, first, out, spec))
     late: Bad = {}
     # Only the first piece has items: a placeholder in a later piece would refer to no image.
     if on_long == "split":
@@ -262,6 +267,24 @@ def run_images(frame: RowFrame, spec: Images, *, context: int, on_long: str) -> 
     frame.put("tokens", ids_column(ids))
     frame.images = images
     frame.drop(late)
+
+
+def _spread(
+    weights: Ragged, before: Ragged, ids: Ragged, first: np.ndarray, out: np.ndarray, spec: Images
+) -> Ragged:
+    """Return the weights of ids with placeholders, which have the weight 0.
+
+    ``first``, ``out``: the first placeholder of each image in ``ids``, and their number.
+    """
+    kept = weights.values
+    if spec.at == "marker":
+        marker = spec.placeholder if spec.marker is None else spec.marker
+        kept = kept[before.values != marker]
+    own = np.ones(len(ids.values), bool)
+    own[np.repeat(first - np.cumsum(out) + out, out) + np.arange(int(out.sum()))] = False
+    values = np.zeros(len(ids.values), np.float32)
+    values[own] = kept
+    return Ragged(values, ids.offsets)
 
 
 def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:

@@ -17,6 +17,7 @@ class Pieces:
     part: np.ndarray  # int32: number of the piece within its row
     size: np.ndarray  # int64: tokens
     tokens: Ragged  # starts at 0, without unused values
+    weights: Ragged | None = None  # loss weights, with the offsets of ``tokens``
 
 
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
@@ -38,8 +39,10 @@ def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
     return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
 
 
-def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
-    """Turn the rows ``keep`` into samples of at most ``context`` tokens.
+def split_rows(
+    tokens: Ragged, keep: np.ndarray, context: int, on_long: str, weights: Ragged | None = None
+) -> Pieces:
+    """Turn the rows ``keep`` into samples of at most ``context`` tokens, with their weights.
 
     The caller has left out of ``keep`` the rows that "quarantine" or "drop" rejects.
     """
@@ -59,6 +62,9 @@ def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> 
         part.astype(np.int32),
         size,
         Ragged(_gather(tokens.values, starts, lengths), offsets),
+        None
+        if weights is None
+        else Ragged(_gather(weights.values, weights.offsets[:-1][keep], lengths), offsets),
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,8 +21,8 @@ import pyarrow as pa
 
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import Column, Ragged
-from overlord.sources.tables import arrow_of, is_mixed, numpy_of
+from overlord.sample import LOSS_WEIGHTS, Column, Ragged
+from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
     Filter,
@@ -35,6 +34,7 @@ from overlord.transforms.base import (
     Tokens,
     Transform,
 )
+from overlord.transforms.chat import Chat
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -48,23 +48,16 @@ from overlord.transforms.columns import (
     check_texts,
     column,
     from_values,
-    ids_column,
     meta_column,
     meta_rows,
     read_ids,
     read_meta,
-    read_texts,
     retyped,
     unequal_items,
     unfit_rows,
 )
-from overlord.transforms.fill_in_middle import (
-    FillInMiddle,
-    FillInMiddleEncoder,
-    build_fill_in_middle,
-    check_order,
-    keys_of,
-)
+from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
+from overlord.transforms.fill_in_middle import keys_of
 from overlord.transforms.image_rows import (
     ITEM,
     RANDOM_KEY,
@@ -75,22 +68,32 @@ from overlord.transforms.image_rows import (
     run_images,
 )
 from overlord.transforms.images import META, Images
-from overlord.transforms.long_documents import lost_tokens, split_rows, too_long
+from overlord.transforms.long_documents import Pieces, lost_tokens, split_rows, too_long
+from overlord.transforms.loss_weights import (
+    check_weights,
+    label_sums,
+    put_weights,
+    read_weights,
+    stored,
+    unequal_weights,
+    weights_of,
+)
 from overlord.transforms.requirements import (
+    ID_TRANSFORMS,
     IDS,
     NO_IDS,
     check_map,
     describes,
+    has_weights,
     lengths_suffice,
     raw_columns,
     refused_columns,
     used_columns,
 )
-from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
+from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.user_functions import (
     RowFrame,
     columns_per_row,
-    error_text,
     join_rows,
     meta_per_row,
     meta_values,
@@ -98,9 +101,6 @@ from overlord.transforms.user_functions import (
     run_whole,
     value_per_row,
 )
-
-# Column of a random key per row, from its identity: made by the slice stage.
-KEY = HIDDEN + "\x1ffill_in_middle"
 
 
 class Pipeline:
@@ -120,12 +120,13 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
-        check_order(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._image_totals = ImageTotals(source)
-        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (
-            META if self._images else ()
-        )
+        own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
+        names = own + (META if self._images else ())
+        # Names of all metadata but ``tokens`` and ``bytes``.
+        self.meta_names = names + ((LOSS_WEIGHTS,) if has_weights(self.transforms) else ())
+        self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
                 source,
@@ -139,36 +140,23 @@ class Pipeline:
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
-        self._encoders: dict[int, Encoder] = {
-            i: build_encoder(t, source)
-            for i, t in enumerate(self.transforms)
-            if isinstance(t, Tokenize)
-        }
-        # By the position of the Tokenize after a FillInMiddle.
-        self._rearranged: dict[int, FillInMiddleEncoder] = {
-            i + 1: build_fill_in_middle(t, after, self._encoders[i + 1], context, source)
-            for i, (t, after) in enumerate(pairwise(self.transforms))
-            if isinstance(t, FillInMiddle) and isinstance(after, Tokenize)
-        }
+        self._encoders = Encoders(source, self.transforms, context)
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
-        kinds = [e.dtype for e in self._encoders.values()]
-        kinds += [e.dtype for e in self._rearranged.values()]
-        self._id_bytes = max((kind.itemsize for kind in kinds), default=4)
+        self._id_bytes = self._encoders.id_bytes
         if self._images is not None:
             self._id_bytes = max(
                 self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        contents = {i: encoder.content for i, encoder in self._encoders.items()}
         return _rebuild, (
             self.source,
             self.transforms,
             self.seed,
             self.context,
             self.on_long,
-            contents,
+            self._encoders.contents,
         )
 
     def __repr__(self) -> str:
@@ -181,10 +169,7 @@ class Pipeline:
 
         ``contents``: digest of each file at launch, by the position of its transform.
         """
-        for i, content in contents.items():
-            spec = self.transforms[i]
-            assert isinstance(spec, Tokenize)
-            check_content(self._encoders[i], spec, content, self.source)
+        self._encoders.check(contents)
 
     @property
     def fingerprint(self) -> str:
@@ -226,7 +211,7 @@ class Pipeline:
                     )
                 ),
             )
-        if self._rearranged:
+        if self._encoders.need_keys:
             key = key64("fill_in_middle", self.seed, self.source)
             frame.put(KEY, arrow_of(keys_of(key, ids.epoch, ids.file, ids.row)))
         try:
@@ -272,17 +257,21 @@ class Pipeline:
         for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
+        if (weights := weights_of(frame.table)) is not None:
+            bad = unequal_weights(weights, lengths) | bad
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
-            return self._block(
-                frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens
+            whole = Pieces(
+                np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens, weights
             )
-        return self._trimmed_block(frame, tokens, lengths, bad)
+            return self._block(frame, whole)
+        return self._trimmed_block(frame, tokens, weights, bad)
 
     def _trimmed_block(
-        self, frame: RowFrame, tokens: Ragged, lengths: np.ndarray, bad: Bad
+        self, frame: RowFrame, tokens: Ragged, weights: Ragged | None, bad: Bad
     ) -> Block:
         """Return the block of rows of which some must be removed, truncated or split."""
+        lengths = tokens.lengths
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "expected at least one token, got none")
         if self.on_long == "quarantine":
@@ -292,19 +281,21 @@ class Pipeline:
         rows, lost = keep[lost > 0], lost[lost > 0]
         if self.on_long == "drop":
             keep = keep[lengths[keep] <= self.context]
-        pieces = split_rows(tokens, keep, self.context, self.on_long)
-        block = self._block(frame, pieces.row, pieces.part, pieces.size, pieces.tokens)
+        block = self._block(frame, split_rows(tokens, keep, self.context, self.on_long, weights))
         block.long, block.lost = frame.index[rows], lost
         return block
 
-    def _block(
-        self, frame: RowFrame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
-    ) -> Block:
-        """Return the block of samples; ``row`` is the row of each sample in the frame's table."""
+    def _block(self, frame: RowFrame, samples: Pieces) -> Block:
+        """Return the block of samples, which are made from rows of the frame's table."""
+        row, part, size = samples.row, samples.part, samples.size
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
-        for name in self.meta_names:
+        for name in self._columns_of_meta:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
-        block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
+        block = Block(frame.index[row], part, samples.tokens, meta, sorted(frame.bad))
+        if (weights := samples.weights) is not None:
+            sums = label_sums(weights.values, weights.offsets[:-1])
+            meta[LOSS_WEIGHTS] = Ragged(sums, np.arange(len(row) + 1))
+            block.weights = Ragged(stored(weights.values), weights.offsets)
         if frame.images is not None:
             assert self._images is not None
             add_items(
@@ -322,8 +313,8 @@ class Pipeline:
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
             if not isinstance(t, Select):
-                needs += [(t, name, _CHECKS[type(t)]) for name in used_columns(t)]
-        if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
+                needs += [(t, name, check) for name, check in _checks_of(t)]
+        if not any(isinstance(t, ID_TRANSFORMS) for t in rest):
             needs.append((None, IDS, check_ids))
         return needs
 
@@ -351,23 +342,21 @@ class Pipeline:
             return
         self._running[threading.get_ident()] = t, frame, ids
         # The row stage (``ids`` is None) receives columns that are already checked.
-        if (check := _CHECKS.get(type(t))) is not None and ids is not None:
-            for name in used_columns(t):
+        if ids is not None:
+            for name, check in _checks_of(t):
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
                 return
-        if isinstance(t, Tokenize):
-            _tokenize(frame, t.text, self._rearranged.get(position) or self._encoders[position])
+        if isinstance(t, (Tokenize, Chat)):
+            self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
-            check_ids(frame.table, t.column)
-            if t.column != IDS:
-                frame.put(IDS, frame.table.column(t.column))
+            _use_ids(frame, t)
         elif isinstance(t, Select):
             _select(
                 frame,
                 t,
                 made=[IDS]
-                if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position])
+                if any(isinstance(p, ID_TRANSFORMS) for p in self.transforms[:position])
                 else [],
             )
         elif isinstance(t, Images):
@@ -468,6 +457,17 @@ _CHECKS: dict[type, Check] = {
 }
 
 
+def _checks_of(t: Transform) -> list[tuple[str, Check]]:
+    """Return the columns that a transform reads, with the check of each."""
+    if isinstance(t, Chat):
+        tools = [(t.tools, check_tools)] if isinstance(t.tools, str) else []
+        return [(t.messages, check_messages), *tools]
+    if (check := _CHECKS.get(type(t))) is None:
+        return []
+    weights = t.loss if isinstance(t, Tokens) else None
+    return [(name, check_weights if name == weights else check) for name in used_columns(t)]
+
+
 def _drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
     """Drop the rows whose values in column ``name`` the transform ``t`` cannot read.
 
@@ -496,59 +496,19 @@ def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     )
 
 
-def _tokenize(frame: RowFrame, text: str, encoder: Encoder | FillInMiddleEncoder) -> None:
-    texts, bad = read_texts(frame.table, text)
-    if bad:
-        texts = [texts[i] for i in range(len(texts)) if i not in bad]
-        frame.drop(bad)
-    keys = None
-    if isinstance(encoder, FillInMiddleEncoder):
-        keys = numpy_of(column(frame.table, KEY, "random keys")).view(np.uint64)
-    try:
-        ids = _encode(encoder, texts, keys)
-    except BaseException as fault:
-        if not _is_row_fault(fault):
-            raise
-        ids = _encode_each(frame, texts, keys, encoder)
-    frame.put(IDS, ids_column(ids))
-
-
-def _encode(
-    encoder: Encoder | FillInMiddleEncoder, texts: list[str], keys: np.ndarray | None
-) -> Ragged:
-    if isinstance(encoder, FillInMiddleEncoder):
-        assert keys is not None, "the slice stage makes the keys"
-        return encoder.encode(texts, keys)
-    return encoder.encode(texts)
-
-
-def _encode_each(
-    frame: RowFrame,
-    texts: list[str],
-    keys: np.ndarray | None,
-    encoder: Encoder | FillInMiddleEncoder,
-) -> Ragged:
-    bad: Bad = {}
-    parts = []
-    for i, text in enumerate(texts):
-        try:
-            parts.append(_encode(encoder, [text], None if keys is None else keys[i : i + 1]))
-        except BaseException as fault:
-            if not _is_row_fault(fault):
-                raise
-            bad[i] = f"could not be tokenized: {error_text(fault)}"
+def _use_ids(frame: RowFrame, t: Tokens) -> None:
+    """Use the ids of a column, and the weights of another if the transform names one."""
+    check_ids(frame.table, t.column)
+    if t.column != IDS:
+        frame.put(IDS, frame.table.column(t.column))
+    if t.loss is None:
+        return
+    weights, bad = read_weights(frame.table, t.loss)
+    frame.table = put_weights(frame.table, weights)
     frame.drop(bad)
-    return Ragged.concat(parts)
-
-
-def _is_row_fault(fault: BaseException) -> bool:
-    """Return whether the text of a row causes the error.
-
-    A panic of the tokenizer (Rust) is not an Exception, but is caused by the text.
-    """
-    return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
-        fault
-    ).__name__ == "PanicException"
+    if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:
+        ids, _ = read_ids(frame.table, IDS)
+        frame.drop(unequal_weights(kept, ids.lengths))
 
 
 def _select(frame: RowFrame, t: Select, made: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from overlord.errors import TransformError
 from overlord.transforms.base import Map, Meta, Select, Tokens, Transform
+from overlord.transforms.chat import Chat
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 
@@ -13,6 +14,7 @@ from overlord.transforms.tokenize import Tokenize
 # Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
 IDS = "tokens"  # the column of the ids after Tokenize or Tokens
+ID_TRANSFORMS = (Tokenize, Tokens, Chat)  # transforms that make token ids
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
 )
@@ -38,12 +40,12 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
                 f"expected the column {lost[0]!r}, got an earlier Select that drops it",
                 f"add {lost[0]!r} to that Select",
             )
-        if isinstance(t, (Tokenize, Tokens)):
+        if isinstance(t, ID_TRANSFORMS):
             if made:
                 raise TransformError(
                     source,
                     repr(t),
-                    "expected one Tokenize or Tokens, got another one before it",
+                    "expected one Tokenize, Tokens or Chat, got another one before it",
                     "keep one of them",
                 )
             made, known = True, None if known is None else known | {IDS}
@@ -65,8 +67,8 @@ def used_columns(t: Transform) -> tuple[str, ...]:
     if isinstance(t, Tokenize):
         return (t.text,)
     if isinstance(t, Tokens):
-        return (t.column,)
-    if isinstance(t, (Select, Images)):
+        return (t.column,) if t.loss is None else (t.column, t.loss)
+    if isinstance(t, (Select, Images, Chat)):
         return t.columns
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 
@@ -77,8 +79,17 @@ def lengths_suffice(transforms: Sequence[Transform]) -> bool:
     Ids that are out of range are the exception: their rows are quarantined.
     """
     return all(
-        isinstance(t, (Tokens, Select))
+        (isinstance(t, Tokens) and t.loss is None)
+        or isinstance(t, Select)
         or (isinstance(t, Meta) and not t.user_code and t.value != IDS)
+        for t in transforms
+    )
+
+
+def has_weights(transforms: Sequence[Transform]) -> bool:
+    """Return whether the samples have loss weights."""
+    return any(
+        (isinstance(t, Tokens) and t.loss is not None) or (isinstance(t, Chat) and t.has_weights)
         for t in transforms
     )
 
@@ -99,7 +110,7 @@ def describes(name: str, items: str) -> bool:
 # ----------------------------------------------------------------------------
 # Detection of loss columns, which select the tokens that have a loss.
 #
-# Loss columns are not supported yet. A job that ignored one would train on the wrong tokens.
+# A job that ignored such a column would train on the wrong tokens. ``Tokens(loss=)`` reads one.
 
 LOSS = ("loss_mask", "labels")
 
@@ -111,18 +122,19 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
     TransformError for a ``Select`` that keeps a loss column. ``check_map`` refuses a loss column
     that a ``Map`` returns.
     """
+    weights = _loss_columns(transforms)
     for position, t in enumerate(transforms):
         if (
             isinstance(t, Select)
-            and (kept := [name for name in LOSS if name in t.columns])
+            and (kept := [name for name in LOSS if name in t.columns and name not in weights])
             and not _later(transforms, position, Map)
         ):
             problem, remedy = (
-                f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet",
-                "remove it from the Select",
+                f"expected columns that a transform reads, got {kept[0]!r}, which none does",
+                f"{how_to_use(kept[0])}, or remove it from the Select",
             )
             raise TransformError(source, repr(t), problem, remedy)
-    if any(isinstance(t, (Tokenize, Map, Select)) for t in transforms):
+    if any(isinstance(t, (Tokenize, Chat, Map, Select)) for t in transforms) or weights:
         return ()
     read = {t.value for t in transforms if isinstance(t, Meta)}
     return tuple(name for name in LOSS if name not in read)
@@ -135,18 +147,27 @@ def check_map(
 
     The column is accepted if a later Map, Select or Tokenize replaces or drops it.
     """
-    if (kept := [name for name in LOSS if name in made]) and not _later(
-        transforms, position, Map, Select, Tokenize
+    read = _loss_columns(transforms[position + 1 :])
+    if (kept := [name for name in LOSS if name in made and name not in read]) and not _later(
+        transforms, position, Map, Select, Tokenize, Chat
     ):
-        problem = (
-            f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet"
-        )
         raise TransformError(
             source,
             repr(transforms[position]),
-            problem,
-            f"return 'tokens' without {kept[0]!r}: every token has a loss",
+            f"expected columns that a transform reads, got {kept[0]!r}, which none does",
+            f"{how_to_use(kept[0])}, or return 'tokens' without {kept[0]!r}",
         )
+
+
+def how_to_use(name: str) -> str:
+    """Return the remedy for a loss column that no transform reads."""
+    if name == "loss_mask":
+        return f"read it with Tokens(loss={name!r})"
+    return "make a column of weights from it, and read that with Tokens(loss=...)"
+
+
+def _loss_columns(transforms: Sequence[Transform]) -> set[str]:
+    return {t.loss for t in transforms if isinstance(t, Tokens) and t.loss is not None}
 
 
 def _later(transforms: Sequence[Transform], position: int, *kinds: type) -> bool:

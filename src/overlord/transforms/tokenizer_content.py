@@ -116,7 +116,7 @@ def content_digest(tokenizer: str | TokenizerContent, source: str = "") -> str:
         return tokenizer.digest
     if tokenizer.startswith(TIKTOKEN):
         return read_content(tokenizer, source).digest
-    path = _file_of(tokenizer, source)
+    path = file_of(tokenizer, source)
     stamp = _stamp(path, source)
     known = _files.get(path)
     return known[1] if known and known[0] == stamp else _read_file(path, source).digest
@@ -128,7 +128,7 @@ def read_content(tokenizer: str | TokenizerContent, source: str = "") -> Tokeniz
         return tokenizer
     if tokenizer.startswith(TIKTOKEN):
         return _encoding(tokenizer, source)
-    return _read_file(_file_of(tokenizer, source), source)
+    return _read_file(file_of(tokenizer, source), source)
 
 
 def _read_file(path: str, source: str) -> TokenizerContent:
@@ -157,7 +157,7 @@ def _unreadable(path: str, fault: OSError, source: str) -> TransformError:
     return TransformError(source, "Tokenize", problem, "set the path of a tokenizer.json")
 
 
-def _file_of(tokenizer: str, source: str) -> str:
+def file_of(tokenizer: str, source: str) -> str:
     """Return the file of a path, a folder or a name on the Hugging Face Hub."""
     if is_name(tokenizer):
         with _lock:

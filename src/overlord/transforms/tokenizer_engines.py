@@ -30,6 +30,33 @@ class Engine(Protocol):
         ...
 
 
+class SpanEngine(Protocol):
+    """A loaded tokenizer that reports the characters of each token. Runs on: any thread."""
+
+    top: int  # highest id
+    special: frozenset[str]  # special tokens, which a text may contain
+
+    def encode_with_offsets(
+        self, texts: list[str]
+    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Yield the ids of each text, and the first and last + 1 character of each token."""
+        ...
+
+
+def load_span_engine(content: TokenizerContent, name: str, source: str) -> SpanEngine:
+    """Return an engine with offsets. Raises TransformError for a tokenizer that has none."""
+    if content.kind != "tokenizers":
+        raise TransformError(
+            source,
+            "Chat",
+            f"expected a tokenizer.json, which reports the characters of tokens, got {name}",
+            "save the tokenizer with transformers as a fast tokenizer, and pass its folder",
+        )
+    engine = _HuggingFace(content.data, name, source, exact_offsets=True)
+    trim_heap()
+    return engine
+
+
 def load_engine(content: TokenizerContent, name: str, source: str) -> Engine:
     """Return the engine of a content; ``name`` is its path or name in errors."""
     engine: Engine
@@ -57,9 +84,13 @@ class _File(msgspec.Struct):
 
 
 class _HuggingFace:
-    """Engine of the package tokenizers."""
+    """Engine of the package tokenizers.
 
-    def __init__(self, data: bytes, name: str, source: str) -> None:
+    With ``exact_offsets`` the post-processor is removed: it trims spaces from the characters of
+    tokens. Without it ``add_special_tokens`` has no effect.
+    """
+
+    def __init__(self, data: bytes, name: str, source: str, exact_offsets: bool = False) -> None:
         # Worker threads already run in parallel. Additional threads of tokenizers cost 25 % more
         # CPU per byte. The package reads the variable at every call, so the setting takes effect
         # at once. A value set by the user is kept.
@@ -85,6 +116,10 @@ class _HuggingFace:
             )
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        if exact_offsets:
+            self._tokenizer.post_processor = None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special: frozenset[str] = frozenset(t.content for t in added if t.special)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.top: int = max(vocabulary.values(), default=0)
 
@@ -93,6 +128,12 @@ class _HuggingFace:
             texts, add_special_tokens=add_special_tokens
         ):
             yield encoding.ids
+
+    def encode_with_offsets(
+        self, texts: list[str]
+    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield encoding.ids, encoding.offsets
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)

@@ -143,6 +143,7 @@ class TransformWorker:
             else None
         )
         ids = Ragged(out["values"], out["offsets"])
+        weights = Ragged(out["weights"], out["weights.offsets"]) if "weights" in out else None
         return Block(
             out["index"],
             out["part"],
@@ -153,6 +154,7 @@ class TransformWorker:
             *reply.image_bytes,
             out["long"],
             out["lost"],
+            weights,
         )
 
     def close(self) -> None:
@@ -324,6 +326,8 @@ def _work(
             "items.offsets": items.offsets,
             "items.counts": block.items.counts,
         }
+    if block.weights is not None:
+        arrays |= {"weights": block.weights.values, "weights.offsets": block.weights.offsets}
     sizes = (block.image_bytes_in, block.image_bytes_out)
     reply = Reply(
         [(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.sizes import part
 from tests.torch.ranks.checks_hdp import CHECKS
 from tests.torch.ranks.rank_launcher import SECONDS, Worlds, start
 
@@ -18,7 +19,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     return Worlds("tests.torch.ranks.checks_hdp", tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", part([1, 4], [2, 3]))
 def test_on_all_ranks(world: int, worlds: Worlds) -> None:
     worlds.check(world, CHECKS)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sizes import part
 from tests.torch.ranks.checks_vision import CHECKS
 from tests.torch.ranks.rank_launcher import SECONDS, Worlds
 
@@ -17,6 +18,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     return Worlds("tests.torch.ranks.checks_vision", tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", part([4], [8]))
 def test_on_all_ranks(world: int, worlds: Worlds) -> None:
     worlds.check(world, CHECKS)

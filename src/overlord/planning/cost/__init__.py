@@ -35,6 +35,7 @@ from overlord.planning.cost.models import (
     vit_1b,
     vit_2b,
 )
+from overlord.planning.cost.of_model import ModelCost, encoder_of, of_model, ring_of
 from overlord.planning.cost.on_rings import ring
 from overlord.planning.cost.ring import RingCosts, SizeFit
 
@@ -43,20 +44,24 @@ __all__ = [
     "CostFn",
     "Fitted",
     "LengthCost",
+    "ModelCost",
     "RingCosts",
     "Scaled",
     "SizeFit",
     "Sum",
     "Transformer",
     "checked_costs",
+    "encoder_of",
     "fingerprint_of",
     "fit",
     "llama_12b",
     "mixtral_8x7b",
     "named",
+    "of_model",
     "quadratic",
     "register_cost",
     "ring",
+    "ring_of",
     "title_of",
     "tmoe_25b",
     "tokens",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from overlord.errors import PlanError
 from overlord.planning.cost.fit import Fitted
 from overlord.planning.cost.models import CostFn, LengthCost, Scaled, Sum, Transformer
+from overlord.planning.cost.of_model import ModelCost
 from overlord.planning.cost.ring import RingCosts
 
 
@@ -48,6 +49,8 @@ def _terms_of(cost: CostFn) -> tuple[float, float, float, str]:
     """Return linear, square, constant and column of a cost."""
     if isinstance(cost, Fitted):
         return cost.linear, cost.square, cost.constant, cost.column
+    if isinstance(cost, ModelCost):
+        return cost.linear, cost.square, 0.0, cost.column
     if isinstance(cost, LengthCost):
         return cost.linear, cost.square, 0.0, cost.column
     if isinstance(cost, Transformer) and not cost.window:

@@ -39,17 +39,12 @@ from overlord.planning.graph.lineage import (
     check_memory,
     check_module,
     described,
+    nodes,
+    of_sources,
     read_only,
     unbound,
 )
-from overlord.planning.images import (
-    ItemSamples,
-    Placeholders,
-    nodes,
-    of_sources,
-    place_by_samples,
-    placeholders,
-)
+from overlord.planning.images import ItemSamples, Placeholders, place_by_samples, placeholders
 from overlord.planning.manual_draw import draw_by_hand
 from overlord.planning.schedule import Schedule, Weights
 from overlord.planning.selection import Prefer, choose, fitting, preferred
@@ -235,7 +230,7 @@ class DGraph:
         ranks get nothing of the module, and take part in the exchange of embeddings.
         """
         self._before("distribute", "balance", self.placement)
-        own = own_mesh(self.tree, on, self.buffer.step)
+        own = None if on is None else own_mesh(self.tree, on, self.buffer.step)
         try:
             n = (own or self.tree).n_buckets(axis)
         except JobError as e:

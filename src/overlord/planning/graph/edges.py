@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from overlord.hashing import position_in_key
-from overlord.plan.routes import ranges
-from overlord.sample import IDS, Buffer
+from overlord.sample import IDS, Buffer, ranges
 
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph

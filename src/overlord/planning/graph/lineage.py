@@ -1,7 +1,8 @@
-"""From a DGraph to a plan: the assignment of its nodes, and their bindings once it is planned."""
+"""The nodes of a DGraph: their rows and columns, their assignment, their bindings once planned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,74 @@ from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.images import Placeholders
-from overlord.sample import Buffer
+from overlord.sample import Buffer, Ragged
 
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
+
+
+def nodes(
+    buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
+) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+    """Return the buffer row of each node, the columns of the nodes, and whether they are items.
+
+    ``names``: metadata columns; empty: all with one value per sample. If one of them is ragged,
+    there is a node for each of its values. ``sources``: keep nodes of these sources; None: of all.
+    """
+    sample, columns, items = _all_nodes(buffer, names)
+    if sources is None:
+        return sample, columns, items
+    kept = np.isin(sample, of_sources(buffer, sources))
+    return sample[kept], {n: c[kept] for n, c in columns.items()}, items
+
+
+def _all_nodes(
+    buffer: Buffer, names: Sequence[str]
+) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+    if not names:
+        return (
+            np.arange(len(buffer)),
+            {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)},
+            False,
+        )
+    found = {name: buffer.column(name) for name in names}
+    ragged = {n: c for n, c in found.items() if isinstance(c, Ragged)}
+    if not ragged:
+        return (
+            np.arange(len(buffer)),
+            {n: c for n, c in found.items() if isinstance(c, np.ndarray)},
+            False,
+        )
+    lengths = next(iter(ragged.values())).lengths
+    sample = np.repeat(np.arange(len(buffer)), lengths)
+    columns: dict[str, np.ndarray] = {}
+    for name, column in found.items():
+        if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
+            other = next(iter(ragged))
+            raise PlanError(
+                f"select: metadata {name!r} and {other!r} have different numbers of items",
+                buffer.step,
+                "select them in two graphs",
+            )
+        columns[name] = (
+            column.values[column.offsets[0] : column.offsets[-1]]
+            if isinstance(column, Ragged)
+            else column[sample]
+        )
+    return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
+
+
+def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
+    """Return the rows of the buffer that come from these sources."""
+    unknown = [s for s in sources if s not in buffer.names]
+    if unknown:
+        raise PlanError(
+            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}",
+            buffer.step,
+            "select a known source",
+        )
+    return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
+
 
 # ----------------------------------------------------------------------------
 # The assignment of a balanced DGraph for a plan, and checks of its modules and memory bound.
@@ -43,7 +108,7 @@ def assignment_of(graph: DGraph, name: str, ends: Placeholders | None = None) ->
             'call .distribute(axis), then .balance(); balance("none") keeps stream order',
         )
     p, n = graph.placement, graph.mesh.n_buckets(graph.axis)
-    if name == "backbone":
+    if name == "backbone" and graph.on is not None:
         check_padding(graph.tree, graph.on, graph.buffer.batch, graph.buffer.step)
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     slot = position_in_key(

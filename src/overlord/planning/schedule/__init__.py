@@ -19,7 +19,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job.job import mixture_problems
+from overlord.job.mixture_weights import mixture_problems
 from overlord.planning.schedule.base import (
     Base,
     Constant,

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
 from overlord.errors import JobError
-from overlord.job.job import mixture_problems
+from overlord.job.mixture_weights import mixture_problems
 
 Feedback = Mapping[str, float]
 Weights = Mapping[str, float] | Sequence[float]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from overlord.torch.adapters.labels import converted, need
+from overlord.torch.adapters.labels import converted, need, refuse_weights
 from overlord.torch.microbatch_info import UNSHIFTED
 from overlord.torch.tensor_step import as_tensor
 
@@ -23,6 +23,7 @@ def flattened(
     kernel: bool = True,
     no_cache: bool = True,
     given: str | None = None,
+    weighted: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of ``model(**flattened(mb))``: all documents in one row, [1, tokens].
 
@@ -32,13 +33,16 @@ def flattened(
     cache in training too, then ignore positions, and mix documents silently. ``seq_idx``: for
     layers with a state (Mamba, gated delta). ``mask``: add a four-dimensional mask for attention
     that ignores positions; True for float32, or the dtype of the model. ``given``: the job's
-    ``Batch.labels``; None: detect the convention from the labels.
+    ``Batch.labels``; None: detect the convention from the labels. ``weighted``: the caller weighs
+    the losses by ``mb["loss_mask"]``. Without it, weights other than 0 and 1 are refused.
     """
     facts = need(
         mb,
         ("tokens", "position_ids", "labels", "loss_mask", "cu_seqlens_padded", "max_seqlen"),
         "huggingface.flattened",
     )
+    if not weighted:
+        refuse_weights(facts, "huggingface.flattened")
     labels, _ = converted(mb, UNSHIFTED, given)
     tokens, bounds = as_tensor(mb["tokens"]), as_tensor(mb["cu_seqlens_padded"])
     made: dict[str, Any] = {
@@ -65,17 +69,22 @@ def flattened(
     return made
 
 
-def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
+def padded(
+    mb: Mapping[str, Any], *, given: str | None = None, weighted: bool = False
+) -> dict[str, torch.Tensor]:
     """Return a microbatch of ``Batch(layout="padded")`` under Hugging Face keys, [rows, context].
 
     The keys are ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``.
+    ``weighted``: as in ``flattened``.
     """
-    need(
+    facts = need(
         mb,
         ("tokens", "position_ids", "labels", "loss_mask", "attention_mask"),
         "huggingface.padded",
         padded=True,
     )
+    if not weighted:
+        refuse_weights(facts, "huggingface.padded")
     labels, _ = converted(mb, UNSHIFTED, given)
     named = {
         "input_ids": "tokens",

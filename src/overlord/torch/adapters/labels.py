@@ -65,6 +65,17 @@ def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: in
     return moved
 
 
+def refuse_weights(facts: MicrobatchInfo, adapter: str) -> None:
+    """Raise ``JobError`` for loss weights that labels alone cannot express."""
+    if facts.weighted:
+        problem = (
+            "expected loss weights of 0 and 1, since the model computes the loss from labels "
+            "alone, got others; compute the loss from its logits: token_loss(..., "
+            "loss_mask=mb['loss_mask'])"
+        )
+        raise JobError([problem], adapter)
+
+
 def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None:
     """Raise ``JobError`` if a microbatch lacks a key that an adapter needs.
 

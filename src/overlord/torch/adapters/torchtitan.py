@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from overlord.errors import JobError
-from overlord.torch.adapters.labels import converted, need
+from overlord.torch.adapters.labels import converted, need, refuse_weights
 from overlord.torch.microbatch_info import IGNORE, SHIFTED
 from overlord.torch.tensor_step import as_tensor
 
@@ -22,6 +22,7 @@ def flat(
     tokens: int | None = None,
     given: str | None = None,
     batched: bool = True,
+    weighted: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Return one batch of torchtitan's trainer: [1, T] as release 0.3.0 reads it.
 
@@ -30,8 +31,12 @@ def flat(
     torchtitan's collator. ``batched=False``: [T], and patches of all images in one row, as its
     development branch reads them. Its trainer slices for CP itself (``Batch(cp_split="none")``).
     ``given``: the job's ``Batch.labels``; None: detect the convention from the labels.
+    ``weighted``: the caller weighs the losses by ``mb["loss_mask"]``. Without it, weights other
+    than 0 and 1 are refused.
     """
-    need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
+    facts = need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
+    if not weighted:
+        refuse_weights(facts, "torchtitan.flat")
     labels, _ = converted(mb, SHIFTED, given)
     ids, positions = as_tensor(mb["tokens"]), as_tensor(mb["position_ids"])
     if tokens is not None:
