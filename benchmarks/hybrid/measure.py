@@ -18,6 +18,7 @@ from hybrid.lengths import LINUX, MIXES, draw
 from overlord.plan.tasks import TaskTable
 from overlord.planning.balance import hybrid
 from overlord.planning.balance.hybrid import HybridRules, schedule
+from overlord.planning.balance.ring_bound import lower_bound
 from overlord.planning.cost import RingCosts
 
 K = 1024
@@ -74,6 +75,7 @@ class Outcome:
     static: Time
     balanced: Time
     whole: float  # whole documents on ranks (LPT), memory aside
+    bound: float  # that no schedule can go below: the longest document on its best ring
     documents: int
     largest: int  # ranks of our largest ring
 
@@ -136,6 +138,7 @@ def measure(case: Case, seed: int, linux: Path = LINUX) -> Outcome:
         static=times[3],
         balanced=times[4],
         whole=float(whole),
+        bound=lower_bound(lengths, case.costs, rules) / ideal(lengths, case),
         documents=len(lengths),
         largest=int(ours.tasks.sizes().max()),
     )

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from overlord.errors import PlanError
 from overlord.planning.balance import hybrid, hybrid_table, ring_placement, rings
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
-from overlord.planning.cost import RingCosts
+from overlord.planning.balance.ring_bound import lower_bound
+from overlord.planning.cost import RingCosts, fit
 
 COSTS = RingCosts(linear=1.0, square=0.05, constant=2.0)
 SLOW = replace(COSTS, token_bytes=1.0, inside=2.0, across=0.2, latency=0.5)
@@ -38,7 +39,12 @@ def demands(draw: st.DrawFn) -> HybridRules:
 lists = st.lists(
     st.one_of(st.integers(0, 8), st.integers(0, 70), st.integers(0, 1500)), max_size=40
 )
-costs = st.sampled_from([COSTS, SLOW, RingCosts(linear=1.0), RingCosts(linear=0.0)])
+FITTED = fit(
+    [[n] for n in (10, 20, 40, 80)] * 2,
+    [12.0, 30.0, 100.0, 380.0, 14.0, 25.0, 60.0, 200.0],
+    ranks=[1] * 4 + [2] * 4,
+)
+costs = st.sampled_from([COSTS, SLOW, FITTED, RingCosts(linear=1.0), RingCosts(linear=0.0)])
 
 
 def fitting(lengths: list[int], rules: HybridRules) -> np.ndarray:
@@ -62,6 +68,8 @@ def test_every_table_is_valid(lengths: list[int], rules: HybridRules, cost: Ring
     tokens = fitting(lengths, rules)
     plan = checked(tokens, rules, cost)
     assert plan.load.shape == (rules.ranks,)
+    if len(tokens):
+        assert plan.load.max() >= lower_bound(tokens, cost, rules) * (1 - 1e-9)
     kinds = [plan.task.dtype.name, plan.slot.dtype.name, plan.load.dtype.name]
     assert kinds == ["int32", "int32", "float64"]
     for task in range(len(plan.tasks)):  # slots of a task are 0, 1, ...

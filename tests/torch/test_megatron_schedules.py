@@ -220,5 +220,13 @@ def test_stages_get_the_keys_that_their_microbatch_has() -> None:
     ],
 )
 def test_what_megatron_has_no_group_or_no_chunks_for_is_refused(mb: Any, text: str) -> None:
-    with pytest.raises(JobError, match=text):
-        dynamic_cp.packed(mb)
+    for adapter in (dynamic_cp, megatron):
+        with pytest.raises(JobError, match=text):
+            adapter.packed(mb)
+
+
+def test_both_names_of_the_packed_dict_return_the_same_for_pieces() -> None:
+    mb = piece([9, 40], [2, 3], 1)
+    found, other = dynamic_cp.packed(mb), megatron.packed(mb)
+    assert sorted(found) == sorted(other)
+    assert all(torch.equal(found[key], other[key]) for key in found)

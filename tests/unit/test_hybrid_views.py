@@ -46,7 +46,7 @@ def test_loads_are_those_of_the_pieces_and_add_up_to_the_step() -> None:
     assert np.bincount(held.bucket, weights=held.size).sum() == sum(LENGTHS)
     assert plan.loads().sum() == pytest.approx(plan.main.cost.sum())
     found = plan.imbalance()
-    assert found["bound"] == found["slot_bound"] == 1.0
+    assert found["bound"] == found["slot_bound"] <= found["bucket"]
     assert found["bucket"] <= found["waits"] < 2, "rings wait for their last rank"
     assert (
         1.0

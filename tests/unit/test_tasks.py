@@ -6,6 +6,7 @@ ranks, with 1, 2 and 3 pipeline stages.
 
 from __future__ import annotations
 
+import timeit
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -273,3 +274,27 @@ def test_columns_with_different_counts_are_accepted(stages: int) -> None:
     uneven = ((0, 1, 2), (0, 1), (0,))
     assert is_accepted(uneven, stages)
     assert not blocks(uneven, stages)
+
+
+def test_the_tasks_of_one_constructor_take_no_time_for_those_of_all_others() -> None:
+    """A dry run of 16,384 ranks asks once for each of as many workers: it took minutes."""
+    n = 300_000
+    table = TaskTable.of([], [])
+    table = replace(
+        table,
+        task_ptr=np.arange(n + 1),
+        task_rank=np.arange(n, dtype=np.int32),
+        index=np.zeros(n, np.int32),
+        order=np.arange(n),
+        offload=np.zeros(n, np.float32),
+    )
+    some, every = np.array([5, 70_000]), np.arange(n)
+    for ask in (table.task_of, table.take):
+        few, all_of_them = (
+            min(timeit.repeat(lambda rows=rows, ask=ask: ask(rows), number=3, repeat=5))
+            for rows in (some, every)
+        )
+        assert few < all_of_them / 10, ask
+    assert table.task_of(some).tolist() == [5, 70_000]
+    rings = TaskTable.of([[0, 1], [2], [3, 4, 5]], [0, 0, 0])
+    assert rings.task_of(np.arange(6)).tolist() == [0, 0, 1, 2, 2, 2]

@@ -16,6 +16,7 @@ from overlord.checks import did_you_mean
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
+from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
@@ -140,6 +141,8 @@ class ModulePlacement:
     dearest: tuple[ExpensiveItem, ...]  # the most expensive items of the slowest bucket
     peak_tokens: int  # tokens in the fullest microbatch
     peak_at: tuple[int, int]  # bucket and number of the fullest microbatch
+    limit: str  # the lower bound of the imbalance by bucket, as text
+    host_memory: str = ""  # what offload needs; empty without offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +362,8 @@ def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
         ),
         peak_tokens=int(held.max()),
         peak_at=divmod(int(held.argmax()), a.n_microbatches),
+        limit=limit(plan, plan.imbalance(name), name),
+        host_memory=host_memory(plan) if name == "backbone" else "",
     )
 
 
@@ -529,6 +534,9 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     ring = _ring(plan, name, int(a.sample[i]))
     if ring:
         why += f"; in pieces on the ring of buckets {', '.join(map(str, ring))}"
+    if name == "backbone" and plan.tasks is not None:
+        ratio = float(plan.tasks.table.offload[plan.tasks.task[a.sample[i]]])
+        why += f"; offload ratio {ratio:.2f}" if ratio else ""
     return SlotOfSample(
         module=name,
         bucket=bucket,

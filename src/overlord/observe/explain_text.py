@@ -124,9 +124,7 @@ def _module(m: ModulePlacement, e: StepExplanation) -> list[str]:
     i = m.imbalance
     room = f" of {m.capacity:,} tokens" if m.capacity else ""
     filled = f", {e.fill:.0%} filled" if m.name == "backbone" and m.capacity else ""
-    bound = f"no placement can go below {i['bound']:.3f}" + (
-        f" ({i['slot_bound']:.3f} by microbatch)" if "slot_bound" in i else ""
-    )
+    bound = m.limit + (f" ({i['slot_bound']:.3f} by microbatch)" if "slot_bound" in i else "")
     alone = m.dearest and m.dearest[0].share * m.slowest_over_mean >= 1.0
     why = (
         "its most expensive item alone costs more than the mean bucket"
@@ -154,6 +152,7 @@ def _module(m: ModulePlacement, e: StepExplanation) -> list[str]:
                 "peak",
                 f"{m.peak_tokens:,} tokens in microbatch {m.peak_at[1]} of bucket {m.peak_at[0]}",
             ),
+            *([("host memory", m.host_memory)] if m.host_memory else []),
         ]
     )
     rows = [

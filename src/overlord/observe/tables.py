@@ -13,6 +13,7 @@ from rich.text import Text
 
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain_text import waits
+from overlord.observe.ring_text import host_memory, limit
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
@@ -314,12 +315,12 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         ),
         (
             "imbalance",
-            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no "
-            f"placement can go below {i['bound']:.3f}",
+            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",
         ),
         ("waits", waits(job.sync, i)),
         *([("model", model)] if (model := shown_model(job)) else []),
         ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),
+        *((("host memory", host),) if (host := host_memory(plan)) else ()),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),
     ]

@@ -28,6 +28,7 @@ from overlord.plan.tasks import TASK_COLUMNS, PlanTasks, TaskRules, TaskTable
 MAGIC = b"OVPL\x02"
 DTYPES = frozenset({"<i4", "<i8", "<u4", "<f4", "<f8"})
 TABLE_COLUMNS = ("task_ptr", "task_rank", *TASK_COLUMNS)
+AMOUNTS = ("memory_capacity", "host_bytes", "host_memory")  # of the rules of tasks
 NUMBERS = ("n_buckets", "n_microbatches", "capacity")
 DAMAGE = (
     ValueError,
@@ -70,6 +71,7 @@ def write(plan: LoadingPlan) -> bytes:
         head["tasks"] = {
             "rules": asdict(tasks.rules),
             "offload_share": tasks.offload_share,
+            "bound": tasks.bound,
             "columns": {n: put(column) for n, column in columns_of.items()},
         }
     text = json.dumps(head).encode()
@@ -149,22 +151,25 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
     end = columns.pop("end")
     if any(column is None for column in columns.values()):
         raise ValueError("a column of the tasks is missing")
-    task, kinds = columns.pop("task"), {"equal_counts": bool, "memory_capacity": float}
+    task, kinds = columns.pop("task"), dict.fromkeys(AMOUNTS, float) | {"equal_counts": bool}
     given: dict[str, Any] = {
         n: kinds.get(n, operator.index)(value) for n, value in head["rules"].items()
     }
     rules = TaskRules(**given)
     if (
-        min(rules.ranks, rules.stages, rules.count_multiple) < 1
+        min(rules.ranks, rules.stages, rules.count_multiple, rules.node) < 1
         or min(rules.capacity, rules.multiple) < 0
-        or max(rules.ranks, rules.multiple) > MAX_BINS
+        or max(rules.ranks, rules.multiple, rules.node) > MAX_BINS
     ):
         raise ValueError(f"rules of tasks: expected at least one rank and stage, got {rules}")
     share = float(head["offload_share"])
-    if not (0 <= share <= 1 and 0 <= rules.memory_capacity < MOST):
+    if not (0 <= share <= 1 and all(0 <= getattr(rules, name) < MOST for name in AMOUNTS)):
         raise ValueError(f"offload of tasks: expected a share of 0 to 1, got {share}")
     table = TaskTable(**columns)
-    return PlanTasks(table=table, task=task, rules=rules, offload_share=share, end=end)
+    bound = head["bound"]
+    if bound is not None and not 0 <= (bound := float(bound)) < MOST:
+        raise ValueError(f"bound of tasks: expected a time of at least 0, got {bound}")
+    return PlanTasks(table=table, task=task, rules=rules, offload_share=share, end=end, bound=bound)
 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:

@@ -13,6 +13,7 @@ import numpy as np
 
 from overlord import ring
 from overlord.errors import PlanError
+from overlord.plan.host_pools import check_host_memory
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks
 from overlord.sample import ranges
@@ -124,6 +125,8 @@ def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
     if tasks.rules.memory_capacity:
         memory = _kept_tokens(plan, tasks)
         tasks.table.check(tasks.rules, memory=memory, step=step)
+    held = tasks.table.held(tasks.task, tasks.lengths(plan.tokens))
+    check_host_memory(tasks.table, tasks.rules, held, step)
     if (end := tasks.end) is not None and (
         end.shape != (a.n_buckets,) or not (np.isfinite(end).all() and (end >= 0).all())
     ):

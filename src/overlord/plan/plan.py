@@ -480,8 +480,9 @@ class LoadingPlan:
 
         ``bucket``: the most expensive bucket. ``microbatch``: the sum, over microbatch indices, of
         the most expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every
-        placement of these samples; 1 in a hybrid plan, whose samples can be split. A hybrid plan
-        has ``waits`` too: the modelled end of the last rank, with the waits for its rings.
+        placement of these samples. In a hybrid plan they are those of every choice of rings, by the
+        model, with the transfers that the longest sample needs; 0 if there is no model. It has
+        ``waits`` too: the modelled end of the last rank, with the waits for its rings.
         """
         from overlord.plan.summary import imbalance
 

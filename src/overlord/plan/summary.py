@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
+from overlord.plan.host_pools import host_pools
 from overlord.plan.module_ranks import bucket_by_rank, view_by_rank
 from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks
@@ -55,7 +56,10 @@ def imbalance(plan: LoadingPlan, module: str) -> dict[str, float]:
     }
     if tasks is not None and tasks.end is not None:
         found["waits"] = max(found["bucket"], float(tasks.end.max()) / mean)
-    limits = bounds(plan.module(module)) if tasks is None else (1.0, 1.0)
+    if tasks is None:
+        limits = bounds(plan.module(module))
+    else:  # ranks wait for each other at least as long after every microbatch as once a step
+        limits = ((tasks.bound or 0.0) / mean,) * 2
     return found | dict(zip(("bound", "slot_bound"), limits, strict=True))
 
 
@@ -113,7 +117,31 @@ def _tasks(plan: LoadingPlan, tasks: PlanTasks) -> dict[str, Any]:
         "rings": {str(d): n for d, n in zip(sizes.tolist(), counts.tolist(), strict=True)},
         "by_rank": tasks.table.counts(plan.main.n_buckets).tolist(),
         "padded_to": 2 * tasks.rules.multiple,  # times the ranks of a ring; 0: cut unevenly
+        **({"host_memory": host} if (host := host_memory(plan)) else {}),
     }
+
+
+def host_memory(plan: LoadingPlan) -> dict[str, Any]:
+    """Return the pinned memory that offload needs; empty for a plan without offload.
+
+    Bytes are None if the bytes of a token are unknown, and the limit if there is none.
+    """
+    tasks = plan.tasks
+    if tasks is None or not (tasks.offload_share or tasks.table.offload.any()):
+        return {}
+    rules = tasks.rules
+    found: dict[str, Any] = {
+        "largest_ratio": float(tasks.table.offload.max(initial=0)),
+        "by_rank": None,
+        "largest_node": None,
+        "limit": rules.host_memory or None,
+    }
+    if rules.host_bytes:
+        held = tasks.table.held(tasks.task, tasks.lengths(plan.tokens))
+        pools = host_pools(tasks.table, rules, held)
+        found["by_rank"] = pools.bytes.tolist()
+        found["largest_node"] = float(pools.nodes(rules.node).max())
+    return found
 
 
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:

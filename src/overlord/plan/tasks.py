@@ -39,6 +39,9 @@ class TaskRules:
         wait for each other in each.
     count_multiple: the number of tasks of each rank is a multiple of it (interleaved stages).
     memory_capacity: most memory of a rank in one microbatch; 0: no limit.
+    host_bytes: host memory of a token with offload ratio 1; 0: unknown.
+    host_memory: bytes of host memory of a node for offload; 0: no limit.
+    node: ranks of a node.
     """
 
     ranks: int
@@ -48,6 +51,9 @@ class TaskRules:
     equal_counts: bool = False
     count_multiple: int = 1
     memory_capacity: float = 0.0
+    host_bytes: float = 0.0
+    host_memory: float = 0.0
+    node: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,12 +125,15 @@ class TaskTable:
         return np.concatenate(([0], np.cumsum(self.counts(ranks)))), by
 
     def task_of(self, members: np.ndarray) -> np.ndarray:
-        """Return the tasks that rows of ``task_rank`` belong to: int64."""
-        return self._task_of_member()[members]
+        """Return the tasks that rows of ``task_rank`` belong to: int64.
+
+        It takes no time for other rows: each constructor worker asks for its own.
+        """
+        return np.searchsorted(self.task_ptr, members, side="right") - 1
 
     def take(self, tasks: np.ndarray) -> TaskTable:
         """Return the table of some tasks, which keep their index and order."""
-        sizes = self.sizes()[tasks]
+        sizes = self.task_ptr[1:][tasks] - self.task_ptr[:-1][tasks]
         ends = np.cumsum(sizes)
         within = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
         return TaskTable(
@@ -132,6 +141,19 @@ class TaskTable:
             task_rank=self.task_rank[np.repeat(self.task_ptr[:-1][tasks], sizes) + within],
             **{name: getattr(self, name)[tasks] for name in TASK_COLUMNS},
         )
+
+    def held(self, task: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Return the tokens of every row of ``task_rank``: int64.
+
+        ``task`` and ``length``: of every sample, with padding if there is any.
+        """
+        d = self.sizes()[task]
+        sample = np.repeat(np.arange(len(task)), d)
+        position = np.arange(len(sample)) - np.repeat(np.cumsum(d) - d, d)
+        tokens = np.zeros(len(self.task_rank), np.int64)
+        piece = ring.sizes(length[sample], d[sample], position)
+        np.add.at(tokens, self.task_ptr[task][sample] + position, piece)
+        return tokens
 
     def digest(self) -> str:
         """Return a digest of all columns: of rings, index, order and offload ratios.
@@ -351,9 +373,7 @@ class TaskTable:
         )
         if not rules.capacity:
             return
-        member = self.task_ptr[task][sample] + position
-        load = np.zeros(len(self.task_rank), np.int64)
-        np.add.at(load, member, piece)
+        load = self.held(task, length)
         of = self._task_of_member()
         _refuse(
             load > rules.capacity,
@@ -393,6 +413,8 @@ class PlanTasks:
     offload_share: float = 0.0  # share of the memory of a token that offload ratio 1 moves
     # float64 [ranks]: modelled end of each rank, with the waits for its rings; None: not modelled
     end: np.ndarray | None = None
+    # modelled seconds of the slowest rank that no schedule can go below; None: not modelled
+    bound: float | None = None
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
         """Return the lengths of all samples as their rings cut them: with padding if there is any.
@@ -406,7 +428,7 @@ class PlanTasks:
     def of_samples(self, rows: np.ndarray, tasks: np.ndarray) -> PlanTasks:
         """Return these tasks, in rising order, for these samples, which belong to them."""
         task = np.searchsorted(tasks, self.task[rows]).astype(np.int32)
-        return replace(self, table=self.table.take(tasks), task=task, end=None)
+        return replace(self, table=self.table.take(tasks), task=task, end=None, bound=None)
 
 
 def _refuse(wrong: np.ndarray, text: Callable[[int], tuple[str, str]], step: int) -> None:

@@ -34,6 +34,10 @@ class HybridRules:
         (layers - 2) / layers; 0: no offload.
     offload_base, offload_slope: computation of a document of s tokens hides a ratio of
         base + slope x s, at most 1.
+    offload_bytes: bytes on the host of a token at ratio 1, on all tensor-parallel ranks of it:
+        (layers - 2) x bytes of activations of a layer. 0: unknown.
+    host_memory: bytes of host memory of a node for offload; 0: no limit. Each rank of a node has an
+        equal share. Documents get more ranks and a smaller ratio if it binds.
     """
 
     ranks: int
@@ -48,6 +52,8 @@ class HybridRules:
     offload_share: float = 0.0
     offload_base: float = 0.0
     offload_slope: float = 0.0
+    offload_bytes: float = 0.0
+    host_memory: float = 0.0
 
     def task_rules(self) -> TaskRules:
         """Return the rules of the table.
@@ -62,11 +68,20 @@ class HybridRules:
             equal_counts=self.equal_counts,
             count_multiple=self.count_multiple,
             memory_capacity=float(self.capacity) if self.offload_share else 0.0,
+            host_bytes=float(self.offload_bytes) if self.offload_share else 0.0,
+            host_memory=float(self.host_memory) if self.offload_share else 0.0,
+            node=min(self.node, self.ranks),
         )
+
+    def host_tokens(self) -> float:
+        """Return the tokens of a rank with ratio 1 for which its share of the host has room."""
+        if not self.host_memory:
+            return np.inf
+        return self.host_memory / (min(self.node, self.ranks) * self.stages * self.offload_bytes)
 
 
 WHOLE, SWITCHES = ("node", "virtual", "count_multiple"), ("equal_counts", "padded")
-SHARES = ("offload_share", "offload_base", "offload_slope")
+SHARES = ("offload_share", "offload_base", "offload_slope", "offload_bytes", "host_memory")
 ARGUMENTS = (*SWITCHES, *WHOLE, *SHARES)  # of ``DGraph.split``, besides capacity and groups
 
 
@@ -108,12 +123,18 @@ def check(lengths: np.ndarray, rules: HybridRules) -> None:
             f'hybrid schedule: expected groups "any" or "power_of_two", got {rules.groups!r}',
             remedy="choose one of them",
         )
-    for name, most in (("offload_share", 1.0), ("offload_base", 1.0), ("offload_slope", np.inf)):
+    for name in SHARES:
+        most = 1.0 if name in ("offload_share", "offload_base") else np.inf
         if not 0 <= getattr(rules, name) <= most:
             raise PlanError(
                 f"hybrid schedule: expected {name} of 0 to {most:g}, got {getattr(rules, name)}",
                 remedy="correct the rules",
             )
+    if rules.host_memory and not rules.offload_bytes:
+        raise PlanError(
+            "hybrid schedule: expected offload_bytes with host_memory, got none",
+            remedy="give the bytes of a token at ratio 1: (layers - 2) x activations of a layer",
+        )
     lengths = np.asarray(lengths)
     whole = not len(lengths) or (lengths.dtype.kind in "iu" and lengths.min() >= 0)
     if lengths.ndim != 1 or not whole:

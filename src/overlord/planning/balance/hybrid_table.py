@@ -146,15 +146,8 @@ def tokens_of(
 ) -> np.ndarray:
     """Return the tokens of the fullest member of each task: int64."""
     d = table.sizes()[task]
-    whole = ring.padded(length, d, rules.multiple) if rules.multiple else length
-    sample = np.repeat(np.arange(len(task)), d)
-    position = np.arange(len(sample)) - np.repeat(np.cumsum(d) - d, d)
-    piece = ring.sizes(whole[sample], d[sample], position)
-    load = np.zeros(len(table.task_rank), np.int64)
-    np.add.at(load, table.task_ptr[task][sample] + position, piece)
-    if not len(table):
-        return load
-    return np.maximum.reduceat(load, table.task_ptr[:-1])
+    held = table.held(task, ring.padded(length, d, rules.multiple) if rules.multiple else length)
+    return np.maximum.reduceat(held, table.task_ptr[:-1]) if len(table) else held
 
 
 def memory_of(

@@ -187,9 +187,10 @@ def wide_sizes(
     flat = np.repeat(length[docs], nodes)
     seconds = rings.seconds(flat, size.reshape(-1), costs, rules).reshape(size.shape)
     seconds[size < least[docs][:, None]] = np.inf
-    wanted = np.maximum(most, seconds.min(axis=1) / FASTER)
+    wanted = np.maximum(most, SLACK * seconds.min(axis=1))
     return docs, node * (1 + (seconds <= wanted[:, None]).argmax(axis=1))
 
 
+SLACK = 1.015  # over the fastest ring: a document that is slower than ``most`` on all may take it
 FEW_NODES = 3  # below which the sizes of a chain are all that there is
 WIDE = 1 << 18  # documents times nodes above which no wide rings are tried: it takes too long

@@ -76,7 +76,11 @@ def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarr
 def _with_offload(length: np.ndarray, rules: HybridRules) -> np.ndarray:
     """Return the fewest ranks if offload takes all that it hides, with room for rounded pieces."""
     kept = 1 - rules.offload_share * hidden_ratio(length, rules)
-    room = np.minimum(rules.capacity / np.maximum(kept, 1e-9), float(FAR)).astype(np.int64)
+    room = np.minimum(rules.capacity / np.maximum(kept, 1e-9), float(FAR))
+    # tokens that move: what is above the capacity, over the share of a token that can move
+    on_host = rules.capacity + rules.offload_share * rules.host_tokens()
+    # and one less, since ratios are rounded up
+    room = np.minimum(room, max(float(rules.capacity), on_host - 1)).astype(np.int64)
     rounding = 2 * max(1, rules.multiple)
     least = np.where(room > rounding, -(-length // np.maximum(1, room - rounding)), FAR)
     held = ring.padded(length, 1, rules.multiple) if rules.multiple else length

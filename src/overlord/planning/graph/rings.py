@@ -14,6 +14,7 @@ from overlord.plan.tasks import PlanTasks
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.hybrid import HybridPlan, HybridRules, schedule
 from overlord.planning.balance.hybrid_rules import check_arguments
+from overlord.planning.balance.ring_bound import lower_bound
 from overlord.planning.cost import CostFn, fingerprint_of
 from overlord.planning.cost.ring import RingCosts
 
@@ -165,6 +166,7 @@ def _placed(
         rules=rules.task_rules(),
         offload_share=rules.offload_share,
         end=found.load,
+        bound=lower_bound(lengths, costs, rules),
     )
     whole = replace(graph, costs=seconds * d, tasks=tasks)
     what = f"split({rules.capacity}, {rules.groups}{', padded' if rules.multiple else ''})"

@@ -13,8 +13,9 @@ import torch
 from overlord import ring
 from overlord.errors import JobError
 from overlord.plan.view import SPLITS
+from overlord.torch.adapters import thd
 from overlord.torch.adapters.huggingface import document_of
-from overlord.torch.adapters.labels import converted, has_keys, need
+from overlord.torch.adapters.labels import converted, has_keys
 from overlord.torch.microbatch_info import SHIFTED, MicrobatchInfo
 from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
 
@@ -58,24 +59,10 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]
 
     Tensors are flat, ``max_seqlen`` is an int32 scalar on the CPU, labels are shifted. The tensors
     are already sliced for CP if the job slices; then do not slice again. Pieces of a hybrid job
-    have ``local_cp_size``, the ranks of their ring.
+    have ``local_cp_size``, the ranks of their ring; a ring for which Megatron has no group is
+    refused (``groups="power_of_two"``).
     """
-    need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
-    made = {
-        key: as_tensor(mb[key])
-        for key in (
-            "cu_seqlens",
-            "cu_seqlens_padded",
-            "max_seqlen",
-            "local_cp_size",
-            "tokens",
-            "position_ids",
-        )
-        if key in mb
-    }
-    if "labels" in mb:
-        made["labels"], made["loss_mask"] = converted(mb, SHIFTED, given)
-    return made
+    return thd.packed(mb, "megatron.packed", given)
 
 
 def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **more: Any) -> Any:
